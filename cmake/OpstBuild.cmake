@@ -1,0 +1,91 @@
+# How a room adds its parts to the build:
+#   opst_sources(attention.cc plan.cc)                 code for every processor
+#   opst_kernels(SOURCE kernels_isa.cc LEVELS ...)     the same file once per instruction set level
+#   opst_test(attention_test SOURCES attention_test.cc LABELS attention)
+#   opst_bench(attention_bench SOURCES attention_bench.cc)
+
+set(OPST_WARNINGS -Wall -Wextra -Wshadow -Wconversion)
+
+function(opst_compile_options target)
+  target_compile_options(${target} PRIVATE ${OPST_WARNINGS})
+  if(OPST_WERROR)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+  if(OPST_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${OPST_SANITIZE} -fno-sanitize-recover=all
+                                             -fno-omit-frame-pointer)
+    target_link_options(${target} PUBLIC -fsanitize=${OPST_SANITIZE})
+  endif()
+endfunction()
+
+function(opst_sources)
+  foreach(source IN LISTS ARGN)
+    target_sources(opst PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/${source})
+  endforeach()
+endfunction()
+
+# Flags of each level: what Isa in include/opst/context.h promises, nothing more.
+set(OPST_ISA_FLAGS_generic "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(OPST_ISA_LEVELS generic avx2 avx512 avx512_vnni avx512_bf16)
+  set(OPST_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2)
+  set(OPST_ISA_FLAGS_avx512 ${OPST_ISA_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd
+      -mprefer-vector-width=512)
+  set(OPST_ISA_FLAGS_avx512_vnni ${OPST_ISA_FLAGS_avx512} -mavx512vnni)
+  set(OPST_ISA_FLAGS_avx512_bf16 ${OPST_ISA_FLAGS_avx512_vnni} -mavx512bf16)
+else()
+  set(OPST_ISA_LEVELS generic)
+endif()
+
+# Compiles SOURCE once for each of LEVELS, with OPST_ISA_NS defined as the level's name: all kernel code lives in
+# namespace opst::OPST_ISA_NS, so that the linker can never exchange code between levels.
+function(opst_kernels)
+  cmake_parse_arguments(ARG "" "SOURCE" "LEVELS" ${ARGN})
+  get_filename_component(room ${CMAKE_CURRENT_SOURCE_DIR} NAME)
+  get_filename_component(stem ${ARG_SOURCE} NAME_WE)
+  foreach(level IN LISTS ARG_LEVELS)
+    if(NOT level IN_LIST OPST_ISA_LEVELS)
+      continue()
+    endif()
+    set(target opst_${room}_${stem}_${level})
+    add_library(${target} OBJECT ${ARG_SOURCE})
+    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+    target_compile_definitions(${target} PRIVATE OPST_ISA_NS=${level} OPST_LEVEL_${level}=1)
+    opst_compile_options(${target})
+    # No contraction: where a multiply-add is one rounding, the code says fma.
+    target_compile_options(${target} PRIVATE ${OPST_ISA_FLAGS_${level}} -ffp-contract=off -fno-exceptions -fno-rtti)
+    target_sources(opst PRIVATE $<TARGET_OBJECTS:${target}>)
+    set_property(GLOBAL APPEND PROPERTY OPST_KERNEL_TARGETS ${target})
+  endforeach()
+endfunction()
+
+function(opst_test name)
+  if(NOT OPST_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 600)
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  target_link_libraries(${name} PRIVATE opst opst_testing GTest::gtest GTest::gtest_main Threads::Threads
+                                        ${ARG_LIBRARIES})
+  opst_compile_options(${name})
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
+                                          SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\] [1-9][0-9]* test"
+                                          ENVIRONMENT "${ARG_ENVIRONMENT}")
+endfunction()
+
+function(opst_bench name)
+  if(NOT OPST_BENCH)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
+  find_package(benchmark REQUIRED)
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  target_link_libraries(${name} PRIVATE opst opst_testing benchmark::benchmark)
+  opst_compile_options(${name})
+endfunction()

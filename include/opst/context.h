@@ -1,0 +1,94 @@
+// Machine: what a plan may know about the processor. Context: the first argument of every operator.
+//
+//   Result<Context> context = Context::create();             // this machine, all cores it may use
+//   Status status = flash_attention_forward(context.value(), {...});
+//
+// Environment, read by Context::create and overridden by its options:
+//   OPST_ISA=generic|avx2|avx512|avx512_vnni|avx512_bf16     caps the instruction set level
+//   OPST_NUM_THREADS=N                                       number of threads, the caller's included
+//   OPST_BF16=dot|widen                                      pins the choice that is otherwise measured once
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "opst/status.h"
+
+namespace opst {
+
+// Instruction set levels, a chain: a level may use everything that the ones before it may.
+//   generic      the compiler's baseline (x86-64-v1)
+//   avx2         AVX2, FMA, F16C, BMI2 (x86-64-v3)
+//   avx512       AVX-512 F, BW, DQ, VL, CD (x86-64-v4)
+//   avx512_vnni  + 8-bit integer dot products
+//   avx512_bf16  + pairwise bf16 dot products
+enum class Isa : uint8_t { generic, avx2, avx512, avx512_vnni, avx512_bf16 };
+inline constexpr int kNumIsaLevels = 5;
+
+const char* to_string(Isa isa);
+std::optional<Isa> parse_isa(const std::string& name);
+// The highest level that this processor and operating system can run.
+Isa detect_isa();
+
+// How bf16 products are formed at level avx512_bf16: by the pairwise dot instruction, or widened to f32. Which is faster
+// differs between processors (twice the f32 rate on Zen 5, half of it on some Intel cores), so it is measured.
+enum class Bf16Product : uint8_t { dot, widen };
+const char* to_string(Bf16Product product);
+
+struct CacheSizes {
+  int64_t l1d_bytes = 32 << 10;
+  int64_t l2_bytes = 512 << 10;
+  int64_t l3_bytes_per_core = 2 << 20;
+};
+
+// A plain value: plans are functions of it, so a test can invent one.
+struct Machine {
+  Isa isa = Isa::generic;
+  int cores = 1;  // that this process may use: affinity and cgroup quota counted
+  CacheSizes cache;
+  Bf16Product bf16_product = Bf16Product::widen;
+};
+
+// This machine at the given level (at most detect_isa()). What the system reports is clamped to what one core can
+// reasonably call its own.
+Machine detect_machine(Isa isa);
+std::string to_string(const Machine& machine);
+
+struct ContextOptions {
+  std::optional<Isa> isa;           // default: OPST_ISA, else detect_isa(). More than the processor has is refused.
+  int num_threads = 0;              // the caller included; 0: OPST_NUM_THREADS, else Machine::cores
+  std::optional<CacheSizes> cache;  // default: this machine's
+  std::optional<Bf16Product> bf16_product;  // default: OPST_BF16, else measured
+};
+
+// A Machine, a pool of threads and reusable scratch memory. Operators called on one Context from several threads are
+// legal: each call leases its own workspace. Operators give the same bits for every number of threads.
+// After fork() the child's first parallel call starts new threads.
+class Context {
+ public:
+  static Result<Context> create(const ContextOptions& options = {});
+  ~Context();
+  Context(Context&&) noexcept;
+  Context& operator=(Context&&) noexcept;
+
+  const Machine& machine() const;
+  int num_threads() const;
+
+  // Scratch memory now held for reuse, and how often the system was asked for more since the start. In steady state the
+  // second number stands still.
+  int64_t workspace_bytes() const;
+  int64_t workspace_allocations() const;
+  // Gives idle scratch memory back to the system.
+  void trim();
+
+  struct Impl;
+  Impl& impl() const { return *impl_; }
+
+ private:
+  explicit Context(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace opst

@@ -1,0 +1,99 @@
+// Tensor, ConstTensor: non-owning strided views. Buffer: owned, aligned memory.
+//
+// A tensor is a data pointer, a dtype, a shape and strides counted in elements (DLPack's meaning). Layout is strides:
+// BSND, BNSD, BSH, SBH are views of one another, and no kernel knows a layout by name. Strides of inputs may be any
+// value >= 0 (0 repeats an element); strides of outputs must not let two elements share an address.
+//
+//   float q[2 * 5 * 4 * 64];                                     // stored [batch, seq, heads, head_dim]
+//   Tensor bsnd = Tensor::contiguous(DType::f32, {2, 5, 4, 64}, q);
+//   Tensor bnsd = bsnd.transposed(1, 2);                         // [2, 4, 5, 64], the same bytes
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <type_traits>
+
+#include "opst/dtype.h"
+#include "opst/status.h"
+
+namespace opst {
+
+int64_t size_bytes(DType dtype);
+// "f32", "bf16", ... "bool"
+const char* to_string(DType dtype);
+
+inline constexpr int kMaxRank = 5;
+
+template <bool kConst>
+struct BasicTensor {
+  using Data = std::conditional_t<kConst, const void*, void*>;
+
+  DType dtype = DType::f32;
+  int rank = 0;
+  int64_t shape[kMaxRank] = {};
+  int64_t strides[kMaxRank] = {};  // in elements
+  Data data = nullptr;
+
+  BasicTensor() = default;
+  // A mutable view may be read as a const one.
+  template <bool kOther>
+    requires(kConst && !kOther)
+  BasicTensor(const BasicTensor<kOther>& other) : dtype(other.dtype), rank(other.rank), data(other.data) {
+    for (int i = 0; i < kMaxRank; ++i) shape[i] = other.shape[i], strides[i] = other.strides[i];
+  }
+
+  // Row-major view of `data`. More than kMaxRank dimensions give a rank-0 view.
+  static BasicTensor contiguous(DType dtype, std::initializer_list<int64_t> shape, Data data);
+
+  // The same memory with two dimensions exchanged.
+  BasicTensor transposed(int a, int b) const;
+  // The part [begin, begin + length) of one dimension. The caller keeps it within the shape.
+  BasicTensor narrowed(int dim, int64_t begin, int64_t length) const;
+  // One index of one dimension; the dimension disappears.
+  BasicTensor selected(int dim, int64_t index) const;
+
+  int64_t num_elements() const {
+    int64_t n = 1;
+    for (int i = 0; i < rank; ++i) n *= shape[i];
+    return n;
+  }
+  bool is_contiguous() const;
+};
+
+using Tensor = BasicTensor<false>;
+using ConstTensor = BasicTensor<true>;
+
+extern template struct BasicTensor<false>;
+extern template struct BasicTensor<true>;
+
+// "f32 [2, 4, 5, 64]"
+std::string to_string(const ConstTensor& tensor);
+
+// Owned memory, aligned to 64 bytes. From 2 MiB on it asks the system for huge pages. Movable, not copyable.
+class Buffer {
+ public:
+  Buffer() = default;
+  ~Buffer();
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  // Uninitialised memory. size_bytes = 0 gives an empty buffer with a null pointer.
+  static Result<Buffer> allocate(int64_t size_bytes);
+
+  void* data() const { return data_; }
+  int64_t size_bytes() const { return size_bytes_; }
+  // A contiguous tensor at the start of this buffer.
+  Tensor tensor(DType dtype, std::initializer_list<int64_t> shape) const {
+    return Tensor::contiguous(dtype, shape, data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t size_bytes_ = 0;
+};
+
+}  // namespace opst

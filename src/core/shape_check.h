@@ -1,0 +1,83 @@
+// ShapeCheck: contract, check and message of an operator's tensors in one paragraph.
+//
+//   ShapeCheck check("flash_attention_forward");
+//   check.tensor("query", query).dtype({DType::f32, DType::bf16}).dims({"batch", "num_heads", "query_len", "head_dim"});
+//   check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
+//   check.require(check["num_heads"] % check["num_kv_heads"] == 0, "num_heads = 9 is not a multiple of ...");
+//   check.output("out", out).same_as...
+//   if (!check.ok()) return check.status();
+//
+// A dimension's name is bound to its first size; a later tensor with another size fails with
+//   flash_attention_forward: key dim 3 (head_dim) is 64, but query set head_dim = 128
+// Only the first failure is kept. Inputs may have any strides >= 0; an output's elements must not share addresses.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "opst/tensor.h"
+
+namespace opst {
+
+class ShapeCheck {
+ public:
+  explicit ShapeCheck(const char* operator_name) : operator_name_(operator_name) {}
+
+  // One tensor's part of the paragraph. A name that is a number ("8") demands that size.
+  class TensorCheck {
+   public:
+    TensorCheck& dims(std::initializer_list<const char*> names);
+    TensorCheck& dtype(std::initializer_list<DType> allowed);
+    // The last dimension's elements are next to each other.
+    TensorCheck& unit_inner_stride();
+
+   private:
+    friend class ShapeCheck;
+    TensorCheck(ShapeCheck* check, const char* name, const ConstTensor& tensor)
+        : check_(check), name_(name), tensor_(tensor) {}
+    ShapeCheck* check_;
+    const char* name_;
+    ConstTensor tensor_;
+  };
+
+  // An input: rank, dtype, strides >= 0, non-null data unless it has no elements.
+  TensorCheck tensor(const char* name, const ConstTensor& tensor);
+  // An output: the same, its elements at distinct addresses, and none of them in any tensor named before.
+  TensorCheck output(const char* name, const ConstTensor& tensor);
+
+  // Any other condition. `message` follows "operator: ".
+  ShapeCheck& require(bool condition, const std::string& message);
+
+  // A bound size; 0 for a name that is not bound (which only happens after a failure).
+  int64_t operator[](const char* name) const;
+
+  bool ok() const { return status_.ok(); }
+  const Status& status() const { return status_; }
+
+ private:
+  struct Dimension {
+    std::string name;
+    std::string tensor;
+    int64_t size;
+  };
+  struct Seen {
+    const char* name;
+    ConstTensor tensor;
+  };
+  void fail(std::string message);
+
+  const char* operator_name_;
+  Status status_;
+  std::vector<Dimension> dimensions_;
+  std::vector<Seen> seen_;
+};
+
+// True where some address may belong to an element of both views. Exact for views that share no bytes and for views
+// interleaved with a common period (the q, k and v parts of one fused buffer); otherwise errs towards true.
+bool may_overlap(const ConstTensor& a, const ConstTensor& b);
+// True where two index tuples of the view may share an address.
+bool may_alias_itself(const ConstTensor& tensor);
+
+}  // namespace opst

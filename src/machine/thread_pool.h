@@ -1,0 +1,47 @@
+// ThreadPool: persistent workers for parallel loops over tasks.
+//
+//   pool.parallel_for(num_tasks, [&](int64_t task, int worker) { ... });
+//
+// Tasks are handed out in ascending order, one at a time, to whoever is free; the caller works too, as worker 0. Results
+// must not depend on which worker ran a task: `worker` in [0, num_threads) is only for choosing scratch memory.
+//
+// - A region waits only for workers that entered it: one that the system has not scheduled cannot hold it up.
+// - Idle workers spin briefly, then sleep on a futex.
+// - A parallel_for inside a task runs serially on that worker.
+// - Concurrent calls from several threads are legal; one of them gets the workers, the others run alone.
+// - Floating point control (MXCSR) is set to its default in every worker and in the caller for the length of the
+//   region, and the caller's is restored: results do not depend on a caller's flush-to-zero mode.
+// - In a forked child the first region starts new workers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+namespace opst {
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(int num_threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const;
+
+  template <class Body>  // void(int64_t task, int worker) noexcept
+  void parallel_for(int64_t num_tasks, const Body& body) {
+    run(num_tasks, [](const void* closure, int64_t task, int worker) {
+      (*static_cast<const Body*>(closure))(task, worker);
+    }, &body);
+  }
+
+ private:
+  using TaskFunction = void (*)(const void* closure, int64_t task, int worker);
+  void run(int64_t num_tasks, TaskFunction function, const void* closure);
+
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace opst
