@@ -1,0 +1,260 @@
+#include "core/shape_check.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+namespace opst {
+namespace {
+
+// Room for sums and differences of addresses within 63 bits.
+constexpr int64_t kMaxSpanBytes = int64_t{1} << 61;
+
+// Bytes from the first element's start to the last element's end; nothing where they exceed kMaxSpanBytes.
+std::optional<int64_t> span_bytes(const ConstTensor& tensor) {
+  int64_t span = size_bytes(tensor.dtype);
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] == 0) return 0;
+  }
+  for (int i = 0; i < tensor.rank; ++i) {
+    int64_t extent = 0;
+    if (__builtin_mul_overflow(tensor.shape[i] - 1, tensor.strides[i], &extent) ||
+        __builtin_mul_overflow(extent, size_bytes(tensor.dtype), &extent) ||
+        __builtin_add_overflow(span, extent, &span) || span > kMaxSpanBytes) {
+      return std::nullopt;
+    }
+  }
+  return span;
+}
+
+// num_elements() for a shape that nobody checked: false where it exceeds what int64_t holds.
+bool countable(const ConstTensor& tensor) {
+  int64_t count = 1;
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (__builtin_mul_overflow(count, std::max<int64_t>(tensor.shape[i], 1), &count)) return false;
+  }
+  return true;
+}
+
+// The size that a name like "8" demands.
+std::optional<int64_t> as_number(const char* name) {
+  int64_t number = 0;
+  if (*name == '\0') return std::nullopt;
+  for (const char* c = name; *c != '\0'; ++c) {
+    if (*c < '0' || *c > '9') return std::nullopt;
+    number = number * 10 + (*c - '0');
+  }
+  return number;
+}
+
+// The dimensions that move: more than one index and a stride.
+struct Walk {
+  int count = 0;
+  int64_t sizes[kMaxRank];
+  int64_t strides_bytes[kMaxRank];
+};
+
+Walk walk(const ConstTensor& tensor) {
+  Walk result;
+  const int64_t element_bytes = size_bytes(tensor.dtype);
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] <= 1 || tensor.strides[i] == 0) continue;
+    result.sizes[result.count] = tensor.shape[i];
+    result.strides_bytes[result.count] = tensor.strides[i] * element_bytes;
+    ++result.count;
+  }
+  return result;
+}
+
+// Bytes of the part of a view whose strides are not multiples of `period`. Modulo the period every element lies in
+// [start, start + this), start being the view's first address.
+int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t period) {
+  int64_t span = element_bytes;
+  for (int i = 0; i < dims.count; ++i) {
+    if (dims.strides_bytes[i] % period != 0) span += (dims.sizes[i] - 1) * dims.strides_bytes[i];
+  }
+  return span;
+}
+
+}  // namespace
+
+bool may_overlap(const ConstTensor& a, const ConstTensor& b) {
+  const std::optional<int64_t> span_a = span_bytes(a);
+  const std::optional<int64_t> span_b = span_bytes(b);
+  if (!span_a || !span_b) return true;
+  if (*span_a == 0 || *span_b == 0) return false;
+  const auto start_a = reinterpret_cast<uintptr_t>(a.data);
+  const auto start_b = reinterpret_cast<uintptr_t>(b.data);
+  if (start_a + static_cast<uintptr_t>(*span_a) <= start_b || start_b + static_cast<uintptr_t>(*span_b) <= start_a) {
+    return false;
+  }
+  // The ranges cross. Where both views repeat with a common period and use different parts of it, they are interleaved.
+  const Walk walk_a = walk(a);
+  const Walk walk_b = walk(b);
+  int64_t strides[2 * kMaxRank];
+  int num_strides = 0;
+  for (int i = 0; i < walk_a.count; ++i) strides[num_strides++] = walk_a.strides_bytes[i];
+  for (int i = 0; i < walk_b.count; ++i) strides[num_strides++] = walk_b.strides_bytes[i];
+  const auto distance = static_cast<int64_t>(start_b - start_a);
+  for (int i = 0; i < num_strides; ++i) {
+    for (int j = 0; j <= i; ++j) {
+      const int64_t period = std::gcd(strides[i], strides[j]);
+      const int64_t part_a = span_within_period(walk_a, size_bytes(a.dtype), period);
+      const int64_t part_b = span_within_period(walk_b, size_bytes(b.dtype), period);
+      // Where b's part starts in the period that begins with a's.
+      const int64_t offset = (distance % period + period) % period;
+      if (part_a <= offset && offset + part_b <= period) return false;
+    }
+  }
+  return true;
+}
+
+bool may_alias_itself(const ConstTensor& tensor) {
+  // Strides in ascending order must each step over all that the smaller ones reach.
+  struct Step {
+    int64_t stride;
+    int64_t size;
+  };
+  Step steps[kMaxRank];
+  int count = 0;
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] == 0) return false;
+    if (tensor.shape[i] == 1) continue;
+    int place = count++;
+    for (; place > 0 && steps[place - 1].stride > tensor.strides[i]; --place) steps[place] = steps[place - 1];
+    steps[place] = {tensor.strides[i], tensor.shape[i]};
+  }
+  int64_t reach = 0;
+  for (int i = 0; i < count; ++i) {
+    if (steps[i].stride <= reach) return true;
+    int64_t extent = 0;
+    if (__builtin_mul_overflow(steps[i].size - 1, steps[i].stride, &extent) ||
+        __builtin_add_overflow(reach, extent, &reach)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void ShapeCheck::fail(std::string message) {
+  if (status_.ok()) status_ = Status::invalid_argument(std::string(operator_name_) + ": " + std::move(message));
+}
+
+ShapeCheck& ShapeCheck::require(bool condition, const std::string& message) {
+  if (!condition) fail(message);
+  return *this;
+}
+
+int64_t ShapeCheck::operator[](const char* name) const {
+  for (const Dimension& dimension : dimensions_) {
+    if (dimension.name == name) return dimension.size;
+  }
+  return 0;
+}
+
+ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& tensor) {
+  TensorCheck result(this, name, tensor);
+  if (!ok()) return result;
+  const std::string prefix(name);
+  if (tensor.rank < 0 || tensor.rank > kMaxRank) {
+    fail(prefix + " has rank " + std::to_string(tensor.rank) + ", but it must be from 0 to " +
+         std::to_string(kMaxRank));
+    return result;
+  }
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] < 0) {
+      fail(prefix + " dim " + std::to_string(i) + " is " + std::to_string(tensor.shape[i]) + ", but must be >= 0");
+      return result;
+    }
+    if (tensor.strides[i] < 0) {
+      fail(prefix + " stride " + std::to_string(i) + " is " + std::to_string(tensor.strides[i]) + ", but must be >= 0");
+      return result;
+    }
+  }
+  if (!countable(tensor) || !span_bytes(tensor)) {
+    fail(prefix + " " + to_string(tensor) + " spans more bytes than the limit of 2^61");
+  } else if (tensor.data == nullptr && tensor.num_elements() > 0) {
+    fail(prefix + " has null data, but " + std::to_string(tensor.num_elements()) + " elements: " + to_string(tensor));
+  }
+  seen_.push_back({name, tensor});
+  return result;
+}
+
+ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& tensor) {
+  const size_t num_before = seen_.size();
+  TensorCheck result = this->tensor(name, tensor);
+  if (!ok()) return result;
+  if (may_alias_itself(tensor)) {
+    std::string strides;
+    for (int i = 0; i < tensor.rank; ++i) strides += (i > 0 ? ", " : "") + std::to_string(tensor.strides[i]);
+    fail(std::string(name) + " " + to_string(tensor) + " has strides [" + strides +
+         "], with which elements share addresses, but every element of an output needs its own");
+    return result;
+  }
+  for (size_t i = 0; i < num_before; ++i) {
+    if (may_overlap(tensor, seen_[i].tensor)) {
+      fail(std::string(name) + " " + to_string(tensor) + " overlaps " + seen_[i].name + " " +
+           to_string(seen_[i].tensor) + " in memory, but an output must not");
+      break;
+    }
+  }
+  return result;
+}
+
+ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::initializer_list<const char*> names) {
+  if (!check_->ok()) return *this;
+  if (static_cast<size_t>(tensor_.rank) != names.size()) {
+    std::string expected;
+    for (const char* name : names) expected += (expected.empty() ? "" : ", ") + std::string(name);
+    check_->fail(std::string(name_) + " has rank " + std::to_string(tensor_.rank) + ", but [" + expected +
+                 "] has rank " + std::to_string(names.size()));
+    return *this;
+  }
+  int i = 0;
+  for (const char* name : names) {
+    const int64_t size = tensor_.shape[i];
+    const std::string where = std::string(name_) + " dim " + std::to_string(i);
+    ++i;
+    if (const std::optional<int64_t> number = as_number(name)) {
+      if (size == *number) continue;
+      check_->fail(where + " is " + std::to_string(size) + ", but must be " + name);
+      return *this;
+    }
+    auto& dimensions = check_->dimensions_;
+    const auto bound =
+        std::find_if(dimensions.begin(), dimensions.end(), [&](const Dimension& d) { return d.name == name; });
+    if (bound == dimensions.end()) {
+      dimensions.push_back({name, name_, size});
+    } else if (bound->size != size) {
+      check_->fail(where + " (" + name + ") is " + std::to_string(size) + ", but " + bound->tensor + " set " + name +
+                   " = " + std::to_string(bound->size));
+      return *this;
+    }
+  }
+  return *this;
+}
+
+ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dtype(std::initializer_list<DType> allowed) {
+  if (!check_->ok() || std::find(allowed.begin(), allowed.end(), tensor_.dtype) != allowed.end()) return *this;
+  std::string list;
+  size_t i = 0;
+  for (DType dtype : allowed) {
+    if (i > 0) list += i + 1 == allowed.size() ? " or " : ", ";
+    list += to_string(dtype);
+    ++i;
+  }
+  check_->fail(std::string(name_) + " is " + to_string(tensor_.dtype) + ", but must be " + list);
+  return *this;
+}
+
+ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::unit_inner_stride() {
+  if (!check_->ok() || tensor_.rank == 0) return *this;
+  const int last = tensor_.rank - 1;
+  if (tensor_.shape[last] > 1 && tensor_.strides[last] != 1) {
+    check_->fail(std::string(name_) + " stride " + std::to_string(last) + " is " +
+                 std::to_string(tensor_.strides[last]) + ", but must be 1");
+  }
+  return *this;
+}
+
+}  // namespace opst

@@ -1,0 +1,200 @@
+#include "opst/tensor.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <utility>
+
+#include "core/int_math.h"
+
+namespace opst {
+
+int64_t size_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::i8:
+    case DType::u8:
+    case DType::boolean:
+      return 1;
+    case DType::bf16:
+    case DType::f16:
+      return 2;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::f64:
+    case DType::i64:
+      return 8;
+  }
+  return 0;
+}
+
+const char* to_string(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return "f32";
+    case DType::f64:
+      return "f64";
+    case DType::bf16:
+      return "bf16";
+    case DType::f16:
+      return "f16";
+    case DType::i8:
+      return "i8";
+    case DType::u8:
+      return "u8";
+    case DType::i32:
+      return "i32";
+    case DType::i64:
+      return "i64";
+    case DType::boolean:
+      return "bool";
+  }
+  return "unknown";
+}
+
+std::string to_string(const ConstTensor& tensor) {
+  std::string text = to_string(tensor.dtype);
+  text += " [";
+  for (int i = 0; i < tensor.rank && i < kMaxRank; ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(tensor.shape[i]);
+  }
+  return text + "]";
+}
+
+namespace {
+
+template <bool kConst>
+typename BasicTensor<kConst>::Data advanced(typename BasicTensor<kConst>::Data data, int64_t elements, DType dtype) {
+  using Byte = std::conditional_t<kConst, const char, char>;
+  if (data == nullptr) return data;
+  return static_cast<Byte*>(data) + elements * size_bytes(dtype);
+}
+
+}  // namespace
+
+template <bool kConst>
+BasicTensor<kConst> BasicTensor<kConst>::contiguous(DType dtype, std::initializer_list<int64_t> shape, Data data) {
+  BasicTensor tensor;
+  tensor.dtype = dtype;
+  if (shape.size() > static_cast<size_t>(kMaxRank)) return tensor;
+  tensor.data = data;
+  tensor.rank = static_cast<int>(shape.size());
+  std::copy(shape.begin(), shape.end(), tensor.shape);
+  int64_t stride = 1;
+  for (int i = tensor.rank - 1; i >= 0; --i) {
+    tensor.strides[i] = stride;
+    // A shape too large for any memory saturates here; ShapeCheck refuses it with its name.
+    if (__builtin_mul_overflow(stride, std::max<int64_t>(tensor.shape[i], 1), &stride)) {
+      stride = std::numeric_limits<int64_t>::max();
+    }
+  }
+  return tensor;
+}
+
+template <bool kConst>
+BasicTensor<kConst> BasicTensor<kConst>::transposed(int a, int b) const {
+  BasicTensor view = *this;
+  std::swap(view.shape[a], view.shape[b]);
+  std::swap(view.strides[a], view.strides[b]);
+  return view;
+}
+
+template <bool kConst>
+BasicTensor<kConst> BasicTensor<kConst>::narrowed(int dim, int64_t begin, int64_t length) const {
+  BasicTensor view = *this;
+  view.shape[dim] = length;
+  view.data = advanced<kConst>(data, begin * strides[dim], dtype);
+  return view;
+}
+
+template <bool kConst>
+BasicTensor<kConst> BasicTensor<kConst>::selected(int dim, int64_t index) const {
+  BasicTensor view = *this;
+  view.data = advanced<kConst>(data, index * strides[dim], dtype);
+  view.rank = rank - 1;
+  for (int i = dim; i < view.rank; ++i) {
+    view.shape[i] = shape[i + 1];
+    view.strides[i] = strides[i + 1];
+  }
+  view.shape[view.rank] = 0;
+  view.strides[view.rank] = 0;
+  return view;
+}
+
+template <bool kConst>
+bool BasicTensor<kConst>::is_contiguous() const {
+  int64_t expected = 1;
+  for (int i = rank - 1; i >= 0; --i) {
+    if (shape[i] == 0) return true;
+    if (shape[i] != 1 && strides[i] != expected) return false;
+    expected *= shape[i];
+  }
+  return true;
+}
+
+template struct BasicTensor<false>;
+template struct BasicTensor<true>;
+
+// Small blocks come from malloc. Large ones are mappings of their own: aligned to the huge pages they ask for, and gone
+// from this process as soon as they are freed.
+namespace {
+
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+constexpr int64_t kAlignmentBytes = 64;
+
+void* map_huge(int64_t bytes) {
+  const auto mapped_bytes = static_cast<size_t>(bytes + kHugePageBytes);
+  void* const base = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) return nullptr;
+  const auto address = reinterpret_cast<uintptr_t>(base);
+  const uintptr_t aligned = (address + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const size_t head_bytes = aligned - address;
+  const size_t tail_bytes = static_cast<size_t>(kHugePageBytes) - head_bytes;
+  char* const data = static_cast<char*>(base) + head_bytes;
+  if (head_bytes > 0) munmap(base, head_bytes);
+  if (tail_bytes > 0) munmap(data + bytes, tail_bytes);
+  madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish: failure changes nothing but speed
+  return data;
+}
+
+void release(void* data, int64_t size_bytes) {
+  if (size_bytes >= kHugePageBytes) {
+    munmap(data, static_cast<size_t>(round_up(size_bytes, kHugePageBytes)));
+  } else {
+    std::free(data);
+  }
+}
+
+}  // namespace
+
+Result<Buffer> Buffer::allocate(int64_t size_bytes) {
+  if (size_bytes < 0) {
+    return Status::invalid_argument("Buffer::allocate: size_bytes is " + std::to_string(size_bytes) +
+                                    ", but must be >= 0");
+  }
+  Buffer buffer;
+  if (size_bytes == 0) return buffer;
+  if (size_bytes > std::numeric_limits<int64_t>::max() - 2 * kHugePageBytes) return Status::out_of_memory();
+  buffer.data_ = size_bytes >= kHugePageBytes
+                     ? map_huge(round_up(size_bytes, kHugePageBytes))
+                     : std::aligned_alloc(kAlignmentBytes, static_cast<size_t>(round_up(size_bytes, kAlignmentBytes)));
+  if (buffer.data_ == nullptr) return Status::out_of_memory();
+  buffer.size_bytes_ = size_bytes;
+  return buffer;
+}
+
+Buffer::~Buffer() { release(data_, size_bytes_); }
+
+Buffer::Buffer(Buffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_bytes_, other.size_bytes_);
+  return *this;
+}
+
+}  // namespace opst
