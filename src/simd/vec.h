@@ -1,0 +1,47 @@
+// Vec: one register of numbers, and the verbs that every instruction set level offers on it.
+//
+// A kernel is a template over such a type; src/simd/vec_<level>.h supplies it:
+//
+//   F32   float  lanes    generic 4, avx2 8, avx512 and above 16
+//   F64   double lanes    generic 2 (only there: f64 has no speed bar)
+//
+//   construct    V::zero()  V::set1(x)  V::iota() = {0, 1, 2, ...}
+//   memory       V::load(p)  V::load_n(p, n)  v.store(p)  v.store_n(p, n)        0 <= n <= kLanes, any alignment;
+//                p may point to float, bf16 or f16 (widened exactly; stores round to nearest even and keep
+//                subnormals and NaN). load_n gives 0 in the lanes from n on and touches no byte beyond element n - 1.
+//   arithmetic   a + b, a - b, a * b, a / b, fma(a, b, c) = a * b + c, max(a, b), min(a, b), sqrt(a), abs(a), round(a)
+//                max and min return b where either is NaN. fma is one rounding except at the generic level.
+//   choice       a < b, a <= b, a == b -> V::Mask (false on NaN);  select(mask, a, b);  any(mask)
+//                blend_n(n, a, b) = a in lanes below n, b in the others
+//   bits         copy_sign(magnitude, sign)
+//   exponent     scale_pow2(p, n) = p * 2^n; exp2_fraction(x), exp2_scale(p, x): the two halves of exp2, see math.h
+//   across       hsum(v), hmax(v) in a fixed order; hsum_each(v[kLanes]): lane i = hsum of v[i];
+//                transpose(v[kLanes]) in place
+//
+// bf16 pairs (levels with the dot instruction only): Bf16Pairs in vec_avx512.h.
+//
+// All of it lives in namespace opst::OPST_ISA_NS (see cmake/OpstBuild.cmake): the linker can never exchange the code of
+// two levels. Nothing here, and nothing that kernel code includes, uses a function of the standard library.
+#pragma once
+
+#ifndef OPST_ISA_NS
+#error "kernel code is compiled once per instruction set level, through opst_kernels()"
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include "opst/dtype.h"
+
+#define OPST_INLINE inline __attribute__((always_inline))
+#define OPST_NOINLINE __attribute__((noinline))
+// Register arrays are walked by loops with constant bounds; they must be unrolled, or the array goes to the stack.
+#define OPST_UNROLL _Pragma("GCC unroll 32")
+
+#if defined(__AVX512F__)
+#include "simd/vec_avx512.h"
+#elif defined(__AVX2__)
+#include "simd/vec_avx2.h"
+#else
+#include "simd/vec_generic.h"
+#endif

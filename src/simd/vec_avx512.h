@@ -1,0 +1,191 @@
+// Vec for avx512 and above: 16 float lanes. Contract in vec.h.
+#pragma once
+
+#include <immintrin.h>
+
+namespace opst::OPST_ISA_NS::simd {
+
+struct F32 {
+  using Scalar = float;
+  using Mask = __mmask16;
+  static constexpr int kLanes = 16;
+  __m512 v;
+
+  static OPST_INLINE F32 zero() { return {_mm512_setzero_ps()}; }
+  static OPST_INLINE F32 set1(float x) { return {_mm512_set1_ps(x)}; }
+  static OPST_INLINE F32 iota() {
+    return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
+  }
+  static OPST_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+  static OPST_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static OPST_INLINE F32 load_n(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+  OPST_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+  OPST_INLINE void store_n(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+
+  static OPST_INLINE F32 load(const bf16* p) {
+    return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static OPST_INLINE F32 load_n(const bf16* p, int64_t n) {
+    return widen_bf16(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+  }
+  OPST_INLINE void store(bf16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16()); }
+  OPST_INLINE void store_n(bf16* p, int64_t n) const { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16()); }
+
+  static OPST_INLINE F32 load(const f16* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  static OPST_INLINE F32 load_n(const f16* p, int64_t n) {
+    return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))};
+  }
+  OPST_INLINE void store(f16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_f16()); }
+  OPST_INLINE void store_n(f16* p, int64_t n) const { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16()); }
+
+  static OPST_INLINE F32 widen_bf16(__m256i bits) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+  }
+  // Round to nearest even by integer arithmetic: vcvtneps2bf16 would flush subnormals.
+  OPST_INLINE __m256i narrow_bf16() const {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  }
+  OPST_INLINE __m256i narrow_f16() const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+};
+
+OPST_INLINE F32 operator+(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+OPST_INLINE F32 operator-(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+OPST_INLINE F32 operator*(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+OPST_INLINE F32 operator/(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+OPST_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+OPST_INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+OPST_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+OPST_INLINE F32 sqrt(F32 a) { return {_mm512_sqrt_ps(a.v)}; }
+OPST_INLINE F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+OPST_INLINE F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+OPST_INLINE __mmask16 operator<(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+OPST_INLINE __mmask16 operator<=(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
+OPST_INLINE __mmask16 operator==(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+OPST_INLINE F32 select(__mmask16 mask, F32 a, F32 b) { return {_mm512_mask_blend_ps(mask, b.v, a.v)}; }
+OPST_INLINE bool any(__mmask16 mask) { return mask != 0; }
+OPST_INLINE F32 blend_n(int64_t n, F32 a, F32 b) { return select(F32::first_lanes(n), a, b); }
+OPST_INLINE F32 copy_sign(F32 magnitude, F32 sign) {
+  // bitwise: sign bit from `sign`, the rest from `magnitude`
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sign.v),
+                                                        _mm512_castps_si512(magnitude.v), 0xca))};
+}
+
+// 2^x = p(fraction) * 2^floor(x) with fraction = x - floor(x) in [0, 1), 0 for infinities.
+OPST_INLINE F32 exp2_fraction(F32 x) { return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
+// p * 2^floor(x); 0 where x < -126, so that no subnormal number is ever made.
+OPST_INLINE F32 exp2_scale(F32 p, F32 x) {
+  const __mmask16 normal = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return {_mm512_maskz_scalef_ps(normal, p.v, x.v)};
+}
+// p * 2^n for integral n; exact where the result is normal, +inf above, correctly rounded below.
+OPST_INLINE F32 scale_pow2(F32 p, F32 n) { return {_mm512_scalef_ps(p.v, n.v)}; }
+
+OPST_INLINE float hsum(F32 a) {
+  const __m256 low = _mm512_castps512_ps256(a.v);
+  const __m256 high = _mm512_extractf32x8_ps(a.v, 1);
+  const __m256 s8 = _mm256_add_ps(low, high);
+  const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+  const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+  return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
+}
+OPST_INLINE float hmax(F32 a) {
+  const __m256 m8 = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 m4 = _mm_max_ps(_mm256_castps256_ps128(m8), _mm256_extractf128_ps(m8, 1));
+  const __m128 m2 = _mm_max_ps(m4, _mm_movehl_ps(m4, m4));
+  return _mm_cvtss_f32(_mm_max_ss(m2, _mm_movehdup_ps(m2)));
+}
+
+// 16 x 16 transpose: 32-bit and 64-bit interleaves within 128-bit lanes, then two rounds of lane exchanges.
+OPST_INLINE void transpose(F32 (&row)[16]) {
+  __m512 t[16];
+  OPST_UNROLL for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(row[i].v, row[i + 1].v);
+    t[i + 1] = _mm512_unpackhi_ps(row[i].v, row[i + 1].v);
+  }
+  __m512 u[16];
+  OPST_UNROLL for (int i = 0; i < 16; i += 4) {
+    const __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 1]);
+    const __m512d c = _mm512_castps_pd(t[i + 2]), d = _mm512_castps_pd(t[i + 3]);
+    u[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    u[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    u[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    u[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+  }
+  // u[4g + j] holds, in 128-bit lane q, column 4q + j of rows 4g .. 4g + 3.
+  OPST_UNROLL for (int j = 0; j < 4; ++j) {
+    const __m512 a = _mm512_shuffle_f32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xdd);
+    const __m512 c = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x88), d = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xdd);
+    row[j].v = _mm512_shuffle_f32x4(a, c, 0x88);
+    row[4 + j].v = _mm512_shuffle_f32x4(b, d, 0x88);
+    row[8 + j].v = _mm512_shuffle_f32x4(a, c, 0xdd);
+    row[12 + j].v = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+
+// Lane i = sum of the lanes of row[i]: halving adds, 30 shuffles instead of 16 separate reductions.
+OPST_INLINE F32 hsum_each(const F32 (&row)[16]) {
+  __m512 t[8];
+  OPST_UNROLL for (int i = 0; i < 8; ++i) {
+    // lanes q: pairs of (row 2i, row 2i + 1) sums within each 128-bit lane
+    t[i] = _mm512_add_ps(_mm512_unpacklo_ps(row[2 * i].v, row[2 * i + 1].v),
+                         _mm512_unpackhi_ps(row[2 * i].v, row[2 * i + 1].v));
+  }
+  __m512 u[4];
+  OPST_UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
+    u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  // u[g] holds in every 128-bit lane partial sums of rows 4g .. 4g + 3.
+  const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+  const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+  // a: lanes 0, 1 of u[0], lanes 2, 3 of u[1]; b likewise for u[2], u[3]
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd))};
+}
+
+// Words of two bf16 values, the operand of the pairwise dot instruction.
+struct Bf16Words {
+  __m512i v;
+
+  static OPST_INLINE Bf16Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+  static OPST_INLINE Bf16Words set1(uint32_t word) { return {_mm512_set1_epi32(static_cast<int32_t>(word))}; }
+};
+
+#if defined(__AVX512BF16__)
+OPST_INLINE __m512bh as_bf16(__m512i bits) {
+  __m512bh out;
+  __builtin_memcpy(&out, &bits, sizeof(out));
+  return out;
+}
+// acc + a.low * b.low + a.high * b.high per lane (subnormals count as zero).
+OPST_INLINE F32 dot_pairs(F32 acc, Bf16Words a, Bf16Words b) {
+  return {_mm512_dpbf16_ps(acc.v, as_bf16(a.v), as_bf16(b.v))};
+}
+// 32 consecutive values rounded to bf16 (nearest even, subnormals to zero).
+OPST_INLINE void store_bf16_fast(F32 low, F32 high, bf16* p) {
+  const __m512bh pair = _mm512_cvtne2ps_pbh(high.v, low.v);
+  __builtin_memcpy(p, &pair, sizeof(pair));
+}
+#endif
+
+// Rows 2j and 2j + 1 of a bf16 matrix as words: out[c] = {even[c], odd[c]} for 32 columns.
+OPST_INLINE void interleave_words(const bf16* even, const bf16* odd, int64_t n, bool has_odd, uint32_t* out) {
+  const __mmask32 mask = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
+  const __m512i a = _mm512_maskz_loadu_epi16(mask, even);
+  const __m512i b = has_odd ? _mm512_maskz_loadu_epi16(mask, odd) : _mm512_setzero_si512();
+  alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(kLow);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
+  if (n > 16) _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi16(a, high, b));
+}
+
+}  // namespace opst::OPST_ISA_NS::simd
