@@ -5,6 +5,10 @@
 #   opst_test(attention_test SOURCES attention_test.cc LABELS attention)
 #   opst_bench(attention_bench SOURCES attention_bench.cc)
 
+if(OPST_BENCH)
+  add_custom_target(opst_benches)
+endif()
+
 set(OPST_WARNINGS -Wall -Wextra -Wshadow -Wconversion)
 
 function(opst_compile_options target)
@@ -59,6 +63,7 @@ function(opst_kernels)
     # No contraction: where a multiply-add is one rounding, the code says fma.
     target_compile_options(${target} PRIVATE ${OPST_ISA_FLAGS_${level}} -ffp-contract=off -fno-exceptions -fno-rtti)
     target_sources(${ARG_TARGET} PRIVATE $<TARGET_OBJECTS:${target}>)
+    set_property(TARGET ${target} PROPERTY OPST_ISA_LEVEL ${level})
     set_property(GLOBAL APPEND PROPERTY OPST_KERNEL_TARGETS ${target})
   endforeach()
 endfunction()
@@ -83,13 +88,15 @@ function(opst_test name)
                                           ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()
 
+# Not part of "all": the target opst_benches builds them.
 function(opst_bench name)
   if(NOT OPST_BENCH)
     return()
   endif()
   cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
   find_package(benchmark REQUIRED)
-  add_executable(${name} ${ARG_SOURCES})
+  add_executable(${name} EXCLUDE_FROM_ALL ${ARG_SOURCES})
+  add_dependencies(opst_benches ${name})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${name} PRIVATE opst opst_testing benchmark::benchmark)
   opst_compile_options(${name})

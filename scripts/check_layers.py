@@ -1,0 +1,303 @@
+#!/usr/bin/env python3
+"""Who may include whom. Fails with file:line and the rule for every include that breaks it.
+
+    check_layers.py [ROOT]        checks the tree
+    check_layers.py --self-test   checks the checker: a small tree with one violation of each rule
+
+The table below is the house plan of docs/architecture.md. A room is a folder of src/. Kernel code, which is every source
+that a CMakeLists.txt names in opst_kernels(SOURCE ...) and all that it includes, has a rule of its own: an inline
+function compiled with AVX-512 flags may be the copy that the linker keeps for everyone, so it takes nothing that
+defines functions outside the level's namespace.
+"""
+
+import pathlib
+import re
+import sys
+import tempfile
+
+# room -> rooms whose headers it may include besides its own, public ones counted (PUBLIC_HEADER_ROOMS)
+ROOMS = {
+    "core": set(),
+    "simd": set(),
+    "tile": {"simd"},
+    "machine": {"core", "simd"},
+    "quant": {"core", "machine", "simd", "tile"},
+    "rowwise": {"core", "machine", "simd", "tile"},
+    "kv_cache": {"core", "machine", "simd", "tile", "quant", "rowwise"},
+    "attention": {"core", "machine", "simd", "tile", "quant", "kv_cache"},
+    "matmul": {"core", "machine", "simd", "tile", "quant"},
+    "moe": {"core", "machine", "simd", "tile", "quant", "rowwise", "matmul"},
+    "mc2": {"core", "machine", "tile", "matmul", "moe", "attention"},
+    # What tests share. Measuring the peak needs vectors and threads.
+    "testing": {"core", "machine", "simd"},
+    # Ordinary users of the public headers.
+    "graph": set(),
+    "model": set(),
+    "tools": {"model"},
+    "examples": set(),
+}
+USERS = {"graph", "model", "tools", "examples"}
+
+# include/opst/NAME.h belongs to the room of that name, except:
+PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine"}
+
+# Kernel code may also include these, which hold types and constants only.
+PLAIN_DATA = {"include/opst/dtype.h", "src/quant/formats.h", "src/kv_cache/page_layout.h"}
+KERNEL_STD = {"cstdint", "cstddef", "cstring", "cfloat", "climits", "type_traits", "immintrin.h", "arm_neon.h"}
+
+# Vectors are written as Vec verbs everywhere else.
+INTRINSICS = {"immintrin.h", "arm_neon.h", "x86intrin.h", "xmmintrin.h", "emmintrin.h"}
+INTRINSICS_ROOMS = {"simd", "tile", "machine", "testing"}
+
+STD = set(
+    """algorithm any array atomic barrier bit bitset charconv chrono compare concepts condition_variable coroutine deque
+    exception execution expected filesystem format forward_list fstream functional future initializer_list iomanip ios
+    iosfwd iostream istream iterator latch limits list locale map memory memory_resource mutex new numbers numeric
+    optional ostream queue random ranges ratio regex scoped_allocator semaphore set shared_mutex source_location span
+    sstream stack stdexcept stop_token streambuf string string_view strstream syncstream system_error thread tuple
+    type_traits typeindex typeinfo unordered_map unordered_set utility valarray variant vector version
+    cassert cctype cerrno cfenv cfloat cinttypes climits clocale cmath csetjmp csignal cstdarg cstddef cstdint cstdio
+    cstdlib cstring ctime cuchar cwchar cwctype""".split()
+)
+SYSTEM = re.compile(r"(sys|linux|asm)/.*|(unistd|fcntl|sched|pthread|signal|errno|dlfcn|time|poll|termios|cpuid)\.h")
+
+# header prefix -> who may use the package
+PACKAGES = [
+    (re.compile(r"(gtest|gmock)/"), "tests", lambda f: f.is_test or f.room == "testing"),
+    (re.compile(r"benchmark/"), "benches", lambda f: f.is_bench or f.room == "testing"),
+    (re.compile(r"Random123/"), "tests", lambda f: f.is_test),
+    (re.compile(r"nlohmann/"), "tests and tools", lambda f: f.is_test or f.room == "tools"),
+    (re.compile(r"(CLI|fmt)/"), "tools", lambda f: f.room == "tools"),
+    (re.compile(r"utf8proc\.h"), "model and tools", lambda f: f.room in {"model", "tools"}),
+]
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>|(\S+))')
+KERNEL_SOURCE = re.compile(r"opst_kernels\s*\(\s*(?:TARGET\s+\S+\s+)?SOURCE\s+(\S+)")
+
+
+class File:
+    def __init__(self, root, path):
+        self.path = path.relative_to(root).as_posix()
+        parts = self.path.split("/")
+        stem = path.stem
+        self.is_public = self.path.startswith("include/")
+        if self.is_public:
+            self.room = PUBLIC_HEADER_ROOMS.get(stem, stem)
+        else:
+            self.room = parts[1] if parts[0] == "src" else parts[0]
+        self.is_test = stem.endswith("_test") or "testdata" in parts
+        self.is_bench = stem.endswith("_bench")
+        self.is_reference = stem == "reference" or stem.endswith("_reference")
+        self.includes = []  # (line number, quoted path or None, angled path or None)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            match = INCLUDE.match(line)
+            if match:
+                self.includes.append((number, match.group(1), match.group(2)))
+
+
+def read_tree(root):
+    files = {}
+    for top in ("include", "src", "tools", "examples"):
+        for path in sorted((root / top).rglob("*")):
+            if path.suffix in {".h", ".cc"} and path.is_file():
+                file = File(root, path)
+                files[file.path] = file
+    return files
+
+
+def resolve(root, file, name):
+    for base in (root / "include", root / "src", root, (root / file.path).parent):
+        path = base / name
+        if path.is_file():
+            return path.resolve().relative_to(root).as_posix()
+    return None
+
+
+def kernel_files(root, files):
+    """path -> the kernel source that includes it, for kernel code"""
+    found = {}
+    for cmake in sorted((root / "src").rglob("CMakeLists.txt")):
+        text = re.sub(r"#.*", "", cmake.read_text(encoding="utf-8"))
+        for name in KERNEL_SOURCE.findall(text):
+            source = (cmake.parent / name).relative_to(root).as_posix()
+            todo = [source] if source in files else []
+            while todo:
+                path = todo.pop()
+                if path in found:
+                    continue
+                found[path] = source
+                for _, quoted, _ in files[path].includes:
+                    target = quoted and resolve(root, files[path], quoted)
+                    # A header that must not be here is reported once, where it is included.
+                    if target in files and kernel_may_include(files[source].room, files[target]):
+                        todo.append(target)
+    return found
+
+
+def kernel_may_include(room, target):
+    if target.path in PLAIN_DATA:
+        return True
+    return not target.is_public and target.room in {"simd", "tile", room}
+
+
+def check_quoted(file, target):
+    """The broken rule, or None."""
+    if file.is_public:
+        if not target.is_public:
+            return "a public header includes public headers only"
+    if target.is_reference and not (file.is_test or file.is_bench or file.is_reference or file.room in {"tools", "testing"}):
+        return "references are for tests, benches and tools"
+    if target.room == "testing" and file.room != "testing":
+        allowed = file.is_test or file.is_bench or file.is_reference or file.room == "tools"
+        return None if allowed else "src/testing is for tests, benches and tools"
+    if file.is_reference:
+        same_room = target.is_public and target.room == file.room
+        allowed = target.room == "core" or target.is_reference or same_room or target.path in PLAIN_DATA
+        return None if allowed else "a reference shares nothing with the kernels: core, public headers of its room"
+    if target.is_reference or target.room == file.room:
+        return None
+    if file.room in USERS and target.is_public:
+        return None
+    if target.room in ROOMS[file.room]:
+        return None
+    if file.is_test or file.is_bench:
+        # A test may build its input with any operator's public header.
+        if target.is_public:
+            return None
+    allowed = ", ".join(sorted(ROOMS[file.room])) or ("public headers" if file.room in USERS else "nothing else")
+    return f"{file.room} may not include {target.room} (it may include: {allowed})"
+
+
+def check_angled(file, name):
+    if name in INTRINSICS:
+        return None if file.room in INTRINSICS_ROOMS else "intrinsics belong in simd and tile"
+    if name == "cpuid.h" and file.room not in {"machine", "testing"}:
+        return "only machine asks the processor what it can do"
+    if name in STD or SYSTEM.fullmatch(name):
+        return None
+    for pattern, who, allowed in PACKAGES:
+        if pattern.match(name):
+            return None if allowed(file) else f"<{name}> is for {who}"
+    return f"<{name}> is neither a standard header nor one of the chosen packages"
+
+
+def check(root):
+    root = root.resolve()
+    files = read_tree(root)
+    kernels = kernel_files(root, files)
+    problems = []
+    for file in files.values():
+        if file.room not in ROOMS:
+            problems.append(f"{file.path}:1: room {file.room} is not in the table of check_layers.py")
+            continue
+        source = kernels.get(file.path)
+        for line, quoted, angled in file.includes:
+            rule = None
+            if quoted is not None:
+                path = resolve(root, file, quoted)
+                target = files.get(path)
+                if target is None:
+                    rule = f'"{quoted}" is no header of this tree'
+                elif target.room not in ROOMS:
+                    continue
+                elif source and not kernel_may_include(files[source].room, target):
+                    rule = (
+                        f'kernel code ({source}) may not include "{quoted}": simd, tile, its own room, '
+                        "or plain data only"
+                    )
+                elif target.path not in PLAIN_DATA or not (source or file.room in {"simd", "tile"}):
+                    rule = check_quoted(file, target)
+            elif angled is not None:
+                if source and angled not in KERNEL_STD:
+                    rule = f"kernel code ({source}) may not include <{angled}>"
+                else:
+                    rule = check_angled(file, angled)
+            else:
+                rule = "an include names its header"
+            if rule:
+                problems.append(f"{file.path}:{line}: {rule}")
+    return problems, len(files), len(kernels)
+
+
+def self_test():
+    tree = {
+        "include/opst/dtype.h": "#include <cstdint>\n",
+        "include/opst/tensor.h": '#include <string>\n#include "opst/dtype.h"\n',
+        "include/opst/context.h": '#include "opst/tensor.h"\n',
+        "include/opst/attention.h": '#include "opst/context.h"\n#include "attention/plan.h"\n',
+        "src/core/int_math.h": "#include <cstdint>\n",
+        "src/core/bad.cc": '#include "machine/pool.h"\n',
+        "src/machine/pool.h": "#include <atomic>\n#include <linux/futex.h>\n",
+        "src/simd/vec.h": "#include <cstdint>\n#include <immintrin.h>\n",
+        "src/tile/softmax.h": '#include <algorithm>\n#include "simd/vec.h"\n',
+        "src/rowwise/norm.h": '\n#include "core/int_math.h"\n',
+        "src/attention/CMakeLists.txt": "opst_kernels(SOURCE kernels_isa.cc LEVELS generic avx2)\n",
+        "src/attention/plan.h": '#include "opst/context.h"\n',
+        "src/attention/forward.h": '#include "opst/dtype.h"\n#include "core/int_math.h"\n#include "tile/softmax.h"\n',
+        "src/attention/kernels_isa.cc": '#include "attention/forward.h"\n#include "opst/tensor.h"\n#include <vector>\n',
+        "src/attention/reference.h": '#include "opst/attention.h"\n#include "attention/forward.h"\n',
+        "src/attention/attention.cc": (
+            '#include "attention/plan.h"\n#include "core/int_math.h"\n#include <immintrin.h>\n#include "rowwise/norm.h"\n'
+            '#include "attention/reference.h"\n#include "testing/compare.h"\n#include <gtest/gtest.h>\n#include "nowhere.h"\n'
+            "#include <boost/any.hpp>\n#include WHAT\n"
+        ),
+        "src/attention/attention_test.cc": (
+            '#include <gtest/gtest.h>\n#include "attention/reference.h"\n#include "testing/compare.h"\n'
+        ),
+        "src/testing/compare.h": '#include "opst/tensor.h"\n',
+        "src/model/llama.cc": '#include "opst/attention.h"\n#include <utf8proc.h>\n#include "core/int_math.h"\n',
+        "src/lounge/sofa.h": "\n",
+        "tools/opst/main.cc": '#include <CLI/CLI.hpp>\n#include "attention/reference.h"\n#include "attention/plan.h"\n',
+    }
+    expected = {
+        "include/opst/attention.h:2",
+        "src/core/bad.cc:1",
+        "src/tile/softmax.h:1",
+        "src/attention/forward.h:2",
+        "src/attention/kernels_isa.cc:2",
+        "src/attention/kernels_isa.cc:3",
+        "src/attention/reference.h:2",
+        "src/attention/attention.cc:3",
+        "src/attention/attention.cc:4",
+        "src/attention/attention.cc:5",
+        "src/attention/attention.cc:6",
+        "src/attention/attention.cc:7",
+        "src/attention/attention.cc:8",
+        "src/attention/attention.cc:9",
+        "src/attention/attention.cc:10",
+        "src/model/llama.cc:3",
+        "src/lounge/sofa.h:1",
+        "tools/opst/main.cc:3",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in tree.items():
+            path = pathlib.Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        problems, _, num_kernel_files = check(pathlib.Path(folder))
+    found = {":".join(problem.split(":")[:2]) for problem in problems}
+    for place in sorted(expected - found):
+        print(f"self-test: the violation at {place} was not found")
+    for place in sorted(found - expected):
+        print(f"self-test: {place} was reported: {[p for p in problems if p.startswith(place + ':')]}")
+    if num_kernel_files != 5:
+        print(f"self-test: {num_kernel_files} files counted as kernel code, not 5")
+    return found == expected and num_kernel_files == 5
+
+
+def main(arguments):
+    if arguments == ["--self-test"]:
+        if not self_test():
+            return 1
+        print("layers: the self-test found every planted violation and nothing else")
+        return 0
+    root = pathlib.Path(arguments[0]) if arguments else pathlib.Path(__file__).resolve().parent.parent
+    problems, num_files, num_kernel_files = check(root)
+    for problem in problems:
+        print(problem)
+    print(f"layers: {num_files} files, {num_kernel_files} of them kernel code, {len(problems)} broken rules")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
