@@ -34,6 +34,7 @@
 #include "opst/dtype.h"
 
 #define OPST_INLINE inline __attribute__((always_inline))
+#define OPST_INLINE_LAMBDA __attribute__((always_inline))
 #define OPST_NOINLINE __attribute__((noinline))
 // Register arrays are walked by loops with constant bounds; they must be unrolled, or the array goes to the stack.
 #define OPST_UNROLL _Pragma("GCC unroll 32")

@@ -1,0 +1,160 @@
+// Register-tile matrix products: the micro-kernels under attention and matmul.
+//
+// Computes   C[i][j] (+)= sum over k of A[i][k] * B[k][j]     for one tile of C that stays in registers
+// Shapes     i < MR rows, j < NV vectors of P::V, k < depth words
+// Loop nest  k outer; per k: NV loads of B, then per row one broadcast of A and NV multiply-adds
+// Memory     A: MR rows `lda` words apart, read one word at a time (L1). B: packed rows of NV vectors, `ldb` words apart
+//            (a panel: ldb = NV * lanes), streamed from L1 or L2. C in registers: MR * NV accumulators.
+// Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word.
+//
+// A word is what the product instruction consumes per lane: a float, a double, or a pair of bf16 (k, k + 1).
+//
+// MR x NV: 12 x 2 on 32 registers (24 accumulators hide the latency of two FMA units; loads per FMA 0.58), 6 x 2 on 16.
+// Each instantiation is a function of its own: inlined into a larger loop, g++ keeps that loop's constants in registers
+// and spills accumulators.
+#pragma once
+
+#include "simd/vec.h"
+
+namespace opst::OPST_ISA_NS::tile {
+
+using simd::F32;
+
+// Rows and vectors of a full tile, by the number of registers.
+#if defined(__AVX512F__)
+inline constexpr int kTileRows = 12;
+#elif defined(__AVX2__)
+inline constexpr int kTileRows = 6;
+#else
+inline constexpr int kTileRows = 4;
+#endif
+inline constexpr int kTileVecs = 2;
+
+struct ProductF32 {
+  using V = F32;
+  using Word = float;
+  static constexpr int kStep = 1;  // elements per word
+  using Operand = F32;
+  static OPST_INLINE Operand broadcast(const Word* p) { return F32::set1(*p); }
+  static OPST_INLINE Operand load(const Word* p) { return F32::load(p); }
+  static OPST_INLINE V multiply_add(Operand a, Operand b, V c) { return simd::fma(a, b, c); }
+};
+
+#if defined(__AVX512BF16__)
+struct ProductBf16Dot {
+  using V = F32;
+  using Word = uint32_t;
+  static constexpr int kStep = 2;
+  using Operand = simd::Bf16Words;
+  static OPST_INLINE Operand broadcast(const Word* p) { return Operand::set1(*p); }
+  static OPST_INLINE Operand load(const Word* p) { return Operand::load(p); }
+  static OPST_INLINE V multiply_add(Operand a, Operand b, V c) { return simd::dot_pairs(c, a, b); }
+};
+#endif
+
+#if !defined(__AVX2__)
+struct ProductF64 {
+  using V = simd::F64;
+  using Word = double;
+  static constexpr int kStep = 1;
+  using Operand = V;
+  static OPST_INLINE Operand broadcast(const Word* p) { return V::set1(*p); }
+  static OPST_INLINE Operand load(const Word* p) { return V::load(p); }
+  static OPST_INLINE V multiply_add(Operand a, Operand b, V c) { return simd::fma(a, b, c); }
+};
+#endif
+
+// acc += A B. While it runs, one cache line at `prefetch` and onwards is fetched per four steps of k.
+template <class P, int MR, int NV>
+OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
+                                   int64_t ldb, const char* prefetch, typename P::V (&acc)[MR][NV]) {
+  constexpr int kLanes = P::V::kLanes;
+  // Rows in groups of four: each address is one base plus 0, 1, 2 or 3 times lda, which the hardware adds for free.
+  constexpr int kGroups = (MR + 3) / 4;
+  const typename P::Word* group[kGroups];
+  OPST_UNROLL for (int g = 0; g < kGroups; ++g) group[g] = a + 4 * g * lda;
+  const auto step = [&](int64_t k) OPST_INLINE_LAMBDA {
+    typename P::Operand bs[NV];
+    OPST_UNROLL for (int j = 0; j < NV; ++j) bs[j] = P::load(b + k * ldb + j * kLanes);
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      const typename P::Operand ai = P::broadcast(group[i / 4] + (i % 4) * lda + k);
+      OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = P::multiply_add(ai, bs[j], acc[i][j]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 4 <= depth; k += 4) {
+    __builtin_prefetch(prefetch);
+    prefetch += 64;
+    step(k);
+    step(k + 1);
+    step(k + 2);
+    step(k + 3);
+  }
+  for (; k < depth; ++k) step(k);
+}
+
+// C = A B, and row_max[i] (one vector per row) takes the maximum over C's vectors.
+template <class P, int MR, int NV>
+OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
+                                    typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
+                                    const char* prefetch) {
+  using V = typename P::V;
+  V acc[MR][NV];
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero();
+  }
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, NV * V::kLanes, prefetch, acc);
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    V top = V::load(row_max + i * V::kLanes);
+    OPST_UNROLL for (int j = 0; j < NV; ++j) {
+      acc[i][j].store(c + i * ldc + j * V::kLanes);
+      top = max(top, acc[i][j]);
+    }
+    top.store(row_max + i * V::kLanes);
+  }
+}
+
+// C = factor[i] * C + A B.
+template <class P, int MR, int NV>
+OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
+                                     int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
+                                     const typename P::V::Scalar* factor, const char* prefetch) {
+  using V = typename P::V;
+  V acc[MR][NV];
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) {
+      acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]);
+    }
+  }
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
+  }
+}
+
+template <class P>
+using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*,
+                                typename P::V::Scalar*, int64_t, typename P::V::Scalar*, const char*);
+template <class P>
+using ScaledAccumulate = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,
+                                  typename P::V::Scalar*, int64_t, const typename P::V::Scalar*, const char*);
+
+// The instantiation for `rows` rows, 1 <= rows <= kTileRows.
+template <class P, int NV, int MR = kTileRows>
+OPST_INLINE ProductWithMax<P> product_with_max_for(int rows) {
+  if constexpr (MR == 1) {
+    return product_with_max<P, 1, NV>;
+  } else {
+    return rows == MR ? product_with_max<P, MR, NV> : product_with_max_for<P, NV, MR - 1>(rows);
+  }
+}
+template <class P, int NV, int MR = kTileRows>
+OPST_INLINE ScaledAccumulate<P> scaled_accumulate_for(int rows) {
+  if constexpr (MR == 1) {
+    return scaled_accumulate<P, 1, NV>;
+  } else {
+    return rows == MR ? scaled_accumulate<P, MR, NV> : scaled_accumulate_for<P, NV, MR - 1>(rows);
+  }
+}
+
+}  // namespace opst::OPST_ISA_NS::tile
