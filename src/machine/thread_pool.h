@@ -2,8 +2,8 @@
 //
 //   pool.parallel_for(num_tasks, [&](int64_t task, int worker) { ... });
 //
-// Tasks are handed out in ascending order, one at a time, to whoever is free; the caller works too, as worker 0. Results
-// must not depend on which worker ran a task: `worker` in [0, num_threads) is only for choosing scratch memory.
+// Tasks are handed out in ascending order, one at a time, to whoever is free; the caller works too, as worker 0.
+// Results must not depend on which worker ran a task: `worker` in [0, num_threads) is only for choosing scratch memory.
 //
 // - A region waits only for workers that entered it: one that the system has not scheduled cannot hold it up.
 // - Idle workers spin briefly, then sleep on a futex.
@@ -11,7 +11,7 @@
 // - Concurrent calls from several threads are legal; one of them gets the workers, the others run alone.
 // - Floating point control (MXCSR) is set to its default in every worker and in the caller for the length of the
 //   region, and the caller's is restored: results do not depend on a caller's flush-to-zero mode.
-// - In a forked child the first region starts new workers.
+// - In a forked child the first region starts new workers. Where the system grants fewer threads, those do the work.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,11 @@
 
 namespace opst {
 
+inline constexpr int kMaxThreads = 1024;
+
 class ThreadPool {
  public:
+  // The caller included, clamped to [1, kMaxThreads]. Workers start with the first region that can use them.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -31,9 +34,10 @@ class ThreadPool {
 
   template <class Body>  // void(int64_t task, int worker) noexcept
   void parallel_for(int64_t num_tasks, const Body& body) {
-    run(num_tasks, [](const void* closure, int64_t task, int worker) {
-      (*static_cast<const Body*>(closure))(task, worker);
-    }, &body);
+    run(
+        num_tasks,
+        [](const void* closure, int64_t task, int worker) { (*static_cast<const Body*>(closure))(task, worker); },
+        &body);
   }
 
  private:

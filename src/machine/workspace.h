@@ -48,6 +48,7 @@ class WorkspacePool {
 
   mutable std::mutex mutex_;
   std::vector<Buffer> idle_;
+  int64_t num_buffers_ = 0;  // idle and leased
   int64_t held_bytes_ = 0;
   int64_t allocations_ = 0;
 };
