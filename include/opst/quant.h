@@ -1,0 +1,67 @@
+// Matrices stored in GGUF block formats: what a format is, and back to f32.
+//
+// A row of `cols` values is a sequence of blocks; a block holds its scales and its values.
+//
+//   format   block        bytes  value
+//   f32      1            4      x
+//   f16      1            2      x
+//   q8_0     32 values    34     d * q                 d f16, q int8
+//   q4_1     32 values    20     d * q + m             d, m f16, q in 0..15; value j is the low half of byte j, value
+//                                                      j + 16 the high half
+//
+// Numbers are little-endian and blocks need no alignment. `cols` must be a multiple of the block; rows follow one
+// another without gaps.
+//
+//   QuantMatrix embedding{QuantFormat::q8_0, 49152, 576, file_bytes, num_file_bytes};
+//   Status status = dequantize_rows(context, embedding, token_ids, hidden);
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "opst/context.h"
+#include "opst/status.h"
+#include "opst/tensor.h"
+
+namespace opst {
+
+enum class QuantFormat : uint8_t { f32, f16, q8_0, q4_1 };
+inline constexpr int kNumQuantFormats = 4;
+
+// "f32", "f16", "q8_0", "q4_1"
+const char* to_string(QuantFormat format);
+// Of a name as above, in any case of letters ("Q4_1").
+std::optional<QuantFormat> parse_quant_format(const std::string& name);
+
+// Values per block, and bytes per block.
+int64_t block_values(QuantFormat format);
+int64_t block_bytes(QuantFormat format);
+
+// A non-owning matrix [rows, cols] of blocks.
+struct QuantMatrix {
+  QuantFormat format = QuantFormat::f32;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  const void* data = nullptr;
+  int64_t size_bytes = 0;  // at least rows * row_bytes(format, cols)
+};
+
+// Bytes of one row. invalid_argument where cols is negative, not whole blocks, or too large to count in bytes.
+Result<int64_t> row_bytes(QuantFormat format, int64_t cols);
+
+// out[r, c] = matrix[r, c]: every value exactly as its format defines it (products and sums rounded once to f32; here
+// they never need more than one rounding). Non-finite scales give what IEEE arithmetic gives.
+//   matrix  [rows, cols]
+//   out     [rows, cols] f32, any strides
+// Errors: invalid_argument for cols that are not whole blocks, too few bytes, null data, or shapes that disagree.
+Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out);
+
+// out[i, c] = matrix[rows[i], c]: embedding lookup.
+//   matrix  [num_rows, cols]
+//   rows    [count] i64, each in [0, num_rows); any strides
+//   out     [count, cols] f32, any strides
+// Errors: as above; an index out of range is refused before anything is written.
+Status dequantize_rows(Context& context, const QuantMatrix& matrix, const ConstTensor& rows, const Tensor& out);
+
+}  // namespace opst
