@@ -16,9 +16,9 @@
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it.
 //
-// Rules: a row that sees no key gives out = 0 and softmax_lse = -inf. NaN and Inf in an input reach exactly the rows that
-// depend on it; the bytes of a hidden key never matter. Accumulation is in f32 (f64 for f64). The same bits for any number
-// of threads, and for contiguous and paged keys of the same values.
+// Rules: a row that sees no key gives out = 0 and softmax_lse = -inf. NaN and Inf in an input reach exactly the rows
+// that depend on it; the bytes of a hidden key never matter. Accumulation is in f32 (f64 for f64). The same bits for
+// any number of threads, and for contiguous and paged keys of the same values.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
 // packed copy of the keys and values and a fixed amount per thread (plan_attention tells).
@@ -56,21 +56,21 @@ struct AttentionInputs {
   ConstTensor key;
   ConstTensor value;
   // i32 or i64 [batch, max_blocks]; absent (data = nullptr): dense keys and values.
-  ConstTensor block_table;
+  ConstTensor block_table = {};
   // i32 or i64 [batch]: keys of each sequence. Required with a block_table; absent: kv_len for all.
-  ConstTensor kv_lengths;
+  ConstTensor kv_lengths = {};
 };
 
 struct AttentionOutputs {
   Tensor out;
   // f32 (f64 for f64 inputs) [batch, num_heads, query_len], each only if it has data:
-  Tensor softmax_lse;  // natural logarithm of the sum of exp(score)
-  Tensor softmax_max;  // largest score; -inf where no key is seen
-  Tensor softmax_sum;  // sum of exp(score - max)
+  Tensor softmax_lse = {};  // natural logarithm of the sum of exp(score)
+  Tensor softmax_max = {};  // largest score; -inf where no key is seen
+  Tensor softmax_sum = {};  // sum of exp(score - max)
 };
 
 struct AttentionOptions {
-  std::optional<float> softmax_scale;  // default 1 / sqrt(head_dim); any finite number
+  std::optional<float> softmax_scale = {};  // default 1 / sqrt(head_dim); any finite number
   bool causal = false;
   CausalAlignment alignment = CausalAlignment::bottom_right;
   AttentionPath path = AttentionPath::automatic;

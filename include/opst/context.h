@@ -32,8 +32,8 @@ std::optional<Isa> parse_isa(const std::string& name);
 // The highest level that this processor and operating system can run.
 Isa detect_isa();
 
-// How bf16 products are formed at level avx512_bf16: by the pairwise dot instruction, or widened to f32. Which is faster
-// differs between processors (twice the f32 rate on Zen 5, half of it on some Intel cores), so it is measured.
+// How bf16 products are formed at level avx512_bf16: by the pairwise dot instruction, or widened to f32. Which is
+// faster differs between processors (twice the f32 rate on Zen 5, half of it on some Intel cores), so it is measured.
 enum class Bf16Product : uint8_t { dot, widen };
 const char* to_string(Bf16Product product);
 
@@ -47,7 +47,7 @@ struct CacheSizes {
 struct Machine {
   Isa isa = Isa::generic;
   int cores = 1;  // that this process may use: affinity and cgroup quota counted
-  CacheSizes cache;
+  CacheSizes cache = {};
   Bf16Product bf16_product = Bf16Product::widen;
 };
 
@@ -57,10 +57,10 @@ Machine detect_machine(Isa isa);
 std::string to_string(const Machine& machine);
 
 struct ContextOptions {
-  std::optional<Isa> isa;           // default: OPST_ISA, else detect_isa(). More than the processor has is refused.
-  int num_threads = 0;              // the caller included; 0: OPST_NUM_THREADS, else Machine::cores
-  std::optional<CacheSizes> cache;  // default: this machine's
-  std::optional<Bf16Product> bf16_product;  // default: OPST_BF16, else measured
+  std::optional<Isa> isa = {};  // default: OPST_ISA, else detect_isa(). More than the processor has is refused.
+  int num_threads = 0;          // the caller included; 0: OPST_NUM_THREADS, else Machine::cores
+  std::optional<CacheSizes> cache = {};          // default: this machine's
+  std::optional<Bf16Product> bf16_product = {};  // default: OPST_BF16, else measured
 };
 
 // A Machine, a pool of threads and reusable scratch memory. Operators called on one Context from several threads are
