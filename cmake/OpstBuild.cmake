@@ -4,9 +4,13 @@
 #                                                      library, or TARGET name
 #   opst_test(attention_test SOURCES attention_test.cc LABELS attention)
 #   opst_bench(attention_bench SOURCES attention_bench.cc)
+#   opst_fuzz(gguf_fuzz SOURCES gguf_fuzz.cc LIBRARIES opst_model)
 
 if(OPST_BENCH)
   add_custom_target(opst_benches)
+endif()
+if(OPST_FUZZ)
+  add_custom_target(opst_fuzzers)
 endif()
 
 set(OPST_WARNINGS -Wall -Wextra -Wshadow -Wconversion)
@@ -99,5 +103,19 @@ function(opst_bench name)
   add_dependencies(opst_benches ${name})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${name} PRIVATE opst opst_testing benchmark::benchmark)
+  opst_compile_options(${name})
+endfunction()
+
+# libFuzzer targets, built by the preset fuzz alone, which instruments the library for them. ./x fuzz runs them all.
+function(opst_fuzz name)
+  if(NOT OPST_FUZZ)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "" "SOURCES;LIBRARIES" ${ARGN})
+  add_executable(${name} EXCLUDE_FROM_ALL ${ARG_SOURCES})
+  add_dependencies(opst_fuzzers ${name})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  target_link_libraries(${name} PRIVATE opst ${ARG_LIBRARIES})
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
   opst_compile_options(${name})
 endfunction()

@@ -10,6 +10,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
+# Debian's cmake alone comes with no make.
+export CMAKE_GENERATOR=${CMAKE_GENERATOR:-Ninja}
+
 # quiet COMMAND...: its output only where it fails
 quiet() { "$@" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }; }
 
