@@ -46,6 +46,13 @@ else()
   set(OPST_ISA_LEVELS generic)
 endif()
 
+# g++-12 warns about the deliberately undefined operands inside its own AVX-512 intrinsics.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  set(OPST_WARNINGS_avx512 -Wno-uninitialized -Wno-maybe-uninitialized)
+  set(OPST_WARNINGS_avx512_vnni ${OPST_WARNINGS_avx512})
+  set(OPST_WARNINGS_avx512_bf16 ${OPST_WARNINGS_avx512})
+endif()
+
 # Compiles SOURCE once for each of LEVELS, with OPST_ISA_NS defined as the level's name: all kernel code lives in
 # namespace opst::OPST_ISA_NS, so that the linker can never exchange code between levels.
 function(opst_kernels)
@@ -65,7 +72,8 @@ function(opst_kernels)
     target_compile_definitions(${target} PRIVATE OPST_ISA_NS=${level} OPST_LEVEL_${level}=1)
     opst_compile_options(${target})
     # No contraction: where a multiply-add is one rounding, the code says fma.
-    target_compile_options(${target} PRIVATE ${OPST_ISA_FLAGS_${level}} -ffp-contract=off -fno-exceptions -fno-rtti)
+    target_compile_options(${target} PRIVATE ${OPST_ISA_FLAGS_${level}} ${OPST_WARNINGS_${level}} -ffp-contract=off
+                                             -fno-exceptions -fno-rtti)
     target_sources(${ARG_TARGET} PRIVATE $<TARGET_OBJECTS:${target}>)
     set_property(TARGET ${target} PROPERTY OPST_ISA_LEVEL ${level})
     set_property(GLOBAL APPEND PROPERTY OPST_KERNEL_TARGETS ${target})
@@ -86,6 +94,8 @@ function(opst_test name)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${name} PRIVATE opst opst_testing opst_test_main GTest::gtest Threads::Threads
                                         ${ARG_LIBRARIES})
+  # Where reference data and the model are found.
+  target_compile_definitions(${name} PRIVATE OPST_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   opst_compile_options(${name})
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} SKIP_RETURN_CODE 77

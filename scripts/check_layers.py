@@ -85,7 +85,6 @@ class File:
             self.room = PUBLIC_HEADER_ROOMS.get(stem, stem)
         else:
             self.room = parts[1] if parts[0] == "src" else parts[0]
-        self.is_test = stem.endswith("_test") or "testdata" in parts
         self.is_bench = stem.endswith("_bench")
         self.is_reference = stem == "reference" or stem.endswith("_reference")
         self.includes = []  # (line number, quoted path or None, angled path or None)
@@ -93,6 +92,11 @@ class File:
             match = INCLUDE.match(line)
             if match:
                 self.includes.append((number, match.group(1), match.group(2)))
+        # A room's header that includes the test framework is for its tests.
+        self.is_test_header = path.suffix == ".h" and self.room != "testing" and any(
+            re.match(r"(gtest|gmock|testing)/", quoted or angled or "") for _, quoted, angled in self.includes
+        )
+        self.is_test = self.is_test_header or stem.endswith(("_test", "_fuzz"))
 
 
 def read_tree(root):
@@ -145,6 +149,8 @@ def check_quoted(file, target):
     if file.is_public:
         if not target.is_public:
             return "a public header includes public headers only"
+    if target.is_test_header and not (file.is_test or file.is_bench):
+        return "this header includes the test framework: it is for tests"
     if target.is_reference and not (file.is_test or file.is_bench or file.is_reference or file.room in {"tools", "testing"}):
         return "references are for tests, benches and tools"
     if target.room == "testing" and file.room != "testing":
@@ -243,7 +249,10 @@ def self_test():
         ),
         "src/attention/attention_test.cc": (
             '#include <gtest/gtest.h>\n#include "attention/reference.h"\n#include "testing/compare.h"\n'
+            '#include "attention/cases.h"\n'
         ),
+        "src/attention/cases.h": "#include <gtest/gtest.h>\n",
+        "src/attention/plan.cc": '#include "attention/cases.h"\n',
         "src/testing/compare.h": '#include "opst/tensor.h"\n',
         "src/model/llama.cc": '#include "opst/attention.h"\n#include <utf8proc.h>\n#include "core/int_math.h"\n',
         "src/lounge/sofa.h": "\n",
@@ -265,6 +274,7 @@ def self_test():
         "src/attention/attention.cc:8",
         "src/attention/attention.cc:9",
         "src/attention/attention.cc:10",
+        "src/attention/plan.cc:1",
         "src/model/llama.cc:3",
         "src/lounge/sofa.h:1",
         "tools/opst/main.cc:3",
