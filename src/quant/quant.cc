@@ -1,0 +1,164 @@
+#include "opst/quant.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "core/guarded.h"
+#include "core/int_math.h"
+#include "core/shape_check.h"
+#include "machine/context_impl.h"
+#include "quant/formats.h"
+#include "quant/kernels.h"
+#include "quant/quant_check.h"
+
+namespace opst {
+namespace {
+
+struct FormatInfo {
+  const char* name;
+  int64_t block_values;
+  int64_t block_bytes;
+};
+template <class Block>
+constexpr FormatInfo info(const char* name) {
+  return {name, Block::kValues, sizeof(Block)};
+}
+constexpr FormatInfo kFormats[kNumQuantFormats] = {info<BlockF32>("f32"), info<BlockF16>("f16"),
+                                                   info<BlockQ8_0>("q8_0"), info<BlockQ4_1>("q4_1")};
+static_assert(static_cast<int>(QuantFormat::f32) == 0 && static_cast<int>(QuantFormat::f16) == 1 &&
+              static_cast<int>(QuantFormat::q8_0) == 2 && static_cast<int>(QuantFormat::q4_1) == 3);
+
+const FormatInfo& info_of(QuantFormat format) { return kFormats[static_cast<int>(format)]; }
+
+// Values per task: some tens of microseconds.
+constexpr int64_t kTaskValues = int64_t{1} << 16;
+
+// Row source_row(i) of the matrix into row i of `out`.
+template <class SourceRow>
+void run(Context& context, const QuantMatrix& matrix, const Tensor& out, int64_t count, const SourceRow& source_row) {
+  if (count == 0 || matrix.cols == 0) return;
+  const quant::DequantizeRow dequantize_row =
+      quant_kernels(context.machine().isa).dequantize_row[static_cast<int>(matrix.format)];
+  const int64_t bytes = matrix.cols / block_values(matrix.format) * block_bytes(matrix.format);
+  const int64_t rows_per_task = std::max<int64_t>(1, kTaskValues / matrix.cols);
+  context.impl().pool.parallel_for(ceil_div(count, rows_per_task), [&](int64_t task, int) {
+    const int64_t end = std::min(count, (task + 1) * rows_per_task);
+    for (int64_t i = task * rows_per_task; i < end; ++i) {
+      dequantize_row(static_cast<const char*>(matrix.data) + source_row(i) * bytes, matrix.cols,
+                     static_cast<float*>(out.data) + i * out.strides[0], out.strides[1]);
+    }
+  });
+}
+
+std::string size_differs(const char* tensor, int dim, const char* name, int64_t size, int64_t matrix_size) {
+  return std::string(tensor) + " dim " + std::to_string(dim) + " (" + name + ") is " + std::to_string(size) +
+         ", but the matrix has " + name + " = " + std::to_string(matrix_size);
+}
+
+// The matrix's bytes, so that an output which overlaps them is found.
+ConstTensor bytes_of(const QuantMatrix& matrix) {
+  return ConstTensor::contiguous(DType::u8, {matrix.size_bytes}, matrix.data);
+}
+
+}  // namespace
+
+const char* to_string(QuantFormat format) { return info_of(format).name; }
+
+std::optional<QuantFormat> parse_quant_format(const std::string& name) {
+  std::string lower = name;
+  for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  for (int i = 0; i < kNumQuantFormats; ++i) {
+    if (lower == kFormats[i].name) return static_cast<QuantFormat>(i);
+  }
+  return std::nullopt;
+}
+
+int64_t block_values(QuantFormat format) { return info_of(format).block_values; }
+int64_t block_bytes(QuantFormat format) { return info_of(format).block_bytes; }
+
+Result<int64_t> row_bytes(QuantFormat format, int64_t cols) {
+  return guarded([&]() -> Result<int64_t> {
+    const FormatInfo& block = info_of(format);
+    int64_t bytes = 0;
+    if (cols < 0 || cols % block.block_values != 0) {
+      return Status::invalid_argument("row_bytes: cols is " + std::to_string(cols) + ", but " + block.name +
+                                      " has blocks of " + std::to_string(block.block_values) + " values");
+    }
+    if (__builtin_mul_overflow(cols / block.block_values, block.block_bytes, &bytes)) {
+      return Status::invalid_argument("row_bytes: cols is " + std::to_string(cols) +
+                                      ", and such a row has more bytes than can be counted");
+    }
+    return bytes;
+  });
+}
+
+void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& matrix) {
+  const std::string prefix(name);
+  check.require(matrix.rows >= 0, prefix + " rows is " + std::to_string(matrix.rows) + ", but must be >= 0");
+  const FormatInfo& block = info_of(matrix.format);
+  check.require(matrix.cols >= 0 && matrix.cols % block.block_values == 0,
+                prefix + " cols is " + std::to_string(matrix.cols) + ", but " + block.name + " has blocks of " +
+                    std::to_string(block.block_values) + " values");
+  if (!check.ok()) return;
+  int64_t bytes = 0;
+  const bool countable = !__builtin_mul_overflow(matrix.cols / block.block_values, block.block_bytes, &bytes) &&
+                         !__builtin_mul_overflow(bytes, matrix.rows, &bytes);
+  const std::string shape = std::string("[") + std::to_string(matrix.rows) + ", " + std::to_string(matrix.cols) + "]";
+  check.require(countable, prefix + " " + shape + " has more bytes than can be counted");
+  if (!check.ok()) return;
+  check.require(matrix.size_bytes >= bytes, prefix + " has " + std::to_string(matrix.size_bytes) + " bytes, but " +
+                                                block.name + " " + shape + " needs " + std::to_string(bytes));
+  check.require(bytes == 0 || matrix.data != nullptr, prefix + " has null data, but shape " + shape);
+}
+
+void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_rows) {
+  if (!check.ok()) return;
+  for (int64_t i = 0; i < rows.shape[0]; ++i) {
+    const int64_t row = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
+    if (row >= 0 && row < num_rows) continue;
+    check.require(false, std::string("rows[") + std::to_string(i) + "] is " + std::to_string(row) +
+                             ", but the matrix has " + std::to_string(num_rows) + " rows");
+    return;
+  }
+}
+
+const quant::Kernels& quant_kernels(Isa isa) {
+#if defined(__x86_64__)
+  if (isa >= Isa::avx512) return avx512::quant::kKernels;
+  if (isa >= Isa::avx2) return avx2::quant::kKernels;
+#endif
+  static_cast<void>(isa);
+  return generic::quant::kKernels;
+}
+
+Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("dequantize");
+    check_quant_matrix(check, "matrix", matrix);
+    check.tensor("matrix", bytes_of(matrix));
+    check.output("out", out).dtype({DType::f32}).dims({"rows", "cols"});
+    check.require(check["rows"] == matrix.rows, size_differs("out", 0, "rows", check["rows"], matrix.rows));
+    check.require(check["cols"] == matrix.cols, size_differs("out", 1, "cols", check["cols"], matrix.cols));
+    if (!check.ok()) return check.status();
+    run(context, matrix, out, matrix.rows, [](int64_t i) { return i; });
+    return {};
+  });
+}
+
+Status dequantize_rows(Context& context, const QuantMatrix& matrix, const ConstTensor& rows, const Tensor& out) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("dequantize_rows");
+    check_quant_matrix(check, "matrix", matrix);
+    check.tensor("matrix", bytes_of(matrix));
+    check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
+    check.output("out", out).dtype({DType::f32}).dims({"count", "cols"});
+    check.require(check["cols"] == matrix.cols, size_differs("out", 1, "cols", check["cols"], matrix.cols));
+    check_row_indices(check, rows, matrix.rows);
+    if (!check.ok()) return check.status();
+    const auto* index = static_cast<const int64_t*>(rows.data);
+    run(context, matrix, out, rows.shape[0], [&](int64_t i) { return index[i * rows.strides[0]]; });
+    return {};
+  });
+}
+
+}  // namespace opst
