@@ -25,7 +25,3 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/opst-config.cmake ${CMAKE_CURRENT_BINA
 file(RELATIVE_PATH OPST_PC_PREFIX /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
 configure_file(cmake/opst.pc.in opst.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/opst.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
-
-if(TARGET opst_program)
-  install(TARGETS opst_program)
-endif()
