@@ -32,7 +32,7 @@ OPST_INLINE V polynomial_from_one(V x, const typename V::Scalar (&c)[N]) {
 
 // Taylor series of 2^x on [-0.5, 0.5]; the remainder is below 2^-57.
 inline constexpr double kExp2TaylorF64[13] = {
-    0x1.62e42fefa39efp-1,  0x1.ebfbdff82c58fp-3,  0x1.c6b08d704a0cp-5,   0x1.3b2ab6fba4e77p-7, 0x1.5d87fe78a6731p-10,
+    0x1.62e42fefa39efp-1,  0x1.ebfbdff82c58fp-3,  0x1.c6b08d704a0cp-5,   0x1.3b2ab6fba4e77p-7,  0x1.5d87fe78a6731p-10,
     0x1.430912f86c787p-13, 0x1.ffcbfc588b0c7p-17, 0x1.62c0223a5c824p-20, 0x1.b5253d395e7c4p-24, 0x1.e4cf5158b8ecap-28,
     0x1.e8cac7351bb25p-32, 0x1.c3bd650fc2986p-36, 0x1.816193166d0f9p-40};
 inline constexpr float kExp2Floor3[3] = {0x1.63e65ap-1f, 0x1.d23786p-3f, 0x1.3baaaep-4f};
@@ -49,14 +49,18 @@ inline constexpr float kExp2Round6[6] = {0x1.62e430p-1f, 0x1.ebfbdcp-3f,  0x1.c6
 template <class V>
 OPST_INLINE V exp2(V x) {
   const V f = exp2_fraction(x);
-  if constexpr (sizeof(typename V::Scalar) == 8) return exp2_scale(polynomial_from_one(f, kExp2TaylorF64), x);
-  else return exp2_scale(polynomial_from_one(f, kExp2Floor ? kExp2Floor6 : kExp2Round6), x);
+  if constexpr (sizeof(typename V::Scalar) == 8)
+    return exp2_scale(polynomial_from_one(f, kExp2TaylorF64), x);
+  else
+    return exp2_scale(polynomial_from_one(f, kExp2Floor ? kExp2Floor6 : kExp2Round6), x);
 }
 
 template <class V>
 OPST_INLINE V exp2_short(V x) {
-  if constexpr (sizeof(typename V::Scalar) == 8) return exp2(x);
-  else return exp2_scale(polynomial_from_one(exp2_fraction(x), kExp2Floor ? kExp2Floor5 : kExp2Round5), x);
+  if constexpr (sizeof(typename V::Scalar) == 8)
+    return exp2(x);
+  else
+    return exp2_scale(polynomial_from_one(exp2_fraction(x), kExp2Floor ? kExp2Floor5 : kExp2Round5), x);
 }
 
 template <class V>
@@ -73,16 +77,17 @@ OPST_INLINE V exp(V x) {
   // ln 2 split so that n * high is exact for every n in range.
   constexpr S kLn2High = kF64 ? static_cast<S>(0x1.62e42fefa0000p-1) : static_cast<S>(0x1.62e4p-1);
   constexpr S kLn2Low = kF64 ? static_cast<S>(0x1.cf79abc9e3b3ap-40) : static_cast<S>(0x1.7f7d1cf79abcap-20);
-  constexpr S kLowest = kF64 ? static_cast<S>(-708.3964185322641) : static_cast<S>(-87.33654475);  // ln of the smallest normal
-  constexpr S kHighest = kF64 ? static_cast<S>(709.782712893384) : static_cast<S>(88.72283905);    // ln of the largest
-  const V clamped = min(V::set1(kHighest), max(V::set1(kLowest), x));  // NaN stays
+  constexpr S kLowest =
+      kF64 ? static_cast<S>(-708.3964185322641) : static_cast<S>(-87.33654475);  // ln of the smallest normal
+  constexpr S kHighest = kF64 ? static_cast<S>(709.782712893384) : static_cast<S>(88.72283905);  // ln of the largest
+  const V clamped = min(V::set1(kHighest), max(V::set1(kLowest), x));                            // NaN stays
   const V n = round(clamped * V::set1(kLog2e));
   const V r = fma(n, V::set1(-kLn2Low), fma(n, V::set1(-kLn2High), clamped));
   V p;
   if constexpr (kF64) {
-    constexpr double kTaylor[13] = {1.0,           1.0 / 2,        1.0 / 6,          1.0 / 24,         1.0 / 120,
-                                    1.0 / 720,     1.0 / 5040,     1.0 / 40320,      1.0 / 362880,     1.0 / 3628800,
-                                    1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+    constexpr double kTaylor[13] = {
+        1.0,         1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,       1.0 / 5040,
+        1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
     p = polynomial_from_one(r, kTaylor);
   } else {
     constexpr float kTaylor[7] = {1.0f, 1.0f / 2, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720, 1.0f / 5040};
@@ -104,11 +109,12 @@ OPST_INLINE V tanh(V x) {
     // (e^2m - 1) / (e^2m + 1) with e^2m - 1 from its own series: m <= 0.55 needs 2m <= 1.1, halved three times.
     constexpr double kHalves = 1.0 / 8;
     const V t = (magnitude + magnitude) * V::set1(kHalves);
-    constexpr double c[12] = {1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,        1.0 / 5040,
-                              1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+    constexpr double c[12] = {1.0 / 2,       1.0 / 6,        1.0 / 24,        1.0 / 120,
+                              1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
+                              1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
     V e = V::set1(c[11]);
     for (int i = 10; i >= 0; --i) e = fma(e, t, V::set1(c[i]));
-    e = fma(e * t, t, t);  // e^t - 1
+    e = fma(e * t, t, t);                                  // e^t - 1
     for (int i = 0; i < 3; ++i) e = e * (e + V::set1(2));  // e^2t - 1 = (e^t - 1)(e^t + 1)
     near = e / (e + V::set1(2));
   } else {

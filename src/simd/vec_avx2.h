@@ -36,9 +36,7 @@ struct F32 {
   OPST_INLINE void store(f16* p) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16()); }
   OPST_INLINE void store_n(f16* p, int64_t n) const { store_halves_n(p, n, narrow_f16()); }
 
-  static OPST_INLINE __m128i load_halves(const void* p) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  }
+  static OPST_INLINE __m128i load_halves(const void* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static OPST_INLINE __m128i load_halves_n(const void* p, int64_t n) {
     uint16_t lanes[8] = {};
     __builtin_memcpy(lanes, p, static_cast<size_t>(n) * 2);
@@ -88,9 +86,7 @@ OPST_INLINE F32 copy_sign(F32 magnitude, F32 sign) {
 }
 
 // x clamped to the exponents that a float can have; NaN stays NaN.
-OPST_INLINE F32 exp2_clamp(F32 x) {
-  return min(F32::set1(128.0f), max(F32::set1(-127.0f), x));
-}
+OPST_INLINE F32 exp2_clamp(F32 x) { return min(F32::set1(128.0f), max(F32::set1(-127.0f), x)); }
 // 2^x = p(fraction) * 2^round(x) with fraction = x - round(x) in [-0.5, 0.5].
 OPST_INLINE F32 exp2_fraction(F32 x) {
   const F32 clamped = exp2_clamp(x);

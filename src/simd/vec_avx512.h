@@ -13,9 +13,7 @@ struct F32 {
 
   static OPST_INLINE F32 zero() { return {_mm512_setzero_ps()}; }
   static OPST_INLINE F32 set1(float x) { return {_mm512_set1_ps(x)}; }
-  static OPST_INLINE F32 iota() {
-    return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
-  }
+  static OPST_INLINE F32 iota() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
   static OPST_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
   static OPST_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -122,7 +120,8 @@ OPST_INLINE void transpose(F32 (&row)[16]) {
   // u[4g + j] holds, in 128-bit lane q, column 4q + j of rows 4g .. 4g + 3.
   OPST_UNROLL for (int j = 0; j < 4; ++j) {
     const __m512 a = _mm512_shuffle_f32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xdd);
-    const __m512 c = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x88), d = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xdd);
+    const __m512 c = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x88),
+                 d = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xdd);
     row[j].v = _mm512_shuffle_f32x4(a, c, 0x88);
     row[4 + j].v = _mm512_shuffle_f32x4(b, d, 0x88);
     row[8 + j].v = _mm512_shuffle_f32x4(a, c, 0xdd);

@@ -19,7 +19,8 @@ OPST_INLINE float widen(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) 
 OPST_INLINE float widen(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u) << 22);
+  if (magnitude >= 0x7c00u)
+    return as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0u));
   // 2^112 moves the exponent from f16's bias to f32's; subnormals become normal on the way.
   return as_float(sign | as_bits(as_float(magnitude << 13) * 0x1p112f));
 }
@@ -110,15 +111,25 @@ using F32 = GenericVec<float>;
 using F64 = GenericVec<double>;
 
 template <class T>
-OPST_INLINE GenericVec<T> operator+(GenericVec<T> a, GenericVec<T> b) { return {a.v + b.v}; }
+OPST_INLINE GenericVec<T> operator+(GenericVec<T> a, GenericVec<T> b) {
+  return {a.v + b.v};
+}
 template <class T>
-OPST_INLINE GenericVec<T> operator-(GenericVec<T> a, GenericVec<T> b) { return {a.v - b.v}; }
+OPST_INLINE GenericVec<T> operator-(GenericVec<T> a, GenericVec<T> b) {
+  return {a.v - b.v};
+}
 template <class T>
-OPST_INLINE GenericVec<T> operator*(GenericVec<T> a, GenericVec<T> b) { return {a.v * b.v}; }
+OPST_INLINE GenericVec<T> operator*(GenericVec<T> a, GenericVec<T> b) {
+  return {a.v * b.v};
+}
 template <class T>
-OPST_INLINE GenericVec<T> operator/(GenericVec<T> a, GenericVec<T> b) { return {a.v / b.v}; }
+OPST_INLINE GenericVec<T> operator/(GenericVec<T> a, GenericVec<T> b) {
+  return {a.v / b.v};
+}
 template <class T>
-OPST_INLINE GenericVec<T> fma(GenericVec<T> a, GenericVec<T> b, GenericVec<T> c) { return {a.v * b.v + c.v}; }
+OPST_INLINE GenericVec<T> fma(GenericVec<T> a, GenericVec<T> b, GenericVec<T> c) {
+  return {a.v * b.v + c.v};
+}
 
 // One lane at a time.
 template <class T, class F>
@@ -147,9 +158,13 @@ OPST_INLINE GenericVec<T> min(GenericVec<T> a, GenericVec<T> b) {
 OPST_INLINE float sqrt_scalar(float x) { return __builtin_sqrtf(x); }
 OPST_INLINE double sqrt_scalar(double x) { return __builtin_sqrt(x); }
 template <class T>
-OPST_INLINE GenericVec<T> sqrt(GenericVec<T> a) { return each(a, [](T x, int) { return sqrt_scalar(x); }); }
+OPST_INLINE GenericVec<T> sqrt(GenericVec<T> a) {
+  return each(a, [](T x, int) { return sqrt_scalar(x); });
+}
 template <class T>
-OPST_INLINE GenericVec<T> abs(GenericVec<T> a) { return each(a, [](T x, int) { return static_cast<T>(__builtin_fabs(x)); }); }
+OPST_INLINE GenericVec<T> abs(GenericVec<T> a) {
+  return each(a, [](T x, int) { return static_cast<T>(__builtin_fabs(x)); });
+}
 // To nearest even by adding and taking away 1.5 * 2^(mantissa bits); larger numbers are integers already.
 template <class T>
 OPST_INLINE GenericVec<T> round(GenericVec<T> a) {
@@ -161,11 +176,17 @@ OPST_INLINE GenericVec<T> round(GenericVec<T> a) {
   return each(a, [&](T x, int i) { return x > -kWhole && x < kWhole ? r.x[i] : x; });
 }
 template <class T>
-OPST_INLINE auto operator<(GenericVec<T> a, GenericVec<T> b) { return compare(a, b, [](T x, T y) { return x < y; }); }
+OPST_INLINE auto operator<(GenericVec<T> a, GenericVec<T> b) {
+  return compare(a, b, [](T x, T y) { return x < y; });
+}
 template <class T>
-OPST_INLINE auto operator<=(GenericVec<T> a, GenericVec<T> b) { return compare(a, b, [](T x, T y) { return x <= y; }); }
+OPST_INLINE auto operator<=(GenericVec<T> a, GenericVec<T> b) {
+  return compare(a, b, [](T x, T y) { return x <= y; });
+}
 template <class T>
-OPST_INLINE auto operator==(GenericVec<T> a, GenericVec<T> b) { return compare(a, b, [](T x, T y) { return x == y; }); }
+OPST_INLINE auto operator==(GenericVec<T> a, GenericVec<T> b) {
+  return compare(a, b, [](T x, T y) { return x == y; });
+}
 template <class T>
 OPST_INLINE GenericVec<T> select(typename GenericVec<T>::Mask mask, GenericVec<T> a, GenericVec<T> b) {
   const auto x = a.lanes();
@@ -234,8 +255,10 @@ OPST_INLINE GenericVec<T> exp2_scale(GenericVec<T> p, GenericVec<T> x) {
 template <class T>
 OPST_INLINE T hsum(GenericVec<T> a) {
   const auto x = a.lanes();
-  if constexpr (GenericVec<T>::kLanes == 2) return x.x[0] + x.x[1];
-  else return (x.x[0] + x.x[2]) + (x.x[1] + x.x[3]);
+  if constexpr (GenericVec<T>::kLanes == 2)
+    return x.x[0] + x.x[1];
+  else
+    return (x.x[0] + x.x[2]) + (x.x[1] + x.x[3]);
 }
 template <class T>
 OPST_INLINE T hmax(GenericVec<T> a) {

@@ -3,7 +3,8 @@
 // Computes   C[i][j] (+)= sum over k of A[i][k] * B[k][j]     for one tile of C that stays in registers
 // Shapes     i < MR rows, j < NV vectors of P::V, k < depth words
 // Loop nest  k outer; per k: NV loads of B, then per row one broadcast of A and NV multiply-adds
-// Memory     A: MR rows `lda` words apart, read one word at a time (L1). B: packed rows of NV vectors, `ldb` words apart
+// Memory     A: MR rows `lda` words apart, read one word at a time (L1). B: packed rows of NV vectors, `ldb` words
+// apart
 //            (a panel: ldb = NV * lanes), streamed from L1 or L2. C in registers: MR * NV accumulators.
 // Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word.
 //
@@ -100,9 +101,7 @@ OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, in
                                     const char* prefetch) {
   using V = typename P::V;
   V acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero();
-  }
+  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero(); }
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, NV * V::kLanes, prefetch, acc);
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
     V top = V::load(row_max + i * V::kLanes);
@@ -122,9 +121,7 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
   using V = typename P::V;
   V acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) {
-      acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]);
-    }
+    OPST_UNROLL for (int j = 0; j < NV; ++j) { acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]); }
   }
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
   OPST_UNROLL for (int i = 0; i < MR; ++i) {

@@ -1,0 +1,499 @@
+// Attention forward for one block of query rows: the tile computation.
+//
+// Computes   S = Q K^T;  P = exp2(c S - m);  O = P V / rowsum(P)       c = |softmax_scale| log2(e), the sign is in Q
+// Shapes     Q [rows, head_dim]; K [keys, head_dim], V [keys, value_head_dim] in tiles; O [rows, value_head_dim]
+// Loop nest  for each KV tile                                  one after the other, K and V of a tile stay in L2
+//              for each row block of MR <= 12 rows             its scores stay in L1 from first to last
+//                for each panel of keys:    scores_MR x 32 = Q K^T, running row maxima      (tile/gemm_tile.h)
+//                hide keys of partial tiles
+//                online softmax of MR x block_kv scores, in place
+//                for each panel of columns: O_MR x 32 = alpha O + P V
+// Memory     at the default f32 tile, block_q 96, block_kv 256, head_dim 128, avx512:
+//              scores [12][272] f32            13 KB   L1
+//              Q row block [12][128] f32        6 KB   L1
+//              O row block [12][128] f32        6 KB   L1, all of O [96][128]: 48 KB L2
+//              K and V tile [256][128] f32    256 KB   L2; the next tile is prefetched while this one is multiplied
+// Numerics   S, O and the sums in f32 (f64 for f64). The reference m is c * max rounded once; the factor exp2(m_old -
+// m)
+//            joins exponents taken against different references exactly, so m's rounding error cancels. P is rounded to
+//            bf16 for the pairwise product, the sums are not. A row that has seen no key has m = -inf, and contributes
+//            exp2(-inf) = 0. exp2 results below 2^-126 are 0. NaN scores make the row's sum NaN, hence the whole row.
+//            Hidden keys of a partial tile have P = 0; where such a tile holds a non-finite value, 0 * value would be
+//            NaN, so its rows are summed one by one over their visible keys.
+// Source     Dao et al., FlashAttention (2022), algorithm 1; Dao, FlashAttention-2 (2023), section 3.1 (one division at
+//            the end).
+#pragma once
+
+#include "attention/kernels.h"
+#include "simd/math.h"
+#include "tile/gemm_tile.h"
+#include "tile/pack.h"
+
+namespace opst::OPST_ISA_NS::attention {
+
+using opst::attention::FinishRows;
+using opst::attention::KvTile;
+using opst::attention::QueryBlock;
+using opst::attention::RowState;
+using opst::attention::StackedRows;
+using tile::kTileRows;
+using tile::kTileVecs;
+
+// Rows [first, first + rows) of a block that share a register tile.
+struct RowBlock {
+  int64_t first;
+  int rows;
+};
+
+// The block's rows in register tiles of nearly equal height: 64 rows are 6 tiles of 11, 11, 11, 11, 10, 10.
+OPST_INLINE int64_t num_row_blocks(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+OPST_INLINE RowBlock row_block(int64_t rows, int64_t index) {
+  const int64_t n = num_row_blocks(rows), height = rows / n, taller = rows % n;
+  const int64_t first = index * height + (index < taller ? index : taller);
+  return {first, static_cast<int>(height + (index < taller ? 1 : 0))};
+}
+
+// Keys of a tile that at least one row of a row block sees, in whole panels: columns [begin, end) of the tile, and the
+// padded width from begin on.
+struct KeySpan {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t width = 0;
+  bool ragged = false;  // some column in it must be hidden from some row
+};
+
+template <class P>
+struct Forward {
+  using V = typename P::V;
+  using S = typename V::Scalar;
+  using Word = typename P::Word;
+  static constexpr int kLanes = V::kLanes;
+  static constexpr int kPanel = kTileVecs * kLanes;
+
+  static OPST_INLINE int64_t words(int64_t elements) { return (elements + P::kStep - 1) / P::kStep; }
+  static OPST_INLINE S* row_of(void* base, int64_t row, int64_t stride) { return static_cast<S*>(base) + row * stride; }
+
+  static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowBlock rb, const KvTile& tile) {
+    KeySpan span;
+    span.end = tile.count;
+    if (tile.partial) {
+      int64_t low = tile.count, high = 0, common_low = 0, common_high = tile.count;
+      for (int64_t r = rb.first; r < rb.first + rb.rows; ++r) {
+        int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
+        begin = begin < 0 ? 0 : begin;
+        end = end > tile.count ? tile.count : end;
+        if (begin >= end) {  // sees nothing here
+          common_high = 0;
+          continue;
+        }
+        low = begin < low ? begin : low;
+        high = end > high ? end : high;
+        common_low = begin > common_low ? begin : common_low;
+        common_high = end < common_high ? end : common_high;
+      }
+      span.end = high;
+      span.begin = low < high ? low / kPanel * kPanel : high;
+      span.ragged = common_low > span.begin || common_high < high;
+    }
+    const int64_t n = span.end - span.begin, tail = n % kPanel;
+    const int64_t tile_tail = tile.count - (span.end - tail);  // keys of the tile from the last panel on
+    span.width = n - tail + (tail == 0 ? 0 : tile_tail > kLanes ? kPanel : kLanes);
+    span.ragged |= span.width != n;
+    return span;
+  }
+
+  // scores[r][0 .. width) = Q K^T, row_max[r] = lane-wise maximum.
+  static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+                                int64_t stride, S (&row_max)[kTileRows * kLanes], const char*& prefetch) {
+    const int64_t depth = words(q.head_dim);
+    const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
+    const Word* b = static_cast<const Word*>(tile.keys) + span.begin * depth;
+    const V lowest = V::set1(-__builtin_inff());
+    for (int i = 0; i < rb.rows; ++i) lowest.store(row_max + i * kLanes);
+    const auto full = tile::product_with_max_for<P, kTileVecs>(rb.rows);
+    int64_t j = 0;
+    for (; j + kPanel <= span.width; j += kPanel) {
+      full(depth, a, q.query_stride, b + j * depth, scores + j, stride, row_max, prefetch);
+      prefetch += depth / 4 * 64;
+    }
+    if (j < span.width) {
+      tile::product_with_max_for<P, 1>(rb.rows)(depth, a, q.query_stride, b + j * depth, scores + j, stride, row_max,
+                                                prefetch);
+    }
+  }
+
+  // Scores of keys that a row does not see, and of padding, become -inf; row_max is taken anew.
+  static OPST_NOINLINE void hide(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+                                 int64_t stride, S* row_max) {
+    const V hidden = V::set1(-__builtin_inff());
+    for (int i = 0; i < rb.rows; ++i) {
+      const int64_t r = rb.first + i;
+      int64_t begin = 0, end = span.end - span.begin;
+      if (tile.partial) {
+        const int64_t origin = tile.first_key + span.begin;
+        begin = q.visible_begin[r] - origin;
+        begin = begin < 0 ? 0 : begin > span.width ? span.width : begin;
+        const int64_t row_end = q.visible_end[r] - origin;
+        end = row_end < end ? row_end : end;
+        end = end < begin ? begin : end;
+      }
+      S* row = scores + i * stride;
+      V top = hidden;
+      for (int64_t j = 0; j < span.width; j += kLanes) {
+        V s = V::load(row + j);
+        if (j < begin || j + kLanes > end) {
+          s = simd::blend_n(clamp_lanes(end - j), s, hidden);
+          s = simd::blend_n(clamp_lanes(begin - j), hidden, s);
+          s.store(row + j);
+        }
+        top = simd::max(top, s);
+      }
+      top.store(row_max + i * kLanes);
+    }
+  }
+  static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
+
+  // Raises the rows' references to the new maxima; alpha[i] = factor for what was summed against the old reference,
+  // reference[i] = what the exponents of this tile are taken against (0 where no key was seen yet).
+  static OPST_INLINE void raise_references(const QueryBlock& q, RowBlock rb, const S* row_max, S* alpha, S* reference) {
+    constexpr int kPadded = (kTileRows + kLanes - 1) / kLanes * kLanes;
+    S tops[kPadded] = {};
+    for (int i = 0; i < rb.rows; ++i) tops[i] = simd::hmax(V::load(row_max + i * kLanes));
+    S* max = row_of(q.state.max, rb.first, 1);
+    S* ref = row_of(q.state.reference, rb.first, 1);
+    const V unseen = V::set1(-__builtin_inff()), infinite = V::set1(__builtin_inff());
+    const V c = V::set1(static_cast<S>(q.exponent_scale));
+    for (int i = 0; i < rb.rows; i += kLanes) {
+      const int64_t n = clamp_lanes(rb.rows - i);
+      const V top = simd::max(V::load_n(max + i, n), V::load(tops + i));  // a NaN row stays NaN: its sum is NaN already
+      V m = top * c;
+      // c * max beyond the range of numbers: the score itself overflows. +inf makes the row NaN, -inf is not seen.
+      m = simd::select(m == infinite, m - m, m);
+      const V used = simd::select(m == unseen, V::zero(), m);
+      simd::exp2(V::load_n(ref + i, n) - used).store_n(alpha + i, n);
+      used.store_n(reference + i, n);
+      m.store_n(ref + i, n);
+      top.store_n(max + i, n);
+    }
+  }
+
+  // scores[i][0 .. width) -> P, as words in place; adds to the rows' sums.
+  static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowBlock rb, int64_t width, S* scores, int64_t stride,
+                                         const S* alpha, const S* reference) {
+    const V c = V::set1(static_cast<S>(q.exponent_scale));
+    for (int i = 0; i < rb.rows; ++i) {
+      S* row = scores + i * stride;
+      S* sums = row_of(q.state.sums, rb.first + i, kLanes);
+      const V minus_reference = V::zero() - V::set1(reference[i]);
+      V sum0 = V::load(sums) * V::set1(alpha[i]);
+      V sum1 = V::zero();
+      int64_t j = 0;
+      for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
+        const V x0 = simd::fma(V::load(row + j), c, minus_reference);
+        const V x1 = simd::fma(V::load(row + j + kLanes), c, minus_reference);
+        const V p0 = exponential(x0), p1 = exponential(x1);
+        store_pair(p0, p1, row, j);
+        sum0 = sum0 + p0;
+        sum1 = sum1 + p1;
+      }
+      if (j < width) {
+        const V p0 = exponential(simd::fma(V::load(row + j), c, minus_reference));
+        store_pair(p0, V::zero(), row, j);
+        sum0 = sum0 + p0;
+      }
+      (sum0 + sum1).store(sums);
+    }
+  }
+  static OPST_INLINE V exponential(V x) {
+    if constexpr (P::kStep == 1)
+      return simd::exp2_short(x);
+    else
+      return simd::exp2_bf16(x);
+  }
+  static OPST_INLINE void store_pair(V p0, V p1, S* row, int64_t j) {
+    if constexpr (P::kStep == 1) {
+      p0.store(row + j);
+      p1.store(row + j + kLanes);
+    } else {
+#if defined(__AVX512BF16__)
+      // Two vectors shrink to one behind the place they were read from.
+      simd::store_bf16_fast(p0, p1, reinterpret_cast<bf16*>(row) + j);
+#endif
+    }
+  }
+
+  // O = alpha O + P V over columns [span.begin, span.end) of the tile.
+  static OPST_INLINE void weigh(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, const S* scores,
+                                int64_t stride, const S* alpha, const char*& prefetch) {
+    const int64_t tile_words = words(tile.count);
+    const int64_t first = span.begin / P::kStep, depth = words(span.end) - first;
+    const Word* p = reinterpret_cast<const Word*>(scores);
+    S* out = row_of(q.state.acc, rb.first, q.acc_stride);
+    const auto full = tile::scaled_accumulate_for<P, kTileVecs>(rb.rows);
+    for (int64_t column = 0; column < q.value_head_dim; column += kPanel) {
+      const Word* panel = static_cast<const Word*>(tile.values) + column * tile_words;
+      if (q.value_head_dim - column > kLanes) {
+        full(depth, p, stride, panel + first * kPanel, kPanel, out + column, q.acc_stride, alpha, prefetch);
+      } else {
+        tile::scaled_accumulate_for<P, 1>(rb.rows)(depth, p, stride, panel + first * kLanes, kLanes, out + column,
+                                                   q.acc_stride, alpha, prefetch);
+      }
+      prefetch += depth / 4 * 64;
+    }
+  }
+
+  // The same for a partial tile with non-finite values: each row over the keys that it sees, one key at a time.
+  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+                                          const S* scores, int64_t stride, const S* alpha) {
+    const int64_t tile_words = words(tile.count);
+    for (int i = 0; i < rb.rows; ++i) {
+      const int64_t r = rb.first + i;
+      int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
+      begin = begin < 0 ? 0 : begin;
+      end = end > tile.count ? tile.count : end;
+      S* out = row_of(q.state.acc, r, q.acc_stride);
+      for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
+        const int64_t panel = column / kPanel * kPanel;
+        const int64_t width = q.value_head_dim - panel > kLanes ? kPanel : kLanes;
+        const Word* values = static_cast<const Word*>(tile.values) + panel * tile_words + (column - panel);
+        V acc = V::load(out + column) * V::set1(alpha[i]);
+        for (int64_t j = begin; j < end; ++j) {
+          acc = simd::fma(probability(scores + i * stride, j - span.begin),
+                          value_of_key(values + j / P::kStep * width, j), acc);
+        }
+        acc.store(out + column);
+      }
+    }
+  }
+  static OPST_INLINE V probability(const S* row, int64_t j) {
+    if constexpr (P::kStep == 1) {
+      return V::set1(row[j]);
+    } else {
+      const bf16* p = reinterpret_cast<const bf16*>(row) + j;
+      const uint32_t bits = static_cast<uint32_t>(p->bits) << 16;
+      S x;
+      __builtin_memcpy(&x, &bits, sizeof(x));
+      return V::set1(x);
+    }
+  }
+  static OPST_INLINE V value_of_key(const Word* words_of_pair, int64_t key) {
+    if constexpr (P::kStep == 1) {
+      return V::load(words_of_pair);
+    } else {
+      bf16 one[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        one[i].bits = static_cast<uint16_t>(key % 2 == 0 ? words_of_pair[i] : words_of_pair[i] >> 16);
+      }
+      return V::load(one);
+    }
+  }
+
+  static OPST_INLINE void weigh_tile(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+                                     const S* scores, int64_t stride, const S* alpha, const char*& prefetch) {
+    if (tile.partial && !tile.values_finite) {
+      weigh_visible(q, rb, tile, span, scores, stride, alpha);
+    } else {
+      weigh(q, rb, tile, span, scores, stride, alpha, prefetch);
+    }
+  }
+
+  // The flash path.
+  static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
+    S* scores = static_cast<S*>(q.scores);
+    alignas(64) S row_max[kTileRows * kLanes];
+    S alpha[kTileRows], reference[kTileRows];
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const KvTile& tile = tiles[t];
+      const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
+      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
+        const RowBlock rb = row_block(q.rows, b);
+        const KeySpan span = key_span(q, rb, tile);
+        if (span.width == 0) continue;
+        score(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
+        if (span.ragged) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
+        raise_references(q, rb, row_max, alpha, reference);
+        exponentiate(q, rb, span.width, scores, q.scores_stride, alpha, reference);
+        weigh_tile(q, rb, tile, span, scores, q.scores_stride, alpha, prefetch);
+      }
+    }
+  }
+
+  // The standard path: all scores, then their softmax, then the weighted sum. A row block's scores of tile t begin at
+  // column t * (a tile's padded width) of the matrix.
+  static void attend_standard(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, void* matrix,
+                              int64_t matrix_stride) {
+    alignas(64) S row_max[kTileRows * kLanes];
+    alignas(64) S tops[kTileRows * kLanes];
+    S alpha[kTileRows], reference[kTileRows];
+    const int64_t tile_width = num_tiles > 0 ? (tiles[0].count + kPanel - 1) / kPanel * kPanel : 0;
+    const char* prefetch = static_cast<const char*>(q.query);
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
+        const RowBlock rb = row_block(q.rows, b);
+        const KeySpan span = key_span(q, rb, tiles[t]);
+        S* scores = row_of(matrix, rb.first, matrix_stride) + t * tile_width;
+        if (span.width > 0) {
+          score(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max, prefetch);
+          if (span.ragged) hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
+        }
+        fill_hidden(rb.rows, scores, matrix_stride, 0, span.begin);
+        fill_hidden(rb.rows, scores, matrix_stride, span.begin + span.width, tile_width);
+      }
+    }
+    const int64_t width = num_tiles * tile_width;
+    for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
+      const RowBlock rb = row_block(q.rows, b);
+      S* scores = row_of(matrix, rb.first, matrix_stride);
+      for (int i = 0; i < rb.rows; ++i) {
+        V top = V::set1(-__builtin_inff());
+        for (int64_t j = 0; j < width; j += kLanes) top = simd::max(top, V::load(scores + i * matrix_stride + j));
+        top.store(tops + i * kLanes);
+      }
+      raise_references(q, rb, tops, alpha, reference);
+      exponentiate(q, rb, width, scores, matrix_stride, alpha, reference);
+    }
+    for (S& factor : alpha) factor = 1;
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
+        const RowBlock rb = row_block(q.rows, b);
+        const KeySpan span = key_span(q, rb, tiles[t]);
+        if (span.width == 0) continue;
+        // P's words are as far into the row as its elements.
+        const Word* p =
+            reinterpret_cast<const Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
+        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, alpha, prefetch);
+      }
+    }
+  }
+  static OPST_INLINE void fill_hidden(int rows, S* scores, int64_t stride, int64_t begin, int64_t end) {
+    for (int i = 0; i < rows; ++i) {
+      for (int64_t j = begin; j < end; j += kLanes) V::set1(-__builtin_inff()).store(scores + i * stride + j);
+    }
+  }
+
+  static void begin_block(const StackedRows& query, int64_t first_row, double sign, void* out, const QueryBlock& q) {
+    for (int64_t r = 0; r < q.rows; ++r) {
+      const int64_t row = first_row + r;
+      const int64_t offset = row / query.group * query.seq_stride + row % query.group * query.head_stride;
+      Word* target = static_cast<Word*>(out) + r * q.query_stride;
+      switch (query.dtype) {
+        case DType::f32:
+          copy_query(static_cast<const float*>(query.data) + offset, query.dim_stride, q.head_dim, sign, target);
+          break;
+        case DType::bf16:
+          copy_query(static_cast<const bf16*>(query.data) + offset, query.dim_stride, q.head_dim, sign, target);
+          break;
+        case DType::f16:
+          copy_query(static_cast<const f16*>(query.data) + offset, query.dim_stride, q.head_dim, sign, target);
+          break;
+        default:
+          copy_query(static_cast<const double*>(query.data) + offset, query.dim_stride, q.head_dim, sign, target);
+          break;
+      }
+      *row_of(q.state.max, r, 1) = -__builtin_inff();
+      *row_of(q.state.reference, r, 1) = -__builtin_inff();
+      V::zero().store(row_of(q.state.sums, r, kLanes));
+      S* acc = row_of(q.state.acc, r, q.acc_stride);
+      for (int64_t d = 0; d < q.acc_stride; d += kLanes) V::zero().store(acc + d);
+    }
+  }
+  template <class T>
+  static OPST_INLINE void copy_query(const T* row, int64_t dim_stride, int64_t length, double sign, Word* out) {
+    if constexpr ((sizeof(T) == 8) == (sizeof(S) == 8)) {  // f64 queries have f64 kernels only
+      const V factor = V::set1(static_cast<S>(sign));
+      for (int64_t d = 0; d < words(length) * P::kStep; d += kLanes) {
+        const V x = tile::load_row<V>(row, dim_stride, d, length) * factor;
+        const int64_t n = clamp_lanes(words(length) * P::kStep - d);
+        if constexpr (P::kStep == 1)
+          x.store_n(out + d, n);
+        else
+          x.store_n(reinterpret_cast<bf16*>(out) + d, n);  // exact: it was bf16
+      }
+    }
+  }
+
+  // Joins the parts in key order, divides once, writes outputs and statistics.
+  static void finish_rows(const FinishRows& f) {
+    for (int64_t r = 0; r < f.rows; ++r) {
+      S max = -__builtin_inff(), reference = -__builtin_inff();
+      for (int64_t p = 0; p < f.num_parts; ++p) {
+        const S part_max = *row_of(f.parts[p].max, r, 1), part_reference = *row_of(f.parts[p].reference, r, 1);
+        max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
+        reference = part_reference > reference ? part_reference : reference;
+      }
+      S weights[kMaxParts];
+      S sum = 0;
+      for (int64_t p = 0; p < f.num_parts; ++p) {
+        const S part_reference = *row_of(f.parts[p].reference, r, 1);
+        weights[p] = f.num_parts == 1 ? S(1) : exp2_scalar(part_reference - reference);
+        if (part_reference == -__builtin_inff()) weights[p] = 0;
+        sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
+      }
+      const bool empty = sum == 0;
+      const V scale = V::set1(empty ? S(0) : S(1) / sum);
+      const int64_t row = f.first_row + r;
+      const int64_t i = row / f.out.group, g = row % f.out.group;
+      for (int64_t d = 0; d < f.value_head_dim; d += kLanes) {
+        V acc = V::load(row_of(f.parts[0].acc, r, f.acc_stride) + d);
+        if (f.num_parts > 1) acc = acc * V::set1(weights[0]);
+        for (int64_t p = 1; p < f.num_parts; ++p) {
+          acc = simd::fma(V::load(row_of(f.parts[p].acc, r, f.acc_stride) + d), V::set1(weights[p]), acc);
+        }
+        write_out(empty ? V::zero() : acc * scale, f.out, i, g, d, clamp_lanes(f.value_head_dim - d));
+      }
+      // ln(sum of exp) = (reference + log2(sum)) ln 2
+      const double lse =
+          empty ? -__builtin_inf()
+                : static_cast<double>(reference) * 0x1.62e42fefa39efp-1 + __builtin_log(static_cast<double>(sum));
+      const double top = empty ? -__builtin_inf() : lse != lse ? lse : static_cast<double>(max) * f.score_scale;
+      write_statistic(f.lse, i, g, lse);
+      write_statistic(f.max, i, g, top);
+      // exp(lse - max), from the exponents' difference, which is small.
+      if (f.sum.data != nullptr) {
+        const double c = static_cast<double>(static_cast<S>(f.exponent_scale));
+        const double rest = static_cast<double>(reference) - static_cast<double>(max) * c;
+        write_statistic(f.sum, i, g, empty ? 0.0 : static_cast<double>(sum) * __builtin_exp2(rest));
+      }
+    }
+  }
+  static constexpr int kMaxParts = 256;
+  static OPST_INLINE S exp2_scalar(S x) {
+    S lanes[kLanes];
+    simd::exp2(V::set1(x)).store(lanes);
+    return lanes[0];
+  }
+  static OPST_INLINE void write_out(V x, const StackedRows& out, int64_t i, int64_t g, int64_t d, int64_t n) {
+    const int64_t offset = i * out.seq_stride + g * out.head_stride + d * out.dim_stride;
+    switch (out.dtype) {
+      case DType::f32:
+        write_elements(x, static_cast<float*>(out.data) + offset, out.dim_stride, n);
+        break;
+      case DType::bf16:
+        write_elements(x, static_cast<bf16*>(out.data) + offset, out.dim_stride, n);
+        break;
+      case DType::f16:
+        write_elements(x, static_cast<f16*>(out.data) + offset, out.dim_stride, n);
+        break;
+      default:
+        write_elements(x, static_cast<double*>(out.data) + offset, out.dim_stride, n);
+        break;
+    }
+  }
+  template <class T>
+  static OPST_INLINE void write_elements(V x, T* out, int64_t stride, int64_t n) {
+    if constexpr ((sizeof(S) == 8) == (sizeof(T) == 8)) {
+      if (stride == 1) {
+        x.store_n(out, n);
+      } else {
+        T lanes[kLanes];
+        x.store(lanes);
+        for (int64_t j = 0; j < n; ++j) out[j * stride] = lanes[j];
+      }
+    }
+  }
+  static OPST_INLINE void write_statistic(const StackedRows& out, int64_t i, int64_t g, double x) {
+    if (out.data != nullptr) static_cast<S*>(out.data)[i * out.seq_stride + g * out.head_stride] = static_cast<S>(x);
+  }
+};
+
+}  // namespace opst::OPST_ISA_NS::attention

@@ -1,0 +1,13 @@
+// The kernel tables that were compiled, by level.
+#pragma once
+
+#include "attention/kernels.h"
+#include "opst/attention.h"
+
+namespace opst::attention {
+
+// The kernels for a product and a storage type of keys and values at the highest compiled level up to `isa` (f64: the
+// generic level). Never null.
+const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype);
+
+}  // namespace opst::attention

@@ -1,0 +1,111 @@
+// The contract between attention.cc and the per-level kernels: a block of query rows against a list of KV tiles.
+//
+// Kernels know neither layouts, nor pages, nor masks: a layout is an array of row pointers, a mask is an interval of
+// visible keys per row. Plain data only; all memory is the caller's.
+//
+// Life of a block:  begin_block, then attend (once or more, tiles ascending), then finish_rows over the states of all
+// splits of the keys. Or attend_standard instead of attend, with the block's part of the score matrix.
+//
+// A "word" is what the product multiplies per lane: f32, f64, or a pair of bf16 (layouts: tile/pack.h). "Accumulator
+// type" is float, or double for f64.
+#pragma once
+
+#include <cstdint>
+
+#include "opst/dtype.h"
+
+namespace opst::attention {
+
+// Rows of queries (or of outputs): row r = i * group + g is query i of head g of the group that shares a KV head.
+struct StackedRows {
+  void* data;  // query 0 of the group's first head
+  DType dtype;
+  int64_t seq_stride, head_stride, dim_stride;  // in elements
+  int64_t group;
+};
+
+// Running softmax of `rows` rows, all in the accumulator type.
+struct RowState {
+  void* acc;        // [rows][acc_stride]   sum of exp2(c score - reference) * value
+  void* max;        // [rows]               largest raw score q k
+  void* reference;  // [rows]               c * max as rounded; -inf before the first visible key
+  void* sums;       // [rows][lanes]        sum of exp2(c score - reference), in one partial sum per lane
+};
+
+struct QueryBlock {
+  int64_t rows;
+  int64_t head_dim, value_head_dim;
+  const void* query;     // words [rows][query_stride], written by begin_block
+  int64_t query_stride;  // in words
+  RowState state;
+  int64_t acc_stride;     // value_head_dim rounded up to whole vectors
+  double exponent_scale;  // c = |softmax_scale| * log2(e) > 0; the sign of softmax_scale is in `query`
+  void* scores;           // accumulator type [rows of one register tile][scores_stride], 64-byte aligned
+  int64_t scores_stride;  // at least a tile's keys, rounded up to panels
+  // Keys that row r may see: [visible_begin[r], visible_end[r]). Read for partial tiles only.
+  const int64_t* visible_begin;
+  const int64_t* visible_end;
+};
+
+struct KvTile {
+  int64_t first_key;
+  int64_t count;
+  bool partial;        // some row of the block does not see some key of the tile
+  bool values_finite;  // packed tiles: no NaN or Inf among the values
+  // Packed: column panels of the keys and value panels (tile/pack.h).
+  const void* keys;
+  const void* values;
+  // In place: count row pointers, dimensions next to each other; rows_ahead more follow that may be prefetched.
+  const void* const* key_rows;
+  const void* const* value_rows;
+  int64_t rows_ahead;
+};
+
+struct FinishRows {
+  const RowState* parts;  // num_parts states of the same rows, in key order
+  int64_t num_parts;
+  int64_t rows;
+  int64_t value_head_dim, acc_stride;
+  double exponent_scale;
+  double score_scale;  // |softmax_scale|, turns max into a score
+  int64_t first_row;   // row r of the block is row first_row + r of `out`
+  StackedRows out;
+  StackedRows lse, max, sum;  // dim_stride unused, dtype the accumulator's; data = null: not wanted
+};
+
+struct Kernels {
+  int tile_rows;  // rows of a register tile
+  int panel;      // keys or columns of a full panel
+  int lanes;
+  int step;  // elements per word
+  int word_bytes;
+  int accumulator_bytes;
+
+  // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `sign` (+1, -1 or 0), into `out` as words and
+  // empties the state.
+  void (*begin_block)(const StackedRows& query, int64_t first_row, double sign, void* out, const QueryBlock& block);
+
+  // rows[0 .. count): keys (values) -> panels. dim_stride in elements. pack_values returns whether all are finite.
+  void (*pack_keys)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t head_dim, void* out);
+  bool (*pack_values)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t value_head_dim, void* out);
+
+  void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);           // packed tiles
+  void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // at most tile_rows rows
+  // `matrix` [rows][matrix_stride]: scores of the tiles side by side, each rounded up to panels.
+  void (*attend_standard)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles, void* matrix,
+                          int64_t matrix_stride);
+
+  void (*finish_rows)(const FinishRows& finish);
+};
+
+// The kernels of a level for one product and one storage type of keys and values; null where the level has none.
+// attend_in_place is null for the bf16 dot product (few rows are bound by memory: the f32 kernels read bf16 as well).
+struct KernelTable {
+  Kernels f32_product[3];  // keys stored as f32, bf16, f16
+  Kernels bf16_dot;        // keys and queries stored as bf16
+  bool has_bf16_dot;
+  Kernels f64_product;  // at the generic level only
+  bool has_f64;
+};
+
+}  // namespace opst::attention

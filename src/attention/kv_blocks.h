@@ -1,0 +1,112 @@
+// kv_blocks: which keys a block of query rows sees, as intervals per row and as a list of tiles.
+//
+// Masks live here and nowhere else: they change the list. A tile that no row sees is not in it, a tile that every row
+// sees whole is `full`, and only `partial` tiles make the kernel look at positions. The page table changes addresses
+// only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/int_math.h"
+#include "opst/attention.h"
+
+namespace opst::attention {
+
+struct KeyInterval {
+  int64_t begin = 0;
+  int64_t end = 0;  // empty where end <= begin
+};
+
+// The mask of one sequence.
+struct Visibility {
+  int64_t kv_len = 0;
+  bool causal = false;
+  int64_t diagonal = 0;  // query i sees keys j <= i + diagonal
+
+  static Visibility of(const AttentionOptions& options, int64_t query_len, int64_t kv_len) {
+    const bool bottom_right = options.alignment == CausalAlignment::bottom_right;
+    return {kv_len, options.causal, options.causal && bottom_right ? kv_len - query_len : 0};
+  }
+
+  KeyInterval keys_of_query(int64_t i) const {
+    return {0, causal ? std::clamp<int64_t>(i + diagonal + 1, 0, kv_len) : kv_len};
+  }
+};
+
+// The tiles of [range.begin, range.end), cut on multiples of block_kv, that rows [first_row, first_row + rows) see. Row
+// r is query r / group.
+class KvBlocks {
+ public:
+  struct Tile {
+    int64_t first_key;
+    int64_t count;
+    bool partial;
+  };
+
+  // Writes the visible interval of each row to visible_begin and visible_end.
+  KvBlocks(const Visibility& visibility, int64_t first_row, int64_t rows, int64_t group, KeyInterval range,
+           int64_t block_kv, int64_t* visible_begin, int64_t* visible_end)
+      : block_kv_(block_kv), some_{range.end, range.begin}, all_(range) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const KeyInterval keys = visibility.keys_of_query((first_row + r) / group);
+      visible_begin[r] = keys.begin;
+      visible_end[r] = keys.end;
+      all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
+      if (keys.begin < keys.end) some_ = {std::min(some_.begin, keys.begin), std::max(some_.end, keys.end)};
+    }
+    some_ = {std::max(some_.begin, range.begin), std::min(some_.end, range.end)};
+    range_end_ = std::min(range.end, visibility.kv_len);
+    next_ = some_.begin / block_kv * block_kv;
+  }
+
+  // False where no tile is left. Tiles ascend.
+  bool next(Tile* tile) {
+    if (next_ >= some_.end) return false;
+    // Tiles are whole except at the end of the keys: packed tiles are shared between blocks of rows.
+    tile->first_key = next_;
+    tile->count = std::min(block_kv_, range_end_ - next_);
+    tile->partial = next_ < all_.begin || next_ + tile->count > all_.end;
+    next_ += block_kv_;
+    return true;
+  }
+
+ private:
+  int64_t block_kv_;
+  KeyInterval some_;  // seen by some row
+  KeyInterval all_;   // seen by every row
+  int64_t range_end_ = 0;
+  int64_t next_ = 0;
+};
+
+// Where the rows of one sequence's keys (or values) for one KV head are.
+struct KvRows {
+  const char* base = nullptr;   // key 0, or row 0 of page 0
+  int64_t row_bytes = 0;        // between keys, or rows of a page
+  int64_t page_bytes = 0;       // paged: between pages
+  int64_t block_size = 0;       // paged: rows of a page; 0: dense
+  const void* pages = nullptr;  // paged: the sequence's row of the block table
+  int64_t pages_stride = 0;
+  bool pages_i64 = false;
+
+  int64_t page(int64_t index) const {
+    const int64_t at = index * pages_stride;
+    return pages_i64 ? static_cast<const int64_t*>(pages)[at] : static_cast<const int32_t*>(pages)[at];
+  }
+
+  // Pointers to keys [first, first + count).
+  void locate(int64_t first, int64_t count, const void** rows) const {
+    if (block_size == 0) {
+      for (int64_t i = 0; i < count; ++i) rows[i] = base + (first + i) * row_bytes;
+      return;
+    }
+    for (int64_t i = 0; i < count;) {
+      const int64_t key = first + i, row = key % block_size;
+      const char* at = base + page(key / block_size) * page_bytes + row * row_bytes;
+      const int64_t run = std::min(count - i, block_size - row);
+      for (int64_t end = i + run; i < end; ++i, at += row_bytes) rows[i] = at;
+    }
+  }
+};
+
+}  // namespace opst::attention

@@ -1,0 +1,100 @@
+// Layout of a plan's scratch memory: sizes and strides that plan.cc adds up and attention.cc hands out.
+#pragma once
+
+#include <cstdint>
+
+#include "core/int_math.h"
+#include "machine/workspace.h"
+#include "opst/attention.h"
+
+namespace opst::attention {
+
+// What the kernels of a level and product count in (kernels.h says the same; a test holds them together).
+struct Geometry {
+  int64_t tile_rows;  // rows of a register tile
+  int64_t lanes;      // numbers per vector
+  int64_t panel;      // keys or columns per panel: two vectors
+  int64_t step;       // elements per word
+  int64_t word_bytes;
+  int64_t accumulator_bytes;
+};
+
+inline Geometry geometry_of(Isa isa, AttentionProduct product) {
+  if (product == AttentionProduct::f64) return {4, 2, 4, 1, 8, 8};
+  if (isa >= Isa::avx512) return {12, 16, 32, product == AttentionProduct::bf16_dot ? 2 : 1, 4, 4};
+  if (isa == Isa::avx2) return {6, 8, 16, 1, 4, 4};
+  return {4, 4, 8, 1, 4, 4};
+}
+
+// Elements of a row of the whole score matrix: its tiles side by side, and one vector that the softmax may write
+// beyond.
+inline int64_t matrix_stride(int64_t kv_len, int64_t block_kv, const Geometry& g) {
+  return ceil_div(kv_len, block_kv) * round_up(block_kv, g.panel) + g.lanes;
+}
+
+struct Layout {
+  // Tiles handed to a kernel in one call; more only cost memory for their descriptions.
+  static constexpr int64_t kTilesPerCall = 16;
+
+  int64_t query_stride;   // words
+  int64_t acc_stride;     // accumulators
+  int64_t scores_stride;  // accumulators
+  int64_t matrix_stride;  // accumulators
+  int64_t key_tile_bytes, value_tile_bytes;
+  int64_t tiles_per_head;
+  int64_t packed_head_bytes;  // packed tiles of one KV head, keys and values of a tile next to each other
+  int64_t state_bytes;        // RowState of one task
+  int64_t query_bytes, scores_bytes, pointers_per_call;
+  int64_t matrix_head_bytes;
+  int64_t worker_bytes;
+
+  Layout(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) {
+    const int64_t blocks = ceil_div(p.query_len * (p.num_heads / p.num_kv_heads), plan.block_q);
+    query_stride = ceil_div(p.head_dim, g.step);
+    acc_stride = round_up(p.value_head_dim, g.lanes);
+    // A stride of a power of two would put a column of scores into few cache sets.
+    scores_stride = round_up(plan.block_kv, g.panel) + g.lanes;
+    matrix_stride = attention::matrix_stride(p.kv_len, plan.block_kv, g);
+    key_tile_bytes = Arena::round_up(round_up(plan.block_kv, g.panel) * query_stride * g.word_bytes);
+    value_tile_bytes = Arena::round_up(ceil_div(plan.block_kv, g.step) * acc_stride * g.word_bytes);
+    tiles_per_head = ceil_div(p.kv_len, plan.block_kv);
+    const bool shared = plan.kv_access == KvAccess::packed_shared;
+    packed_head_bytes =
+        shared ? tiles_per_head * (key_tile_bytes + value_tile_bytes) + Arena::size_of<bool>(tiles_per_head) : 0;
+    state_bytes = Arena::round_up(plan.block_q * acc_stride * g.accumulator_bytes) +
+                  2 * Arena::round_up(plan.block_q * g.accumulator_bytes) +
+                  Arena::round_up(plan.block_q * g.lanes * g.accumulator_bytes);
+    split_states_ = plan.kv_splits > 1 ? blocks * plan.kv_splits : 0;
+
+    const bool standard = plan.path == AttentionPath::standard;
+    matrix_head_bytes = standard ? blocks * Arena::round_up(plan.block_q * matrix_stride * g.accumulator_bytes) : 0;
+    query_bytes = Arena::round_up(plan.block_q * query_stride * g.word_bytes);
+    scores_bytes = standard ? 0 : Arena::round_up(g.tile_rows * scores_stride * g.accumulator_bytes);
+    // Row pointers of one tile (packing) or of all tiles of a call (in place).
+    const bool in_place = plan.kv_access == KvAccess::in_place;
+    pointers_per_call = plan.block_kv * (in_place ? kTilesPerCall : 1);
+    worker_bytes = query_bytes + scores_bytes + 2 * Arena::size_of<int64_t>(plan.block_q) +
+                   2 * Arena::size_of<void*>(pointers_per_call);
+    if (split_states_ == 0) worker_bytes += state_bytes;
+    // The standard path goes through its tiles twice, so all of them stay packed.
+    if (plan.kv_access == KvAccess::packed_per_task) {
+      private_tiles = standard ? tiles_per_head : 1;
+      worker_bytes += private_tiles * (key_tile_bytes + value_tile_bytes);
+    }
+    tiles_per_task = standard ? tiles_per_head : in_place ? kTilesPerCall : shared ? kTilesPerCall : 1;
+    worker_bytes += Arena::round_up(tiles_per_task * kTileDescriptionBytes);
+  }
+
+  int64_t private_tiles = 0;
+  int64_t tiles_per_task = 1;  // tiles described at a time
+
+  int64_t shared_bytes(int64_t heads_in_wave, int64_t heads) const {
+    return heads_in_wave * (packed_head_bytes + split_states_ * state_bytes) + heads * matrix_head_bytes;
+  }
+
+ private:
+  static constexpr int64_t kTileDescriptionBytes = 64;  // sizeof(KvTile), checked in attention.cc
+  int64_t split_states_ = 0;
+};
+
+}  // namespace opst::attention

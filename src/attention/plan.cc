@@ -1,0 +1,174 @@
+// plan_attention: from a problem and a machine to tiles, path and memory. Beside each number, the limit that sets it.
+#include <algorithm>
+#include <string>
+
+#include "attention/layout.h"
+#include "core/int_math.h"
+#include "opst/attention.h"
+
+namespace opst {
+
+using attention::Geometry;
+using attention::geometry_of;
+
+const char* to_string(AttentionPath path) {
+  switch (path) {
+    case AttentionPath::automatic:
+      return "automatic";
+    case AttentionPath::standard:
+      return "standard";
+    case AttentionPath::flash:
+      return "flash";
+  }
+  return "?";
+}
+
+const char* to_string(KvAccess access) {
+  switch (access) {
+    case KvAccess::in_place:
+      return "in_place";
+    case KvAccess::packed_per_task:
+      return "packed_per_task";
+    case KvAccess::packed_shared:
+      return "packed_shared";
+  }
+  return "?";
+}
+
+const char* to_string(AttentionProduct product) {
+  switch (product) {
+    case AttentionProduct::f32:
+      return "f32";
+    case AttentionProduct::bf16_dot:
+      return "bf16_dot";
+    case AttentionProduct::f64:
+      return "f64";
+  }
+  return "?";
+}
+
+namespace {
+
+// Tasks that a call should have at least, so that a machine of some cores is busy. A constant, not the number of
+// threads: splitting changes rounding, and results must not depend on threads.
+constexpr int64_t kWantedTasks = 16;
+// Keys below which a split is not worth its merge: in place, a split reads at least as much as its state is large.
+constexpr int64_t kMinSplitKeysInPlace = 512;
+constexpr int64_t kMinSplitKeysPacked = 1024;
+// Packed keys and values that wait for their use should still be in the last-level cache when it comes.
+constexpr int64_t kWaveBytes = 8 << 20;
+// Longest row of scores for which the standard path was measured to be no slower.
+constexpr int64_t kStandardMaxKeys = 128;
+
+AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
+  if (p.query_dtype == DType::f64) return AttentionProduct::f64;
+  const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16;
+  const bool dot = m.isa >= Isa::avx512_bf16 && m.bf16_product == Bf16Product::dot;
+  return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
+}
+
+// Keys per tile. The tile's packed K and V should take a quarter of L2: the next tile is being fetched meanwhile, and
+// query, output and scores want room. The scores of one register tile should take half of L1.
+int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
+  const int64_t key_bytes = (p.head_dim + p.value_head_dim) * g.word_bytes / g.step;
+  const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;
+  const int64_t by_l1 = m.cache.l1d_bytes / 2 / (g.tile_rows * g.accumulator_bytes);
+  const int64_t keys = std::min(by_l2, by_l1) / g.panel * g.panel;
+  return std::min(std::clamp<int64_t>(keys, g.panel, 512), round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
+}
+
+// Rows per task: enough that reading a tile from L2 or L3 costs little beside multiplying it (96 rows: 384 cycles of
+// multiplication per key against about 40 to 80 of transfer at head_dim 128), few enough that query and output rows
+// stay in L2 with the tile. The rows are dealt out evenly.
+int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t rows) {
+  const int64_t row_bytes = (p.head_dim + p.value_head_dim) * g.accumulator_bytes;
+  const int64_t by_l2 = m.cache.l2_bytes / 4 / row_bytes;
+  const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 96);
+  // Up to a third more rows still make one block: then nothing is packed for others.
+  if (rows <= most + most / 3) return rows;
+  return ceil_div(rows, ceil_div(rows, most));
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) {
+  AttentionPlan plan;
+  plan.product = choose_product(p, machine);
+  const int64_t group = p.num_kv_heads > 0 ? p.num_heads / p.num_kv_heads : 0;
+  const int64_t rows = p.query_len * group;
+  const int64_t heads = p.batch * p.num_kv_heads;
+  if (rows == 0 || heads == 0) {
+    plan.reason = "no query rows";
+    return plan;
+  }
+
+  // Access: packing a key costs about as much as multiplying it with a dozen rows.
+  Geometry g = geometry_of(machine.isa, plan.product);
+  const bool few_rows = rows <= g.tile_rows && p.unit_stride_kv && p.options.path != AttentionPath::standard &&
+                        (p.options.block_q == 0 || p.options.block_q >= rows);
+  if (few_rows) {
+    if (plan.product == AttentionProduct::bf16_dot) plan.product = AttentionProduct::f32;  // bound by memory anyway
+    g = geometry_of(machine.isa, plan.product);
+  }
+
+  plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
+  plan.block_q = std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows));
+  const int64_t blocks = ceil_div(rows, plan.block_q);
+
+  // Path.
+  const int64_t matrix_bytes = rows * attention::matrix_stride(p.kv_len, plan.block_kv, g) * g.accumulator_bytes;
+  const bool fits = p.kv_len <= kStandardMaxKeys && matrix_bytes <= machine.cache.l2_bytes / 2;
+  plan.path = p.options.path;
+  if (plan.path == AttentionPath::automatic) {
+    plan.path = fits && !few_rows ? AttentionPath::standard : AttentionPath::flash;
+  }
+  if (few_rows) {
+    plan.kv_access = KvAccess::in_place;
+    plan.reason = "few query rows share a KV head: keys and values are read once, in place";
+    // A tile is what is prefetched ahead: 64 keys of each kind.
+    if (p.options.block_kv == 0)
+      plan.block_kv = std::min<int64_t>(64, round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
+  } else if (blocks == 1) {
+    plan.kv_access = KvAccess::packed_per_task;
+    plan.reason = plan.path == AttentionPath::standard
+                      ? "the whole score matrix fits in L2; one block of rows per KV head"
+                      : "one block of rows per KV head: each tile is packed when used";
+  } else {
+    plan.kv_access = KvAccess::packed_shared;
+    plan.reason = plan.path == AttentionPath::standard ? "the whole score matrix, keys and values packed once"
+                                                       : "several blocks of rows share packed keys and values";
+  }
+
+  // Splits of the keys, where the blocks of rows are too few to share out.
+  const int64_t min_keys = few_rows ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
+  if (plan.path == AttentionPath::flash && heads * blocks < kWantedTasks && p.kv_len >= 2 * min_keys) {
+    plan.kv_splits = std::min(ceil_div(kWantedTasks, heads * blocks), p.kv_len / min_keys);
+  }
+  plan.keys_per_split = round_up(ceil_div(std::max<int64_t>(p.kv_len, 1), plan.kv_splits), plan.block_kv);
+  plan.kv_splits = std::max<int64_t>(1, ceil_div(p.kv_len, plan.keys_per_split));
+  plan.num_tasks = heads * blocks * plan.kv_splits;
+
+  // Memory.
+  const attention::Layout layout(p, plan, g);
+  plan.heads_per_wave = heads;
+  if (plan.kv_access == KvAccess::packed_shared) {
+    plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.packed_head_bytes, 1), 1, heads);
+  } else if (plan.kv_splits > 1) {
+    plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / (layout.state_bytes * blocks * plan.kv_splits), 1, heads);
+  }
+  plan.scratch_bytes_shared = layout.shared_bytes(plan.heads_per_wave, heads);
+  plan.scratch_bytes_per_worker = layout.worker_bytes;
+  return plan;
+}
+
+std::string to_string(const AttentionPlan& plan) {
+  std::string s = std::string(to_string(plan.path)) + " " + to_string(plan.kv_access) + " " + to_string(plan.product) +
+                  ", block_q " + std::to_string(plan.block_q) + ", block_kv " + std::to_string(plan.block_kv);
+  if (plan.kv_splits > 1) {
+    s += ", " + std::to_string(plan.kv_splits) + " splits of " + std::to_string(plan.keys_per_split) + " keys";
+  }
+  return s + ", " + std::to_string(plan.num_tasks) + " tasks, scratch " + std::to_string(plan.scratch_bytes_shared) +
+         " + " + std::to_string(plan.scratch_bytes_per_worker) + " bytes per thread";
+}
+
+}  // namespace opst

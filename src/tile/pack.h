@@ -1,0 +1,148 @@
+// Packing: strided rows into the layouts that the micro-kernels read.
+//
+//   row panels      [rows][depth words]                     the A operand, row-major
+//   column panels   [panel][depth words][W]                 the B operand of Q K^T: W = 2 vectors of keys per panel,
+//   the
+//                                                           last panel W / 2 wide where that holds the rest
+//   value panels    [panel of W columns][key words][W]      the B operand of P V, likewise
+//
+// A word is a float, a double, or a pair of bf16: consecutive elements of a key's row, or two consecutive keys'
+// elements of one column. What a panel has beyond the data (keys up to a whole vector, the second half of an odd pair,
+// columns up to a whole vector) is zero.
+//
+// Sources are arrays of row pointers plus a stride between the elements of a row, so any tensor view and any page table
+// is absorbed here.
+#pragma once
+
+#include "tile/gemm_tile.h"
+
+namespace opst::OPST_ISA_NS::tile {
+
+// Rows of T at rows[i], elements dim_stride apart.
+template <class T>
+struct Rows {
+  const void* const* rows;
+  int64_t dim_stride;
+
+  OPST_INLINE const T* row(int64_t i) const { return static_cast<const T*>(rows[i]); }
+};
+
+// kLanes elements of a row from `begin` on, zero from element `length` on, widened.
+template <class V, class T>
+OPST_INLINE V load_row(const T* row, int64_t dim_stride, int64_t begin, int64_t length) {
+  const int64_t n = length - begin < V::kLanes ? length - begin : V::kLanes;
+  if (dim_stride == 1) return n == V::kLanes ? V::load(row + begin) : V::load_n(row + begin, n);
+  T gathered[V::kLanes];
+  for (int64_t i = 0; i < n; ++i) gathered[i] = row[(begin + i) * dim_stride];
+  return V::load_n(gathered, n);
+}
+
+// Bf16 pairs of a row as raw words.
+OPST_INLINE void load_words(const bf16* row, int64_t dim_stride, int64_t begin, int64_t length, int64_t num_words,
+                            uint32_t* words) {
+  for (int64_t w = 0; w < num_words; ++w) {
+    const int64_t d = begin + 2 * w;
+    const uint32_t low = d < length ? row[d * dim_stride].bits : 0u;
+    const uint32_t high = d + 1 < length ? row[(d + 1) * dim_stride].bits : 0u;
+    words[w] = low | high << 16;
+  }
+}
+
+// count rows of `length` elements -> column panels. `out` has room for whole panels.
+template <class P, class T>
+OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length, typename P::Word* out) {
+  using V = typename P::V;
+  constexpr int kLanes = V::kLanes, kPanel = kTileVecs * kLanes;
+  const int64_t depth = (length + P::kStep - 1) / P::kStep;
+  for (int64_t first = 0; first < count; first += kPanel) {
+    const int64_t left = count - first;
+    const int64_t width = left > kLanes ? kPanel : kLanes;
+    for (int64_t half = 0; half < width; half += kLanes) {
+      const int64_t present = left - half < kLanes ? left - half : kLanes;
+      for (int64_t d = 0; d < depth; d += kLanes) {
+        V block[kLanes];
+        OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
+          if (i >= present) {
+            block[i] = V::zero();
+          } else if constexpr (P::kStep == 1) {
+            block[i] = load_row<V>(in.row(first + half + i), in.dim_stride, d, length);
+          } else {
+            // Pairs travel through the same transpose as raw 32-bit lanes.
+            const bf16* row = in.row(first + half + i);
+            if (in.dim_stride == 1 && 2 * (d + kLanes) <= length) {
+              block[i] = V::load(reinterpret_cast<const float*>(row + 2 * d));
+            } else {
+              uint32_t words[kLanes] = {};
+              load_words(row, in.dim_stride, 2 * d, length, kLanes, words);
+              block[i] = V::load(reinterpret_cast<const float*>(words));
+            }
+          }
+        }
+        simd::transpose(block);
+        typename P::Word* target = out + d * width + half;
+        const int64_t n = depth - d < kLanes ? depth - d : kLanes;
+        if (n == kLanes) {
+          OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
+            block[i].store(reinterpret_cast<typename V::Scalar*>(target + i * width));
+          }
+        } else {
+          typename V::Scalar spilled[kLanes][kLanes];
+          for (int i = 0; i < kLanes; ++i) block[i].store(spilled[i]);
+          for (int64_t i = 0; i < n; ++i) {
+            V::load(spilled[i]).store(reinterpret_cast<typename V::Scalar*>(target + i * width));
+          }
+        }
+      }
+    }
+    out += depth * width;
+  }
+}
+
+// count rows (keys) of `length` elements (columns) -> value panels. Returns whether every element is finite.
+template <class P, class T>
+OPST_NOINLINE bool pack_values(const Rows<T>& in, int64_t count, int64_t length, typename P::Word* out) {
+  using V = typename P::V;
+  constexpr int kLanes = V::kLanes, kPanel = kTileVecs * kLanes;
+  const int64_t words = (count + P::kStep - 1) / P::kStep;
+  const V zero = V::zero();
+  V not_finite = zero;  // 0 * x is NaN for the others
+  for (int64_t w = 0; w < words; ++w) {
+    for (int64_t column = 0; column < length; column += kPanel) {
+      const int64_t left = length - column;
+      const int64_t width = left > kLanes ? kPanel : kLanes;
+      typename P::Word* target = out + column * words + w * width;
+      if constexpr (P::kStep == 1) {
+        for (int64_t half = 0; half < width; half += kLanes) {
+          const V x = load_row<V>(in.row(w), in.dim_stride, column + half, length);
+          not_finite = simd::fma(x, zero, not_finite);
+          x.store(target + half);
+        }
+      } else {
+#if defined(__AVX512BF16__)
+        const bool has_odd = 2 * w + 1 < count;
+        const bf16* even = in.row(2 * w) + column * in.dim_stride;
+        const bf16* odd = has_odd ? in.row(2 * w + 1) + column * in.dim_stride : even;
+        const int64_t n = left < kPanel ? left : kPanel;
+        bf16 gathered[2][kPanel];
+        if (in.dim_stride != 1) {
+          for (int64_t i = 0; i < n; ++i) {
+            gathered[0][i] = even[i * in.dim_stride];
+            gathered[1][i] = odd[i * in.dim_stride];
+          }
+          even = gathered[0];
+          odd = gathered[1];
+        }
+        simd::interleave_words(even, odd, n, has_odd, target);
+        for (int64_t half = 0; half < n; half += kLanes) {
+          const int64_t m = n - half < kLanes ? n - half : kLanes;
+          not_finite = simd::fma(V::load_n(even + half, m), zero, not_finite);
+          if (has_odd) not_finite = simd::fma(V::load_n(odd + half, m), zero, not_finite);
+        }
+#endif
+      }
+    }
+  }
+  return simd::hsum(not_finite) == 0;
+}
+
+}  // namespace opst::OPST_ISA_NS::tile
