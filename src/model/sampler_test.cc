@@ -76,7 +76,7 @@ TEST(Sampler, TopKThenTopPThenTemperature) {
   EXPECT_NEAR(top_p[0], 4.0 / 7, 0.015);
   EXPECT_EQ(top_p[2] + top_p[3], 0.0);
   // Top-p counts within what top-k left: of 4/7 and 3/7 the first reaches 0.5.
-  EXPECT_EQ(frequencies({.greedy = false, .top_k = 2, .top_p = 0.5}, logits, 2000)[0], 1.0);
+  EXPECT_EQ(frequencies({.greedy = false, .top_k = 2, .top_p = 0.5}, logits, 2000)[1], 0.0);
   // Top-p comes before temperature: a hot one does not let more in, a cold one does not keep more out.
   const auto hot = frequencies({.greedy = false, .top_p = 0.5, .temperature = 100.0}, logits, 20000);
   EXPECT_NEAR(hot[0], 0.5, 0.02);

@@ -35,7 +35,10 @@ std::string split(const Tokenizer& tokenizer, std::string_view text, bool parse_
   const Result<std::vector<int32_t>> ids = tokenizer.encode(text, parse_special);
   EXPECT_TRUE(ids.ok()) << ids.status().message();
   std::string pieces;
-  for (const int32_t id : ids.value()) pieces += (pieces.empty() ? "" : "|") + std::string(tokenizer.piece(id));
+  for (const int32_t id : ids.value()) {
+    if (!pieces.empty()) pieces += '|';
+    pieces += tokenizer.piece(id);
+  }
   return pieces;
 }
 

@@ -1,0 +1,56 @@
+// What the subcommands share. Each is one file with one function, declared here and called in main.cc:
+//
+//   void add_generate(CLI::App& app);     // app.add_subcommand("generate", ...), its options, its callback
+//
+// A callback that returns has succeeded (exit code 0). It fails by throwing CommandError; main prints the message in
+// one line on standard error. Exit codes: 0 done; 1 failed while running, or a check's verdict; 2 the command line, the
+// environment or the prompt is wrong.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "opst/context.h"
+#include "opst/status.h"
+
+namespace opst::tools {
+
+class CommandError : public std::runtime_error {
+ public:
+  CommandError(int exit_code, const std::string& message) : std::runtime_error(message), exit_code_(exit_code) {}
+  int exit_code() const { return exit_code_; }
+
+ private:
+  int exit_code_;
+};
+
+[[noreturn]] inline void usage_error(const std::string& message) { throw CommandError(2, message); }
+[[noreturn]] inline void run_error(const std::string& message) { throw CommandError(1, message); }
+
+// The value, or a CommandError with the status' message.
+template <class T>
+T value_or_fail(Result<T> result, int exit_code = 1) {
+  if (!result.ok()) throw CommandError(exit_code, result.status().message());
+  return std::move(result.value());
+}
+
+// --threads / -t. 0, the default: OPST_NUM_THREADS, else what affinity and cgroup quota give.
+void add_threads_option(CLI::App& command, int& num_threads);
+// A Context with that many threads, at the level that OPST_ISA names or this processor's best.
+Context make_context(int num_threads);
+
+// Writes to standard output and flushes. Fails on a closed pipe, a full disk.
+Status try_write_output(std::string_view text);
+// The same, with a CommandError.
+void write_output(std::string_view text);
+// One line.
+void write_json(const nlohmann::ordered_json& json);
+
+void add_generate(CLI::App& app);
+void add_info(CLI::App& app);
+void add_tokenize(CLI::App& app);
+
+}  // namespace opst::tools

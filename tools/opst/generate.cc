@@ -1,0 +1,194 @@
+// opst generate: a model answers.
+#include "model/generate.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <optional>
+
+#include "model/llama.h"
+#include "model/prompt.h"
+#include "model/utf8.h"
+#include "prompt_options.h"
+
+namespace opst::tools {
+
+namespace {
+
+constexpr int64_t kDefaultContext = 4096;
+
+struct Options {
+  PromptOptions prompt;
+  bool chat = false;
+  std::string system;
+  bool has_system = false;
+  bool greedy = false;
+  model::GenerateOptions generate;
+  model::SessionOptions session;
+  std::optional<int64_t> context;
+  int num_threads = 0;
+  bool json = false;
+};
+
+// The most memory that this program has held at once. (getrusage would count what the parent held before exec.)
+int64_t peak_rss_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("VmHWM:", 0) == 0) return std::strtoll(line.c_str() + 6, nullptr, 10) * 1024;
+  }
+  return 0;
+}
+
+std::vector<int32_t> prompt_ids(const Options& options, const ModelFile& model, const std::string& text) {
+  if (!options.chat) return value_or_fail(model::raw_prompt(model.tokenizer, text, !options.prompt.no_special));
+  std::vector<model::ChatMessage> messages;
+  if (options.has_system) messages.push_back({"system", options.system});
+  messages.push_back({"user", text});
+  return value_or_fail(model::chat_prompt(model.file, model.tokenizer, messages));
+}
+
+nlohmann::ordered_json to_json(const model::Generation& generation) {
+  const auto or_null = [](const std::optional<double>& value) {
+    return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json();
+  };
+  return {{"tokens", generation.tokens},
+          {"text", generation.text},
+          {"finish_reason", to_string(generation.finish_reason)},
+          {"ttft_ms", generation.ttft_ms},
+          {"tpot_ms", or_null(generation.tpot_ms)},
+          {"prefill_tokens_per_s", generation.prefill_tokens_per_s},
+          {"decode_tokens_per_s", or_null(generation.decode_tokens_per_s)}};
+}
+
+void run(Options& options) {
+  const std::string text = options.prompt.text();
+  if (!model::is_valid_utf8(options.system)) usage_error("the system text is not valid UTF-8");
+  if (const auto sampler = model::Sampler::create(options.generate.sampling); !sampler.ok()) {
+    usage_error(sampler.status().message());
+  }
+  Context context = make_context(options.num_threads);
+
+  const auto load_start = std::chrono::steady_clock::now();
+  std::optional<ModelFile> file = open_model(options.prompt.model_path);
+  const model::LlamaConfig config = value_or_fail(model::read_llama_config(file->file));
+  options.session.context = options.context.value_or(std::min(kDefaultContext, config.max_context));
+  if (options.session.context > config.max_context) {
+    usage_error("--context is " + std::to_string(options.session.context) + ", but the model's is " +
+                std::to_string(config.max_context));
+  }
+  const std::vector<int32_t> ids = prompt_ids(options, *file, text);
+  if (ids.empty()) usage_error("no part of the prompt has a token");
+  if (static_cast<int64_t>(ids.size()) >= options.session.context) {
+    usage_error("the prompt has " + std::to_string(ids.size()) + " tokens, which leaves no room in a context of " +
+                std::to_string(options.session.context));
+  }
+  const model::LlamaModel weights = value_or_fail(model::LlamaModel::load(context, file->file));
+  const model::Tokenizer tokenizer = std::move(file->tokenizer);
+  file.reset();
+  model::LlamaSession session = value_or_fail(model::LlamaSession::create(context, weights, options.session));
+  const double load_ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - load_start).count();
+
+  const auto on_text = [&](std::string_view piece) { return options.json ? Status() : try_write_output(piece); };
+  const model::Generation generation =
+      value_or_fail(model::generate(session, tokenizer, ids, options.generate, on_text));
+  if (options.json) {
+    nlohmann::ordered_json json = {{"prompt_tokens", ids.size()}};
+    json.update(to_json(generation));
+    json.update({{"load_ms", load_ms},
+                 {"peak_rss_bytes", peak_rss_bytes()},
+                 {"kv_cache_bytes", session.kv_cache_bytes()},
+                 {"isa", to_string(context.machine().isa)},
+                 {"threads", context.num_threads()}});
+    write_json(json);
+    return;
+  }
+  // Elsewhere the output is the text, byte for byte.
+  if (isatty(STDOUT_FILENO) != 0) write_output("\n");
+  if (isatty(STDERR_FILENO) != 0) {
+    std::fprintf(stderr, "%zu prompt tokens at %.0f tokens/s, %zu generated at %.1f tokens/s, finished by %s\n",
+                 ids.size(), generation.prefill_tokens_per_s, generation.tokens.size(),
+                 generation.decode_tokens_per_s.value_or(0), to_string(generation.finish_reason));
+  }
+}
+
+// The options that ask for sampling; without them it is greedy.
+std::vector<CLI::Option*> add_sampling_options(CLI::App& command, Options& options) {
+  model::SamplingOptions& sampling = options.generate.sampling;
+  CLI::Option* greedy = command.add_flag(
+      "--greedy", options.greedy, "Always take the likeliest token. The default, unless an option below is given");
+  const std::vector<CLI::Option*> sampled = {
+      command.add_option("--temperature", sampling.temperature, "Divides the logits; 0 is greedy (default 1)")
+          ->type_name("T"),
+      command.add_option("--top-k", sampling.top_k, "Draw from the K likeliest tokens; 0: all (default 0)")
+          ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+          ->type_name("K"),
+      command
+          .add_option("--top-p", sampling.top_p, "Draw from the fewest tokens whose probability reaches P (default 1)")
+          ->type_name("P"),
+      command
+          .add_option("-s,--seed", sampling.seed,
+                      "Of the random numbers; the same seed gives the same text (default 0)")
+          ->type_name("N"),
+  };
+  for (CLI::Option* option : sampled) option->excludes(greedy);
+  return sampled;
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand("generate", "Let a language model continue a text or answer");
+  options->prompt.add_to(*command);
+  CLI::Option* chat = command->add_flag("--chat", options->chat,
+                                        "The prompt is a user's message: the model's chat template goes around it, and "
+                                        "whatever it contains is plain text");
+  command->add_option("--system", options->system, "The system message of the chat (default: the template's own)")
+      ->needs(chat)
+      ->type_name("TEXT")
+      ->each([options = options.get()](const std::string&) { options->has_system = true; });
+  const CLI::Range positive(int64_t{1}, int64_t{1} << 40);
+  command->add_option("-n,--max-tokens", options->generate.max_tokens, "Stop after so many tokens")
+      ->check(positive)
+      ->type_name("N")
+      ->capture_default_str();
+  command->add_flag("--ignore-eos", options->generate.ignore_end, "Go on where the model ends its text");
+  command
+      ->add_option("-c,--context", options->context,
+                   "Tokens of prompt and answer together (default: 4096, at most the model's)")
+      ->check(positive)
+      ->type_name("N");
+  add_threads_option(*command, options->num_threads);
+  command
+      ->add_option("--kv-dtype", options->session.kv_dtype,
+                   "How keys and values are cached: f32, bf16 or f16 (default f32)")
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, DType>{{"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}}));
+  command
+      ->add_option("--cache", options->session.cache,
+                   "contiguous, or paged: blocks found through a block table (default contiguous)")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, model::CacheKind>{
+          {"contiguous", model::CacheKind::contiguous}, {"paged", model::CacheKind::paged}}));
+  command->add_option("--block-size", options->session.block_size, "Tokens in a block of a paged cache")
+      ->check(positive)
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      ->add_option("-b,--prefill-chunk", options->session.prefill_chunk,
+                   "Tokens of the prompt that go through the model together")
+      ->check(positive)
+      ->type_name("N")
+      ->capture_default_str();
+  command->add_flag("--json", options->json, "Print one JSON object at the end instead of the text as it grows");
+  const std::vector<CLI::Option*> sampled = add_sampling_options(*command, *options);
+  command->callback([options, sampled] {
+    options->generate.sampling.greedy =
+        std::none_of(sampled.begin(), sampled.end(), [](const CLI::Option* option) { return option->count() > 0; });
+    run(*options);
+  });
+}
+
+}  // namespace opst::tools

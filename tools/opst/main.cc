@@ -1,0 +1,51 @@
+// opst: runs a language model through the library's operators, measures and explains them.
+#include <csignal>
+#include <cstdio>
+#include <new>
+
+#include "command.h"
+
+namespace {
+
+int fail(const CLI::App& app, int exit_code, std::string message) {
+  std::string name = app.get_name();
+  for (const CLI::App* command = &app; !command->get_subcommands().empty();) {
+    command = command->get_subcommands().front();
+    name += " " + command->get_name();
+  }
+  for (char& c : message) {
+    if (c == '\n' || c == '\r') c = ' ';
+  }
+  std::fprintf(stderr, "%s: %s\n", name.c_str(), message.c_str());
+  return exit_code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is an error of the write, not of the process
+  CLI::App app("Transformer operators for CPUs: run a language model through them, measure them, explain them.",
+               "opst");
+  app.require_subcommand(1);
+  app.set_version_flag("--version", OPST_VERSION);
+  app.footer(
+      "Environment: OPST_ISA=generic|avx2|avx512|avx512_vnni|avx512_bf16 caps the instruction set level,\n"
+      "OPST_NUM_THREADS=N, OPST_BF16=dot|widen pins how bf16 products are formed.\n"
+      "Exit codes: 0 done, 1 failed while running, 2 wrong command line, environment or prompt.");
+  opst::tools::add_generate(app);
+  opst::tools::add_tokenize(app);
+  opst::tools::add_info(app);
+  try {
+    app.parse(argc, argv);
+    return 0;
+  } catch (const CLI::Success& success) {  // --help, --version
+    app.exit(success);
+    return std::fflush(stdout) == 0 ? 0 : 1;
+  } catch (const CLI::ParseError& error) {
+    return fail(app, 2, error.what());
+  } catch (const opst::tools::CommandError& error) {
+    return fail(app, error.exit_code(), error.what());
+  } catch (const std::bad_alloc&) {
+    return fail(app, 1, "out of memory");
+  }
+}
