@@ -1,7 +1,8 @@
 // Small packed integers to float lanes: what decoding quantised weights needs besides vec.h.
 //
 //   Words::load(p)           kLanes 32-bit words
-//   nibble<i>(words)         lane: the i-th 4-bit field of its word (0 the lowest), 0..15, as float
+//   nibble(words, i)         lane: the i-th 4-bit field of its word (0 the lowest), 0..15, as float; i is a constant
+//                            after unrolling
 //   load_i8(p)               lane: p[lane] as float
 #pragma once
 
@@ -16,9 +17,8 @@ struct Words {
   static OPST_INLINE Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 };
 // The table look-up uses the low four bits of an index only, so nothing needs masking.
-template <int kField>
-OPST_INLINE F32 nibble(Words words) {
-  return {_mm512_permutexvar_ps(_mm512_srli_epi32(words.v, 4 * kField), F32::iota().v)};
+OPST_INLINE F32 nibble(Words words, int field) {
+  return {_mm512_permutexvar_ps(_mm512_srli_epi32(words.v, static_cast<unsigned>(4 * field)), F32::iota().v)};
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
@@ -30,9 +30,8 @@ struct Words {
   __m256i v;
   static OPST_INLINE Words load(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
 };
-template <int kField>
-OPST_INLINE F32 nibble(Words words) {
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words.v, 4 * kField), _mm256_set1_epi32(15)))};
+OPST_INLINE F32 nibble(Words words, int field) {
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words.v, 4 * field), _mm256_set1_epi32(15)))};
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
@@ -48,10 +47,9 @@ struct Words {
     return out;
   }
 };
-template <int kField>
-OPST_INLINE F32 nibble(Words words) {
+OPST_INLINE F32 nibble(Words words, int field) {
   F32::Lanes out;
-  for (int i = 0; i < F32::kLanes; ++i) out.x[i] = static_cast<float>(words.lane[i] >> (4 * kField) & 15u);
+  for (int i = 0; i < F32::kLanes; ++i) out.x[i] = static_cast<float>(words.lane[i] >> (4 * field) & 15u);
   return F32::of(out);
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {

@@ -1,0 +1,112 @@
+// Computes   out[i, j] = sum_t x[i, t] * weight[j, t] + bias[j] for a few rows: decoding, bound by reading the weight
+// Shapes     x [rows, k]; weight: packed panels; out [rows, columns]
+// Loop nest  for each group of NV vectors of columns; for up to four rows at once; over k: decode a vector of weights
+// in
+//            registers, then one multiply-add per row
+// Memory     weights stream once per four rows, NV * lanes / 16 panels side by side; x stays in L1
+// Numerics   one sum per output, k ascending, f32: the bits of many_rows.h
+#pragma once
+
+#include "matmul/decode.h"
+#include "matmul/kernels.h"
+#include "tile/pack.h"
+
+namespace opst::OPST_ISA_NS::gemm {
+
+using opst::gemm::FewRows;
+using opst::gemm::OutputPart;
+
+// Vectors of columns at once: enough independent sums to hide the latency of the multiply-add, as far as registers go.
+#if defined(__AVX512F__)
+inline constexpr int kFewVecs = 4;
+inline constexpr int kFewMaxRows = 4;
+#else
+inline constexpr int kFewVecs = 4;
+inline constexpr int kFewMaxRows = 2;
+#endif
+inline constexpr int kFewColumns = kFewVecs * F32::kLanes;
+
+// How far ahead of a panel's stream to fetch.
+inline constexpr int64_t kPrefetchBytes = 2048;
+
+// One vector of finished sums: row i, columns from `column` on.
+OPST_INLINE void store_sums(const OutputPart& out, int64_t row, int64_t column, int64_t columns, F32 sums) {
+  if (out.bias != nullptr) sums = sums + tile::load_row<F32>(out.bias, out.bias_stride, column, columns);
+  const int64_t n = columns - column < F32::kLanes ? columns - column : F32::kLanes;
+  float* const p = out.data + row * out.row_stride + column * out.column_stride;
+  if (out.column_stride == 1) {
+    sums.store_n(p, n);
+  } else {
+    float lanes[F32::kLanes];
+    sums.store(lanes);
+    for (int64_t i = 0; i < n; ++i) p[i * out.column_stride] = lanes[i];
+  }
+}
+
+template <class Piece, int MR>
+OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_t column) {
+  constexpr int NV = kFewVecs;
+  constexpr int kGroup = Decoder<Piece>::kGroup;
+  const int64_t pieces = part.k / Piece::kValues;
+  const int64_t first_vec = column / F32::kLanes;
+  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
+  const Piece* stream[NV];
+  int lane[NV];
+  OPST_UNROLL for (int v = 0; v < NV; ++v) {
+    // Beyond the end: the last vector once more, and nothing is stored.
+    const int64_t vec = first_vec + v < last_vec ? first_vec + v : last_vec;
+    stream[v] = panel_of<Piece>(part.panels, pieces, vec);
+    lane[v] = lane_of(vec);
+  }
+  const float* x = part.x + first_row * part.x_stride;
+  const int64_t x_stride = part.x_stride;
+
+  F32 acc[MR][NV];
+  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
+  for (int64_t p = 0; p < pieces; ++p) {
+    OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
+      const char* ahead = reinterpret_cast<const char*>(stream[v] + p) + kPrefetchBytes;
+      OPST_UNROLL for (int64_t i = 0; i < static_cast<int64_t>(sizeof(Piece)); i += 64) __builtin_prefetch(ahead + i);
+    }
+    Decoder<Piece> decoder[NV] = {
+        {stream[0] + p, lane[0]}, {stream[1] + p, lane[1]}, {stream[2] + p, lane[2]}, {stream[3] + p, lane[3]}};
+    for (int t = 0; t < Piece::kValues; t += kGroup, x += kGroup) {
+      OPST_UNROLL for (int v = 0; v < NV; ++v) decoder[v].begin_group(t);
+      OPST_UNROLL for (int j = 0; j < kGroup; ++j) {
+        OPST_UNROLL for (int v = 0; v < NV; ++v) {
+          const F32 w = decoder[v].weight(j);
+          OPST_UNROLL for (int i = 0; i < MR; ++i) { acc[i][v] = fma(F32::set1(x[i * x_stride + j]), w, acc[i][v]); }
+        }
+      }
+    }
+  }
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int v = 0; v < NV; ++v) {
+      const int64_t c = column + v * F32::kLanes;
+      if (c < part.columns) store_sums(part.out, first_row + i, c, part.columns, acc[i][v]);
+    }
+  }
+}
+
+template <class Piece>
+void few_rows(const FewRows& part) {
+  for (int64_t column = 0; column < part.columns; column += kFewColumns) {
+    int64_t row = 0;
+    for (; row + kFewMaxRows <= part.rows; row += kFewMaxRows) few_rows_group<Piece, kFewMaxRows>(part, row, column);
+    switch (part.rows - row) {
+      case 1:
+        few_rows_group<Piece, 1>(part, row, column);
+        break;
+      case 2:
+        few_rows_group < Piece, kFewMaxRows<2 ? 1 : 2>(part, row, column);
+        break;
+      case 3:
+        few_rows_group < Piece, kFewMaxRows<3 ? 1 : 3>(part, row, column);
+        break;
+      default:
+        break;
+    }
+  }
+}
+
+}  // namespace opst::OPST_ISA_NS::gemm

@@ -1,0 +1,81 @@
+// Computes   out[i, j] = sum_t x[i, t] * weight[j, t] + bias[j] for many rows: prefill, bound by multiply-adds
+// Shapes     x [rows, k] in blocks of k_block columns; weight: packed panels; out [rows, columns]
+// Loop nest  for each block of k; for each 2 vectors of columns: decode [k_block][32] once; for each register tile of
+// rows:
+//            sums += x block * decoded                                              (tile/gemm_tile.h)
+// Memory     at k_block 384, 192 rows, avx512:
+//              decoded  [384][32] f32     48 KB   L2, from which the tiles stream it
+//              x tile   [12][384] f32     18 KB   L1
+//              x block  [192][384] f32   288 KB   L2, read again for each 32 columns
+//              sums     [192][64] f32     48 KB   L2, touched once per tile and block of k
+// Numerics   one sum per output, k ascending, f32: a sum rests in memory between blocks of k and loses nothing there
+#pragma once
+
+#include "matmul/few_rows.h"
+#include "tile/gemm_tile.h"
+
+namespace opst::OPST_ISA_NS::gemm {
+
+using opst::gemm::ManyRows;
+using tile::kTileRows;
+using tile::kTileVecs;
+
+inline constexpr int kManyColumns = kTileVecs * F32::kLanes;
+
+// k values k0 .. k0 + depth of kTileVecs vectors of columns -> out [depth][kManyColumns].
+template <class Piece>
+OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t k0, int64_t depth, float* out) {
+  const int64_t pieces = part.k / Piece::kValues;
+  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
+  for (int v = 0; v < kTileVecs; ++v) {
+    const int64_t wanted = column / F32::kLanes + v;
+    const int64_t vec = wanted < last_vec ? wanted : last_vec;
+    const Piece* piece = panel_of<Piece>(part.panels, pieces, vec) + k0 / Piece::kValues;
+    float* to = out + v * F32::kLanes;
+    for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
+      Decoder<Piece> decoder(piece, lane_of(vec));
+      for (int t = 0; t < Piece::kValues; t += Decoder<Piece>::kGroup) {
+        decoder.begin_group(t);
+        OPST_UNROLL for (int j = 0; j < Decoder<Piece>::kGroup; ++j, to += kManyColumns) decoder.weight(j).store(to);
+      }
+    }
+  }
+}
+
+template <class Piece>
+void many_rows(const ManyRows& part) {
+  const int64_t sums_stride = (part.columns + kManyColumns - 1) / kManyColumns * kManyColumns;
+  for (int64_t i = 0; i < part.rows * sums_stride; i += F32::kLanes) F32::zero().store(part.sums + i);
+  // Register tiles of nearly equal height: 64 rows are 6 tiles of 11 or 10, not 5 of 12 and one of 4.
+  const int64_t num_tiles = (part.rows + kTileRows - 1) / kTileRows;
+  const int64_t height = part.rows / num_tiles, taller = part.rows % num_tiles;
+  const auto tall = tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(static_cast<int>(height + (taller > 0)));
+  const auto low = tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(static_cast<int>(height));
+  float ones[kTileRows];
+  for (float& factor : ones) factor = 1;
+
+  for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
+    const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
+    const float* const x_block = part.x + k0 / part.k_block * part.x_block_stride;
+    for (int64_t column = 0; column < part.columns; column += kManyColumns) {
+      decode_columns<Piece>(part, column, k0, depth, part.decoded);
+      int64_t row = 0;
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        const float* const x = x_block + row * part.x_stride;
+        const int64_t rows = t < taller ? height + 1 : height;
+        // The next tile's rows of x, the only data that is not where the last tile left it.
+        const char* const ahead = reinterpret_cast<const char*>(x + rows * part.x_stride);
+        (t < taller ? tall : low)(depth, x, part.x_stride, part.decoded, kManyColumns,
+                                  part.sums + row * sums_stride + column, sums_stride, ones, ahead);
+        row += rows;
+      }
+    }
+  }
+  for (int64_t row = 0; row < part.rows; ++row) {
+    for (int64_t c = 0; c < part.columns; c += F32::kLanes) {
+      store_sums(part.out, row, c, part.columns, F32::load(part.sums + row * sums_stride + c));
+    }
+  }
+}
+
+}  // namespace opst::OPST_ISA_NS::gemm

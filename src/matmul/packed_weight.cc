@@ -1,0 +1,184 @@
+// Packing a weight, and reading rows back out of it. The layout: packed_layout.h.
+#include <algorithm>
+#include <cstring>
+
+#include "core/convert.h"
+#include "core/guarded.h"
+#include "core/int_math.h"
+#include "core/shape_check.h"
+#include "machine/context_impl.h"
+#include "matmul/packed_layout.h"
+#include "opst/matmul.h"
+#include "quant/formats.h"
+#include "quant/quant_check.h"
+
+namespace opst {
+namespace {
+
+using gemm::kPanelColumns;
+using gemm::PieceF16;
+using gemm::PieceF32;
+using gemm::PieceQ4_1;
+using gemm::PieceQ8_0;
+
+// Column `c` of a piece from one block, and value `t` of it back.
+void put(PieceF32& piece, int c, const BlockF32& block) { piece.x[c] = block.x; }
+void put(PieceF16& piece, int c, const BlockF16& block) { piece.x[c] = block.x; }
+void put(PieceQ8_0& piece, int c, const BlockQ8_0& block) {
+  piece.d[c] = block.d;
+  for (int t = 0; t < 32; ++t) piece.q[t][c] = block.q[t];
+}
+// The low halves of 8 bytes side by side, the first byte's lowest.
+uint32_t gather_nibbles(uint64_t bytes) {
+  bytes &= 0x0f0f0f0f0f0f0f0f;
+  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return static_cast<uint32_t>(bytes | bytes >> 16);
+}
+void put(PieceQ4_1& piece, int c, const BlockQ4_1& block) {
+  piece.d[c] = block.d;
+  piece.m[c] = block.m;
+  for (int half = 0; half < 2; ++half) {
+    uint64_t bytes = 0;
+    for (int i = 7; i >= 0; --i) bytes = bytes << 8 | block.q[8 * half + i];
+    piece.words[half][c] = gather_nibbles(bytes);
+    piece.words[half + 2][c] = gather_nibbles(bytes >> 4);
+  }
+}
+
+float get(const PieceF32& piece, int c, int) { return piece.x[c]; }
+float get(const PieceF16& piece, int c, int) { return to_f32(piece.x[c]); }
+float get(const PieceQ8_0& piece, int c, int t) { return to_f32(piece.d[c]) * static_cast<float>(piece.q[t][c]); }
+float get(const PieceQ4_1& piece, int c, int t) {
+  const float q = static_cast<float>(piece.words[t / 8][c] >> (4 * (t % 8)) & 15u);
+  return to_f32(piece.d[c]) * q + to_f32(piece.m[c]);
+}
+
+// Calls body with null pointers to the format's piece and block.
+template <class Body>
+void with_format(QuantFormat format, const Body& body) {
+  switch (format) {
+    case QuantFormat::f32:
+      return body(static_cast<PieceF32*>(nullptr), static_cast<const BlockF32*>(nullptr));
+    case QuantFormat::f16:
+      return body(static_cast<PieceF16*>(nullptr), static_cast<const BlockF16*>(nullptr));
+    case QuantFormat::q8_0:
+      return body(static_cast<PieceQ8_0*>(nullptr), static_cast<const BlockQ8_0*>(nullptr));
+    case QuantFormat::q4_1:
+      return body(static_cast<PieceQ4_1*>(nullptr), static_cast<const BlockQ4_1*>(nullptr));
+  }
+}
+
+// Packs all panels; block(row, index) is a block of the source.
+template <class Piece, class SourceBlock>
+void pack_panels(Context& context, int64_t n, int64_t k, Piece* out, const SourceBlock& block) {
+  const int64_t pieces = k / Piece::kValues;
+  context.impl().pool.parallel_for(ceil_div(n, kPanelColumns), [&](int64_t panel, int) {
+    const int64_t first = panel * kPanelColumns;
+    const int columns = static_cast<int>(std::min<int64_t>(kPanelColumns, n - first));
+    for (int64_t p = 0; p < pieces; ++p) {
+      Piece& piece = out[panel * pieces + p];
+      if (columns < kPanelColumns) piece = Piece{};
+      for (int c = 0; c < columns; ++c) put(piece, c, block(first + c, p));
+    }
+  });
+}
+
+// The bytes of a packed weight; nothing where they cannot be counted.
+std::optional<int64_t> packed_bytes(QuantFormat format, int64_t n, int64_t k) {
+  int64_t bytes = 0;
+  if (n > INT64_MAX - kPanelColumns) return std::nullopt;
+  const int64_t columns = round_up(n, kPanelColumns);
+  if (__builtin_mul_overflow(k / block_values(format), block_bytes(format), &bytes) ||
+      __builtin_mul_overflow(bytes, columns, &bytes)) {
+    return std::nullopt;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& weight) {
+  return guarded([&]() -> Result<PackedWeight> {
+    ShapeCheck check("PackedWeight::pack");
+    check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
+    if (!check.ok()) return check.status();
+    const int64_t n = check["n"];
+    const int64_t k = check["k"];
+    const QuantFormat format = weight.dtype == DType::f16 ? QuantFormat::f16 : QuantFormat::f32;
+    const std::optional<int64_t> bytes = packed_bytes(format, n, k);
+    if (!bytes) return Status::out_of_memory();
+    Result<Buffer> buffer = Buffer::allocate(*bytes);
+    if (!buffer.ok()) return buffer.status();
+    void* const out = buffer.value().data();
+    const auto at = [&]<class T>(const T*, int64_t row, int64_t t) {
+      return static_cast<const T*>(weight.data)[row * weight.strides[0] + t * weight.strides[1]];
+    };
+    if (weight.dtype == DType::f16) {
+      pack_panels(context, n, k, static_cast<PieceF16*>(out),
+                  [&](int64_t row, int64_t t) { return BlockF16{at(static_cast<const f16*>(nullptr), row, t)}; });
+    } else if (weight.dtype == DType::bf16) {
+      pack_panels(context, n, k, static_cast<PieceF32*>(out), [&](int64_t row, int64_t t) {
+        return BlockF32{to_f32(at(static_cast<const bf16*>(nullptr), row, t))};
+      });
+    } else {
+      pack_panels(context, n, k, static_cast<PieceF32*>(out),
+                  [&](int64_t row, int64_t t) { return BlockF32{at(static_cast<const float*>(nullptr), row, t)}; });
+    }
+    return PackedWeight(format, n, k, std::move(buffer.value()));
+  });
+}
+
+Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& weight) {
+  return guarded([&]() -> Result<PackedWeight> {
+    ShapeCheck check("PackedWeight::pack");
+    check_quant_matrix(check, "weight", weight);
+    if (!check.ok()) return check.status();
+    const std::optional<int64_t> bytes = packed_bytes(weight.format, weight.rows, weight.cols);
+    if (!bytes) return Status::out_of_memory();
+    Result<Buffer> buffer = Buffer::allocate(*bytes);
+    if (!buffer.ok()) return buffer.status();
+    with_format(weight.format, [&]<class Piece, class Block>(Piece*, const Block*) {
+      const int64_t blocks_per_row = weight.cols / Block::kValues;
+      pack_panels(context, weight.rows, weight.cols, static_cast<Piece*>(buffer.value().data()),
+                  [&](int64_t row, int64_t index) {
+                    Block block;  // copied, since its address may be odd
+                    std::memcpy(&block,
+                                static_cast<const char*>(weight.data) +
+                                    (row * blocks_per_row + index) * static_cast<int64_t>(sizeof(Block)),
+                                sizeof(Block));
+                    return block;
+                  });
+    });
+    return PackedWeight(weight.format, weight.rows, weight.cols, std::move(buffer.value()));
+  });
+}
+
+Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("lookup_rows");
+    check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
+    check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
+    check.output("out", out).dtype({DType::f32}).dims({"count", "k"});
+    check.require(!check.ok() || check["k"] == weight.k(),
+                  std::string("out dim 1 (k) is ") + std::to_string(check["k"]) +
+                      ", but the weight has k = " + std::to_string(weight.k()));
+    check_row_indices(check, rows, weight.n());
+    if (!check.ok()) return check.status();
+    with_format(weight.format(), [&]<class Piece, class Block>(Piece*, const Block*) {
+      const int64_t pieces = weight.k() / Piece::kValues;
+      context.impl().pool.parallel_for(check["count"], [&](int64_t i, int) {
+        const int64_t row = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
+        const Piece* const panel = static_cast<const Piece*>(weight.data()) + row / kPanelColumns * pieces;
+        float* const to = static_cast<float*>(out.data) + i * out.strides[0];
+        for (int64_t t = 0; t < weight.k(); ++t) {
+          to[t * out.strides[1]] = get(panel[t / Piece::kValues], static_cast<int>(row % kPanelColumns),
+                                       static_cast<int>(t % Piece::kValues));
+        }
+      });
+    });
+    return {};
+  });
+}
+
+}  // namespace opst
