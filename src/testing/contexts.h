@@ -12,7 +12,7 @@ namespace opst::test {
 
 struct TestContext {
   std::string name;  // "avx512, 3 threads, tiny caches"
-  Context context;
+  mutable Context context;  // operators take theirs by reference
 };
 
 // The levels that this processor has, from generic up. OPST_ISA caps them.

@@ -1,0 +1,46 @@
+// Random quantised matrices for tests.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "core/convert.h"
+#include "opst/quant.h"
+#include "testing/random.h"
+
+namespace opst::test {
+
+// Bytes of rows x cols values with scales about `scale`, so that no value is infinite or NaN.
+inline std::vector<unsigned char> random_blocks(QuantFormat format, int64_t rows, int64_t cols, Random& random,
+                                                double scale = 0.1) {
+  const int64_t blocks = rows * cols / block_values(format);
+  std::vector<unsigned char> bytes(static_cast<size_t>(blocks * block_bytes(format)));
+  for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random.integer(0, 255));
+  for (int64_t b = 0; b < blocks; ++b) {
+    unsigned char* const block = bytes.data() + b * block_bytes(format);
+    const auto put_half = [&](int64_t at, double x) {
+      const f16 half = to_f16(x);
+      std::memcpy(block + at, &half, 2);
+    };
+    switch (format) {
+      case QuantFormat::f32: {
+        const float x = static_cast<float>(random.normal() * scale * 10);
+        std::memcpy(block, &x, 4);
+        break;
+      }
+      case QuantFormat::f16:
+        put_half(0, random.normal() * scale * 10);
+        break;
+      case QuantFormat::q8_0:
+        put_half(0, random.normal() * scale / 10);
+        break;
+      case QuantFormat::q4_1:
+        put_half(0, random.normal() * scale);
+        put_half(2, random.normal() * scale * 8);
+        break;
+    }
+  }
+  return bytes;
+}
+
+}  // namespace opst::test
