@@ -1,0 +1,277 @@
+#include "core/shape_check.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <set>
+#include <vector>
+
+namespace opst {
+namespace {
+
+alignas(64) char memory[1 << 16];
+
+ConstTensor view(DType dtype, std::initializer_list<int64_t> shape, int64_t at_byte = 0) {
+  return ConstTensor::contiguous(dtype, shape, memory + at_byte);
+}
+
+ConstTensor strided(DType dtype, std::vector<int64_t> shape, std::vector<int64_t> strides, int64_t at_byte = 0) {
+  ConstTensor t;
+  t.dtype = dtype;
+  t.rank = static_cast<int>(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) t.shape[i] = shape[i], t.strides[i] = strides[i];
+  t.data = memory + at_byte;
+  return t;
+}
+
+TEST(ShapeCheck, BindsNamesAndAcceptsWhatAgrees) {
+  ShapeCheck check("op");
+  check.tensor("query", view(DType::f32, {2, 3, 4})).dims({"batch", "len", "head_dim"}).dtype({DType::f32});
+  check.tensor("key", view(DType::bf16, {2, 7, 4}))
+      .dims({"batch", "kv_len", "head_dim"})
+      .dtype({DType::f32, DType::bf16});
+  check.tensor("scale", view(DType::f32, {4, 8})).dims({"head_dim", "8"}).unit_inner_stride();
+  check.tensor("scalar", view(DType::f32, {})).dims({}).unit_inner_stride();
+  check.output("out", view(DType::f32, {2, 3}, 1 << 15)).dims({"batch", "len"});
+  check.require(check["kv_len"] == 7, "never seen");
+  EXPECT_TRUE(check.ok()) << check.status().message();
+  EXPECT_EQ(check["batch"], 2);
+  EXPECT_EQ(check["len"], 3);
+  EXPECT_EQ(check["kv_len"], 7);
+  EXPECT_EQ(check["head_dim"], 4);
+  EXPECT_EQ(check["unknown"], 0);
+}
+
+// One refused paragraph each, and the whole message.
+template <class Paragraph>
+void expect_refused(const std::string& message, const Paragraph& paragraph) {
+  ShapeCheck check("op");
+  paragraph(check);
+  EXPECT_FALSE(check.ok());
+  EXPECT_EQ(check.status().code(), StatusCode::invalid_argument);
+  EXPECT_EQ(check.status().message(), message);
+}
+
+TEST(ShapeCheck, DimensionsThatDisagree) {
+  expect_refused("op: key dim 3 (head_dim) is 64, but query set head_dim = 128", [](ShapeCheck& check) {
+    check.tensor("query", view(DType::f32, {1, 2, 2, 128})).dims({"batch", "num_heads", "query_len", "head_dim"});
+    check.tensor("key", view(DType::f32, {1, 2, 5, 64})).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
+  });
+  expect_refused("op: square dim 1 (n) is 3, but square set n = 2", [](ShapeCheck& check) {
+    check.tensor("square", view(DType::f32, {2, 3})).dims({"n", "n"});
+  });
+  expect_refused("op: packed dim 1 is 7, but must be 8", [](ShapeCheck& check) {
+    check.tensor("packed", view(DType::f32, {2, 7})).dims({"n", "8"});
+  });
+}
+
+TEST(ShapeCheck, Rank) {
+  expect_refused("op: key has rank 2, but [batch, len, head_dim] has rank 3", [](ShapeCheck& check) {
+    check.tensor("key", view(DType::f32, {2, 3})).dims({"batch", "len", "head_dim"});
+  });
+  for (int rank : {-1, 6}) {
+    expect_refused("op: key has rank " + std::to_string(rank) + ", but it must be from 0 to 5",
+                   [rank](ShapeCheck& check) {
+                     ConstTensor t = view(DType::f32, {2, 3});
+                     t.rank = rank;
+                     check.tensor("key", t).dims({"a", "b"});
+                   });
+  }
+}
+
+TEST(ShapeCheck, DTypes) {
+  expect_refused("op: key is f64, but must be f32, bf16 or f16", [](ShapeCheck& check) {
+    check.tensor("key", view(DType::f64, {2})).dtype({DType::f32, DType::bf16, DType::f16});
+  });
+  expect_refused("op: key is i8, but must be f32",
+                 [](ShapeCheck& check) { check.tensor("key", view(DType::i8, {2})).dtype({DType::f32}); });
+}
+
+TEST(ShapeCheck, NegativeSizesAndStrides) {
+  expect_refused("op: key dim 1 is -3, but must be >= 0", [](ShapeCheck& check) {
+    check.tensor("key", strided(DType::f32, {2, -3}, {3, 1}));
+  });
+  expect_refused("op: key stride 0 is -3, but must be >= 0", [](ShapeCheck& check) {
+    check.tensor("key", strided(DType::f32, {2, 3}, {-3, 1}));
+  });
+}
+
+TEST(ShapeCheck, InnerStride) {
+  expect_refused("op: key stride 1 is 2, but must be 1", [](ShapeCheck& check) {
+    check.tensor("key", strided(DType::f32, {2, 3}, {6, 2})).unit_inner_stride();
+  });
+  ShapeCheck check("op");
+  check.tensor("one", strided(DType::f32, {2, 1}, {6, 2})).unit_inner_stride();
+  EXPECT_TRUE(check.ok());
+}
+
+TEST(ShapeCheck, NullData) {
+  expect_refused("op: key has null data, but 6 elements: f32 [2, 3]", [](ShapeCheck& check) {
+    check.tensor("key", ConstTensor::contiguous(DType::f32, {2, 3}, nullptr));
+  });
+  ShapeCheck check("op");
+  check.tensor("key", ConstTensor::contiguous(DType::f32, {2, 0}, nullptr)).dims({"a", "b"});
+  check.output("out", ConstTensor::contiguous(DType::f32, {0, 3}, nullptr)).dims({"b", "c"});
+  EXPECT_TRUE(check.ok()) << check.status().message();
+}
+
+TEST(ShapeCheck, SizesBeyondAnyMemory) {
+  const int64_t huge = int64_t{1} << 40;
+  expect_refused("op: key f32 [1099511627776, 1099511627776] spans more bytes than the limit of 2^61",
+                 [&](ShapeCheck& check) {
+                   check.tensor("key", ConstTensor::contiguous(DType::f32, {huge, huge}, memory));
+                 });
+  // Repeated elements take no memory, but must be countable.
+  expect_refused("op: key f32 [1099511627776, 1099511627776] spans more bytes than the limit of 2^61",
+                 [&](ShapeCheck& check) {
+                   check.tensor("key", strided(DType::f32, {huge, huge}, {0, 0}));
+                 });
+  expect_refused("op: key f64 [2] spans more bytes than the limit of 2^61",
+                 [&](ShapeCheck& check) { check.tensor("key", strided(DType::f64, {2}, {INT64_MAX})); });
+}
+
+TEST(ShapeCheck, Outputs) {
+  expect_refused(
+      "op: out f32 [2, 3] has strides [0, 1], with which elements share addresses, but every element of an output "
+      "needs its own",
+      [](ShapeCheck& check) {
+        check.output("out", strided(DType::f32, {2, 3}, {0, 1}));
+      });
+  expect_refused("op: out f32 [2, 3] overlaps query f32 [4, 3] in memory, but an output must not",
+                 [](ShapeCheck& check) {
+                   check.tensor("key", view(DType::f32, {3}, 1 << 12));
+                   check.tensor("query", view(DType::f32, {4, 3}));
+                   check.output("out", view(DType::f32, {2, 3}, 24));
+                 });
+  expect_refused("op: lse f32 [2] overlaps out f32 [2, 3] in memory, but an output must not", [](ShapeCheck& check) {
+    check.output("out", view(DType::f32, {2, 3}));
+    check.output("lse", view(DType::f32, {2}, 20));
+  });
+  ShapeCheck check("op");
+  check.tensor("a", view(DType::f32, {6}));
+  check.tensor("b", view(DType::f32, {6}));  // inputs may share memory
+  check.output("out", view(DType::f32, {6}, 24));
+  EXPECT_TRUE(check.ok()) << check.status().message();
+}
+
+TEST(ShapeCheck, RequireAndFirstFailureStays) {
+  expect_refused("op: num_heads = 9 is not a multiple of num_kv_heads = 2", [](ShapeCheck& check) {
+    check.require(true, "not this")
+        .require(false, "num_heads = 9 is not a multiple of num_kv_heads = 2")
+        .require(false, "nor this");
+    check.tensor("key", view(DType::f64, {2})).dtype({DType::f32}).dims({"a", "b"}).unit_inner_stride();
+    check.output("out", strided(DType::f32, {2}, {0}));
+  });
+}
+
+// Ground truth by listing every byte.
+std::set<const char*> bytes_of(const ConstTensor& t) {
+  std::set<const char*> bytes;
+  for (int64_t i = 0; i < t.num_elements(); ++i) {
+    int64_t rest = i;
+    int64_t offset = 0;
+    for (int d = t.rank - 1; d >= 0; --d) {
+      offset += rest % t.shape[d] * t.strides[d];
+      rest /= t.shape[d];
+    }
+    for (int64_t b = 0; b < size_bytes(t.dtype); ++b) {
+      bytes.insert(static_cast<const char*>(t.data) + offset * size_bytes(t.dtype) + b);
+    }
+  }
+  return bytes;
+}
+
+bool share_bytes(const ConstTensor& a, const ConstTensor& b) {
+  const auto bytes_a = bytes_of(a);
+  for (const char* byte : bytes_of(b)) {
+    if (bytes_a.count(byte) != 0) return true;
+  }
+  return false;
+}
+
+TEST(MayOverlap, NeighboursAndCopies) {
+  EXPECT_FALSE(may_overlap(view(DType::f32, {6}), view(DType::f32, {6}, 24)));
+  EXPECT_TRUE(may_overlap(view(DType::f32, {6}), view(DType::f32, {6}, 23)));
+  EXPECT_TRUE(may_overlap(view(DType::f32, {6}, 23), view(DType::f32, {6})));
+  EXPECT_TRUE(may_overlap(view(DType::f32, {6}), view(DType::i8, {1}, 12)));
+  EXPECT_FALSE(may_overlap(view(DType::f32, {6}), view(DType::f32, {0, 3}, 4)));
+  EXPECT_TRUE(may_overlap(strided(DType::f32, {5, 2}, {0, 1}), view(DType::f32, {1}, 4)));
+  EXPECT_FALSE(may_overlap(strided(DType::f32, {5, 2}, {0, 1}), view(DType::f32, {1}, 8)));
+}
+
+// Parts of one fused buffer [batch 2][seq 5][ (query heads 6 | key heads 2 | value heads 2) x head_dim 4 ].
+TEST(MayOverlap, FusedBufferParts) {
+  const ConstTensor fused = view(DType::f32, {2, 5, 10, 4});
+  const ConstTensor q = fused.narrowed(2, 0, 6);
+  const ConstTensor k = fused.narrowed(2, 6, 2);
+  const ConstTensor v = fused.narrowed(2, 8, 2);
+  const std::vector<ConstTensor> parts = {q, k, v};
+  for (size_t i = 0; i < parts.size(); ++i) {
+    for (size_t j = 0; j < parts.size(); ++j) {
+      EXPECT_EQ(may_overlap(parts[i], parts[j]), i == j) << i << ", " << j;
+      // The same with heads outside, and one token of one against all of the other.
+      EXPECT_EQ(may_overlap(parts[i].transposed(1, 2), parts[j]), i == j) << i << ", " << j;
+      EXPECT_EQ(may_overlap(parts[i].selected(1, 3), parts[j].transposed(1, 2)), i == j) << i << ", " << j;
+    }
+  }
+  EXPECT_TRUE(may_overlap(fused.narrowed(2, 0, 7), k));
+  EXPECT_TRUE(may_overlap(fused.narrowed(2, 5, 2), q));
+  EXPECT_FALSE(may_overlap(fused.narrowed(1, 0, 2), fused.narrowed(1, 2, 3)));
+  EXPECT_FALSE(may_overlap(fused.narrowed(3, 0, 2), fused.narrowed(3, 2, 2)));
+  EXPECT_TRUE(may_overlap(fused.narrowed(3, 0, 3), fused.narrowed(3, 2, 2)));
+}
+
+TEST(MayOverlap, EvenAndOddElements) {
+  EXPECT_FALSE(may_overlap(strided(DType::f32, {8}, {2}), strided(DType::f32, {8}, {2}, 4)));
+  EXPECT_FALSE(may_overlap(strided(DType::f32, {8}, {4}), strided(DType::f32, {5}, {6}, 4)));
+  EXPECT_TRUE(may_overlap(strided(DType::f32, {8}, {2}), strided(DType::f32, {8}, {2}, 6)));
+  EXPECT_TRUE(may_overlap(strided(DType::f32, {8}, {3}), strided(DType::f32, {8}, {2})));
+}
+
+// Never says "disjoint" of views that share a byte.
+TEST(MayOverlap, NeverMissesASharedByte) {
+  uint64_t state = 12345;
+  const auto random = [&](int64_t bound) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<int64_t>(state >> 33) % bound;
+  };
+  int shared = 0;
+  int proved_disjoint = 0;
+  for (int i = 0; i < 20000; ++i) {
+    const auto draw = [&] {
+      const auto rank = static_cast<size_t>(1 + random(3));
+      std::vector<int64_t> shape, strides;
+      for (size_t d = 0; d < rank; ++d) shape.push_back(1 + random(4)), strides.push_back(random(13));
+      return strided(random(2) == 0 ? DType::f32 : DType::i8, shape, strides, random(64));
+    };
+    const ConstTensor a = draw();
+    const ConstTensor b = draw();
+    const bool truth = share_bytes(a, b);
+    const bool claim = may_overlap(a, b);
+    EXPECT_TRUE(claim || !truth) << to_string(a) << " and " << to_string(b) << ", draw " << i;
+    EXPECT_EQ(claim, may_overlap(b, a)) << "draw " << i;
+    shared += truth;
+    proved_disjoint += !claim;
+
+    const bool aliased = static_cast<int64_t>(bytes_of(a).size()) < a.num_elements() * size_bytes(a.dtype);
+    EXPECT_TRUE(may_alias_itself(a) || !aliased) << to_string(a) << ", draw " << i;
+  }
+  EXPECT_GT(shared, 1000);
+  EXPECT_GT(proved_disjoint, 1000);
+}
+
+TEST(MayAliasItself, LayoutsOfEveryDay) {
+  EXPECT_FALSE(may_alias_itself(view(DType::f32, {2, 3, 4})));
+  EXPECT_FALSE(may_alias_itself(view(DType::f32, {2, 3, 4}).transposed(0, 2)));
+  EXPECT_FALSE(may_alias_itself(view(DType::f32, {2, 3, 4}).narrowed(1, 1, 2)));
+  EXPECT_FALSE(may_alias_itself(view(DType::f32, {})));
+  EXPECT_FALSE(may_alias_itself(strided(DType::f32, {1, 3}, {0, 1})));
+  EXPECT_FALSE(may_alias_itself(strided(DType::f32, {0, 3}, {0, 0})));
+  EXPECT_TRUE(may_alias_itself(strided(DType::f32, {2, 3}, {0, 1})));
+  EXPECT_TRUE(may_alias_itself(strided(DType::f32, {2, 3}, {2, 1})));
+  EXPECT_FALSE(may_alias_itself(strided(DType::f32, {2, 3}, {3, 1})));
+  EXPECT_TRUE(may_alias_itself(strided(DType::f32, {3, 3}, {INT64_MAX, 1})));
+}
+
+}  // namespace
+}  // namespace opst
