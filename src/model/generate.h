@@ -25,7 +25,7 @@ const char* to_string(FinishReason reason);
 struct GenerateOptions {
   int64_t max_tokens = 256;
   bool ignore_end = false;  // go on behind the end token
-  SamplingOptions sampling;
+  SamplingOptions sampling = {};
 };
 
 struct Generation {

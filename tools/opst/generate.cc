@@ -131,6 +131,7 @@ std::vector<CLI::Option*> add_sampling_options(CLI::App& command, Options& optio
       command
           .add_option("-s,--seed", sampling.seed,
                       "Of the random numbers; the same seed gives the same text (default 0)")
+          ->check(CLI::NonNegativeNumber)
           ->type_name("N"),
   };
   for (CLI::Option* option : sampled) option->excludes(greedy);

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <new>
 
+#include "bench.h"
 #include "command.h"
 
 namespace {
@@ -26,7 +27,7 @@ int main(int argc, char** argv) {
   std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is an error of the write, not of the process
   CLI::App app("Transformer operators for CPUs: run a language model through them, measure them, explain them.",
                "opst");
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);
   app.set_version_flag("--version", OPST_VERSION);
   app.footer(
       "Environment: OPST_ISA=generic|avx2|avx512|avx512_vnni|avx512_bf16 caps the instruction set level,\n"
@@ -35,8 +36,16 @@ int main(int argc, char** argv) {
   opst::tools::add_generate(app);
   opst::tools::add_tokenize(app);
   opst::tools::add_info(app);
+  CLI::App* bench = app.add_subcommand("bench", "Measure an operator");
+  CLI::App* check = app.add_subcommand("check", "Compare an operator with float64");
+  CLI::App* plan = app.add_subcommand("plan", "Explain what an operator would do");
+  for (CLI::App* parent : {bench, check, plan}) parent->require_subcommand(1);
+  opst::tools::add_bench_attention(*bench);
+  opst::tools::add_check_attention(*check);
+  opst::tools::add_plan_attention(*plan);
   try {
     app.parse(argc, argv);
+    if (app.get_subcommands().empty()) opst::tools::usage_error("a subcommand is required; see opst --help");
     return 0;
   } catch (const CLI::Success& success) {  // --help, --version
     app.exit(success);

@@ -1,13 +1,28 @@
 #include "prompt_options.h"
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <sstream>
+#include <memory>
 
 #include "model/utf8.h"
 
 namespace opst::tools {
+
+namespace {
+
+std::string read_file(const std::string& path) {
+  const auto fail = [&] { run_error(path + ": cannot read: " + std::strerror(errno)); };
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
+  if (file == nullptr) fail();
+  std::string content;
+  char block[1 << 16];
+  while (const size_t got = std::fread(block, 1, sizeof block, file.get())) content.append(block, got);
+  if (std::ferror(file.get()) != 0) fail();
+  return content;
+}
+
+}  // namespace
 
 void PromptOptions::add_to(CLI::App& command) {
   command.add_option("-m,--model", model_path, "Model file (GGUF)")->required()->type_name("FILE");
@@ -20,15 +35,7 @@ void PromptOptions::add_to(CLI::App& command) {
 }
 
 std::string PromptOptions::text() const {
-  std::string text = prompt;
-  if (!prompt_path.empty()) {
-    std::ifstream file(prompt_path, std::ios::binary);
-    std::ostringstream content;
-    if (!file || (file.peek() != EOF && !(content << file.rdbuf()))) {
-      run_error(prompt_path + ": cannot read: " + std::strerror(errno));
-    }
-    text = content.str();
-  }
+  const std::string text = prompt_path.empty() ? prompt : read_file(prompt_path);
   if (text.empty()) usage_error("the prompt is empty");
   if (!model::is_valid_utf8(text)) usage_error("the prompt is not valid UTF-8");
   return text;

@@ -1,0 +1,499 @@
+// The model on small random weights: against the same equations in double, one position after the other.
+#include "model/llama.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "model/generate.h"
+#include "model/tiny_model.h"
+#include "testing/contexts.h"
+
+namespace opst::model {
+namespace {
+
+// Plain loops over the dequantised weights, everything recomputed for every position.
+class DoubleLlama {
+ public:
+  DoubleLlama(const TinyModel& model, int64_t rope_dims) : model_(model), rope_dims_(rope_dims) {}
+
+  // Logits after each of the tokens: [tokens][vocab].
+  std::vector<std::vector<double>> logits(const std::vector<int32_t>& tokens) const {
+    const TinyModelOptions& o = model_.options;
+    const auto width = static_cast<size_t>(model_.width()), dim = static_cast<size_t>(o.head_dim);
+    std::vector<std::vector<double>> hidden;
+    for (const int32_t token : tokens) {
+      const auto begin = weight("token_embd.weight").begin() + static_cast<std::ptrdiff_t>(token) * model_.width();
+      hidden.emplace_back(begin, begin + model_.width());
+    }
+    for (int64_t layer = 0; layer < o.num_layers; ++layer) {
+      const std::string prefix = "blk." + std::to_string(layer) + ".";
+      std::vector<std::vector<double>> keys, values;
+      for (size_t t = 0; t < tokens.size(); ++t) {
+        const auto x = norm(hidden[t], prefix + "attn_norm.weight");
+        auto query = times(prefix + "attn_q.weight", x);
+        keys.push_back(times(prefix + "attn_k.weight", x));
+        values.push_back(times(prefix + "attn_v.weight", x));
+        turn(query, t);
+        turn(keys[t], t);
+        std::vector<double> attended(query.size());
+        for (size_t head = 0; head < static_cast<size_t>(o.num_heads); ++head) {
+          const size_t kv_head = head / static_cast<size_t>(o.num_heads / o.num_kv_heads);
+          std::vector<double> weights;
+          for (size_t s = 0; s <= t; ++s) {
+            double score = 0;
+            for (size_t d = 0; d < dim; ++d) score += query[head * dim + d] * keys[s][kv_head * dim + d];
+            weights.push_back(std::exp(score / std::sqrt(static_cast<double>(dim))));
+          }
+          const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+          for (size_t s = 0; s <= t; ++s) {
+            for (size_t d = 0; d < dim; ++d) {
+              attended[head * dim + d] += weights[s] / sum * values[s][kv_head * dim + d];
+            }
+          }
+        }
+        const auto projected = times(prefix + "attn_output.weight", attended);
+        for (size_t i = 0; i < width; ++i) hidden[t][i] += projected[i];
+      }
+      for (size_t t = 0; t < tokens.size(); ++t) {
+        const auto x = norm(hidden[t], prefix + "ffn_norm.weight");
+        auto gate = times(prefix + "ffn_gate.weight", x);
+        const auto up = times(prefix + "ffn_up.weight", x);
+        for (size_t i = 0; i < gate.size(); ++i) gate[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+        const auto down = times(prefix + "ffn_down.weight", gate);
+        for (size_t i = 0; i < width; ++i) hidden[t][i] += down[i];
+      }
+    }
+    std::vector<std::vector<double>> result;
+    const char* output = model_.options.separate_output ? "output.weight" : "token_embd.weight";
+    for (const auto& h : hidden) result.push_back(times(output, norm(h, "output_norm.weight")));
+    return result;
+  }
+
+ private:
+  const std::vector<float>& weight(const std::string& name) const { return model_.weights.at(name); }
+
+  std::vector<double> times(const std::string& name, const std::vector<double>& x) const {
+    const std::vector<float>& matrix = weight(name);
+    std::vector<double> out(matrix.size() / x.size());
+    for (size_t i = 0; i < matrix.size(); ++i) out[i / x.size()] += matrix[i] * x[i % x.size()];
+    return out;
+  }
+  std::vector<double> norm(const std::vector<double>& x, const std::string& name) const {
+    double sum = 0;
+    for (const double value : x) sum += value * value;
+    const double scale = 1 / std::sqrt(sum / static_cast<double>(x.size()) + 1e-5);
+    std::vector<double> out;
+    for (size_t i = 0; i < x.size(); ++i) out.push_back(x[i] * scale * weight(name)[i]);
+    return out;
+  }
+  // Adjacent pairs of each head's first rope_dims elements.
+  void turn(std::vector<double>& heads, size_t position) const {
+    const auto dim = static_cast<size_t>(model_.options.head_dim), rotated = static_cast<size_t>(rope_dims_);
+    for (size_t head = 0; head < heads.size(); head += dim) {
+      for (size_t i = 0; i < rotated; i += 2) {
+        const double angle =
+            static_cast<double>(position) * std::pow(static_cast<double>(model_.options.rope_base),
+                                                     -static_cast<double>(i) / static_cast<double>(rotated));
+        const double a = heads[head + i], b = heads[head + i + 1];
+        heads[head + i] = a * std::cos(angle) - b * std::sin(angle);
+        heads[head + i + 1] = a * std::sin(angle) + b * std::cos(angle);
+      }
+    }
+  }
+
+  const TinyModel& model_;
+  int64_t rope_dims_;
+};
+
+std::vector<int32_t> random_tokens(size_t count, int64_t vocab_size, uint32_t seed = 5) {
+  std::mt19937 random(seed);
+  std::vector<int32_t> tokens(count);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % static_cast<uint32_t>(vocab_size));
+  return tokens;
+}
+
+struct Loaded {
+  TinyModel tiny;
+  std::string bytes;
+  LlamaModel model;
+};
+
+Loaded load(Context& context, const TinyModelOptions& options = {}) {
+  TinyModel tiny = make_tiny_model(options);
+  std::string bytes = tiny.writer.bytes();
+  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
+  EXPECT_TRUE(file.ok()) << file.status().message();
+  Result<LlamaModel> model = LlamaModel::load(context, file.value());
+  EXPECT_TRUE(model.ok()) << model.status().message();
+  return {std::move(tiny), std::move(bytes), std::move(model.value())};
+}
+
+LlamaSession open_session(Context& context, const LlamaModel& model, const SessionOptions& options) {
+  Result<LlamaSession> session = LlamaSession::create(context, model, options);
+  EXPECT_TRUE(session.ok()) << session.status().message();
+  return std::move(session.value());
+}
+
+Context make_context(int num_threads) { return std::move(Context::create({.num_threads = num_threads}).value()); }
+
+double largest_difference(std::span<const float> got, std::span<const double> expected) {
+  double largest = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const double difference = std::fabs(got[i] - expected[i]);
+    // NaN counts as infinite.
+    largest = difference <= largest ? largest : std::isnan(difference) ? INFINITY : difference;
+  }
+  return largest;
+}
+
+// f32 over sums of up to 160 terms and a few layers; the logits are a few units large.
+constexpr double kTolerance = 2e-4;
+
+void check_against_double(Context& context, const Loaded& loaded, const SessionOptions& options, double tolerance,
+                          int64_t rope_dims = 0) {
+  const std::vector<int32_t> tokens = random_tokens(45, loaded.tiny.vocab_size);
+  const DoubleLlama reference(loaded.tiny, rope_dims > 0 ? rope_dims : loaded.tiny.options.head_dim);
+  const auto expected = reference.logits(tokens);
+  LlamaSession session = open_session(context, loaded.model, options);
+  int64_t next = 0;
+  const Status status = session.feed_all(tokens, [&](int64_t position, std::span<const float> logits) {
+    EXPECT_EQ(position, next++);
+    EXPECT_LE(largest_difference(logits, expected[static_cast<size_t>(position)]), tolerance) << position;
+  });
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(next, 45);
+  // The last position alone, and then one token at a time.
+  session.reset();
+  auto logits = session.feed(std::span(tokens).first(40));
+  for (size_t t = 40;; ++t) {
+    ASSERT_TRUE(logits.ok()) << logits.status().message();
+    EXPECT_LE(largest_difference(logits.value(), expected[t - 1]), tolerance) << t - 1;
+    if (t == 45) break;
+    logits = session.feed(std::span(tokens).subspan(t, 1));
+  }
+  EXPECT_EQ(session.position(), 45);
+}
+
+TEST(Llama, EqualsTheEquationsAtEveryLevel) {
+  for (const int num_threads : {1, 2}) {
+    for (const test::TestContext& t : test::contexts_with_threads(num_threads)) {
+      SCOPED_TRACE(t.name + ", " + std::to_string(num_threads) + " threads");
+      Context& context = const_cast<Context&>(t.context);
+      check_against_double(context, load(context), {.context = 64}, kTolerance);
+    }
+  }
+}
+
+TEST(Llama, AnyChunkAndAnyCacheIsTheSame) {
+  Context context = make_context(2);
+  const Loaded loaded = load(context);
+  for (const int64_t chunk : {1, 7, 64}) {
+    for (const int64_t logit_rows : {1, 5, 64}) {
+      SCOPED_TRACE(testing::Message() << "chunk " << chunk << ", logit rows " << logit_rows);
+      check_against_double(context, loaded, {.context = 64, .prefill_chunk = chunk, .logit_rows = logit_rows},
+                           kTolerance);
+    }
+    for (const int64_t block_size : {1, 16, 33, 1000}) {
+      SCOPED_TRACE(testing::Message() << "chunk " << chunk << ", block size " << block_size);
+      check_against_double(context, loaded,
+                           {.context = 64, .cache = CacheKind::paged, .block_size = block_size, .prefill_chunk = chunk},
+                           kTolerance);
+    }
+  }
+}
+
+TEST(Llama, OtherShapes) {
+  Context context = make_context(2);
+  check_against_double(context, load(context, {.num_heads = 4, .num_kv_heads = 2, .head_dim = 64, .ffn_size = 96}),
+                       {.context = 64}, kTolerance);
+  check_against_double(
+      context,
+      load(context,
+           {.num_layers = 1, .num_heads = 4, .num_kv_heads = 4, .head_dim = 8, .ffn_size = 32, .rope_base = 100000.0f}),
+      {.context = 45}, kTolerance);
+}
+
+TEST(Llama, OutputWeightWinsOverTheEmbedding) {
+  Context context = make_context(1);
+  check_against_double(context, load(context, {.separate_output = true}), {.context = 64}, kTolerance);
+}
+
+TEST(Llama, RoundedCachesStayClose) {
+  Context context = make_context(2);
+  const Loaded loaded = load(context);
+  for (const CacheKind cache : {CacheKind::contiguous, CacheKind::paged}) {
+    check_against_double(context, loaded, {.context = 64, .kv_dtype = DType::f16, .cache = cache}, 2e-2);
+    check_against_double(context, loaded, {.context = 64, .kv_dtype = DType::bf16, .cache = cache}, 1e-1);
+  }
+  const int64_t f32_bytes = open_session(context, loaded.model, {.context = 64}).kv_cache_bytes();
+  EXPECT_EQ(f32_bytes, 64 * 2 * 2 * 32 * 4);  // positions, layers, key and value, head_dim, bytes
+  EXPECT_EQ(open_session(context, loaded.model, {.context = 64, .kv_dtype = DType::bf16}).kv_cache_bytes(),
+            f32_bytes / 2);
+}
+
+TEST(Llama, SameBitsForAnyNumberOfThreads) {
+  std::vector<std::vector<float>> results;
+  for (const int num_threads : {1, 2, 3}) {
+    Context context = make_context(num_threads);
+    const Loaded loaded = load(context);
+    LlamaSession session = open_session(context, loaded.model, {.context = 64});
+    const auto logits = session.feed(random_tokens(40, loaded.tiny.vocab_size));
+    ASSERT_TRUE(logits.ok());
+    results.emplace_back(logits.value().begin(), logits.value().end());
+  }
+  EXPECT_EQ(results[0], results[1]);
+  EXPECT_EQ(results[0], results[2]);
+}
+
+TEST(Llama, SteadyStateAllocatesNothing) {
+  Context context = make_context(2);
+  const Loaded loaded = load(context);
+  LlamaSession session = open_session(context, loaded.model, {.context = 64, .prefill_chunk = 16});
+  const std::vector<int32_t> tokens = random_tokens(64, loaded.tiny.vocab_size);
+  const auto run = [&] {
+    session.reset();
+    ASSERT_TRUE(session.feed(std::span(tokens).first(32)).ok());
+    for (size_t t = 32; t < 64; ++t) ASSERT_TRUE(session.feed(std::span(tokens).subspan(t, 1)).ok());
+  };
+  run();
+  const int64_t allocations = context.workspace_allocations(), bytes = context.workspace_bytes();
+  for (int i = 0; i < 3; ++i) run();
+  EXPECT_EQ(context.workspace_allocations(), allocations);
+  EXPECT_EQ(context.workspace_bytes(), bytes);
+}
+
+TEST(Llama, RefusedTokensLeaveTheSequence) {
+  Context context = make_context(1);
+  const Loaded loaded = load(context);
+  LlamaSession session = open_session(context, loaded.model, {.context = 8});
+  const auto message = [&](const std::vector<int32_t>& tokens) { return session.feed(tokens).status().message(); };
+  EXPECT_EQ(message({}), "no tokens to feed");
+  EXPECT_EQ(message({5, -1}), "token -1 is outside the vocabulary of 269");
+  EXPECT_EQ(message({269}), "token 269 is outside the vocabulary of 269");
+  EXPECT_EQ(message(std::vector<int32_t>(9, 5)), "9 tokens at position 0 do not fit a context of 8");
+  EXPECT_EQ(session.position(), 0);
+  EXPECT_EQ(message(std::vector<int32_t>(8, 5)), "");
+  EXPECT_EQ(message({5}), "1 tokens at position 8 do not fit a context of 8");
+  EXPECT_EQ(session.position(), 8);
+
+  const auto refused = [&](const SessionOptions& options) {
+    return LlamaSession::create(context, loaded.model, options).status().message();
+  };
+  EXPECT_EQ(refused({.context = 513}), "context is 513, but the model's is 512");
+  EXPECT_EQ(refused({.context = 0}), "context is 0, must be >= 1");
+  EXPECT_EQ(refused({.context = 8, .kv_dtype = DType::i8}), "kv_dtype is i8, must be f32, bf16 or f16");
+  EXPECT_EQ(refused({.context = 8, .block_size = 0}), "block_size is 0, must be >= 1");
+  EXPECT_EQ(refused({.context = 8, .prefill_chunk = -1}), "prefill_chunk is -1, must be >= 1");
+}
+
+// The message with which a file is refused that differs from a good one by what `change` adds.
+template <class Change>
+std::string refusal(const Change& change, const TinyModelOptions& options = {}) {
+  Context context = make_context(1);
+  TinyModel tiny = make_tiny_model(options);
+  change(tiny.writer);
+  const std::string bytes = tiny.writer.bytes();
+  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
+  if (!file.ok()) return file.status().message();
+  return LlamaModel::load(context, file.value()).status().message();
+}
+
+// The same, with a piece of the file replaced by another one of the same length.
+std::string refusal_with(const std::string& from, const std::string& to) {
+  Context context = make_context(1);
+  std::string bytes = make_tiny_model().writer.bytes();
+  const size_t position = bytes.find(from);
+  EXPECT_NE(position, std::string::npos) << from;
+  EXPECT_EQ(from.size(), to.size());
+  bytes.replace(position, from.size(), to);
+  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
+  if (!file.ok()) return file.status().message();
+  return LlamaModel::load(context, file.value()).status().message();
+}
+
+std::string u32_entry(const std::string& key, uint32_t value) {
+  std::string bytes = key;
+  GgufWriter::append(bytes, static_cast<uint32_t>(GgufType::u32));
+  GgufWriter::append(bytes, value);
+  return bytes;
+}
+
+TEST(LlamaLoad, WhatIsNotImplementedIsRefusedByName) {
+  EXPECT_EQ(refusal([](GgufWriter&) {}), "");
+  EXPECT_EQ(refusal_with("llama", "qwen2"), "f.gguf: general.architecture is 'qwen2', but only 'llama' is supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.string("llama.rope.scaling.type", "yarn"); }),
+            "f.gguf: llama.rope.scaling.type is 'yarn', but only 'none' is supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.string("llama.rope.scaling.type", "none"); }), "");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.f32("llama.rope.scaling.factor", 8); }),
+            "f.gguf: key 'llama.rope.scaling.factor' is 8.000000, which is not supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.expert_count", 4); }),
+            "f.gguf: key 'llama.expert_count' is 4.000000, which is not supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.attention.sliding_window", 64); }),
+            "f.gguf: key 'llama.attention.sliding_window' is 64.000000, which is not supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.boolean("llama.attention.causal", false); }),
+            "f.gguf: key 'llama.attention.causal' is false, which is not supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.tensor("rope_freqs.weight", {16}, std::vector<float>(16, 1.0f)); }),
+            "f.gguf: tensor 'rope_freqs.weight' (rope scaling by factors) is not supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.tensor("blk.0.attn_q.bias", {96}, std::vector<float>(96, 1.0f)); }),
+            "f.gguf: tensor 'blk.0.attn_q.bias' is not part of a supported llama model");
+  EXPECT_EQ(refusal([](GgufWriter& w) {
+              w.tensor("output.weight", {96, 269}, 2, std::string(96 * 269 / 32 * 18, 0));
+            }),
+            "f.gguf: tensor 'output.weight' is of type Q4_0, but only F32, F16, Q8_0 and Q4_1 are supported");
+}
+
+TEST(LlamaLoad, ShapesAreCheckedAgainstTheConfiguration) {
+  EXPECT_EQ(refusal([](GgufWriter& w) {
+              w.tensor("output.weight", {269, 96}, std::vector<float>(269 * 96));
+            }),
+            "f.gguf: tensor 'output.weight' is F32 [269, 96], expected shape [96, 269]");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.vocab_size", 270); }),
+            "f.gguf: tensor 'token_embd.weight' is Q8_0 [96, 269], expected shape [96, 270]");
+  EXPECT_EQ(refusal_with("blk.1.ffn_up.weight", "blk.2.ffn_up.weight"),
+            "f.gguf: tensor 'blk.1.ffn_up.weight' is missing");
+  const auto with_u32 = [](const std::string& key, uint32_t from, uint32_t to) {
+    return refusal_with(u32_entry(key, from), u32_entry(key, to));
+  };
+  EXPECT_EQ(with_u32("llama.block_count", 2, 0), "f.gguf: key 'llama.block_count' is 0, expected 1 to 16777216");
+  EXPECT_EQ(with_u32("llama.block_count", 2, 1),
+            "f.gguf: tensor 'blk.1.attn_norm.weight' is not part of a supported llama model");
+  EXPECT_EQ(with_u32("llama.block_count", 2, 3), "f.gguf: tensor 'blk.2.attn_norm.weight' is missing");
+  EXPECT_EQ(with_u32("llama.embedding_length", 96, 192),
+            "f.gguf: tensor 'token_embd.weight' is Q8_0 [96, 269], expected shape [192, 269]");
+  EXPECT_EQ(with_u32("llama.feed_forward_length", 160, 4000000000u),
+            "f.gguf: key 'llama.feed_forward_length' is 4000000000, expected 1 to 16777216");
+  EXPECT_EQ(with_u32("llama.feed_forward_length", 160, 128),
+            "f.gguf: tensor 'blk.0.ffn_gate.weight' is Q4_1 [96, 160], expected shape [96, 128]");
+  EXPECT_EQ(with_u32("llama.attention.head_count_kv", 1, 2),
+            "f.gguf: llama.attention.head_count is 3, not a multiple of head_count_kv = 2");
+  EXPECT_EQ(with_u32("llama.attention.head_count_kv", 1, 3),
+            "f.gguf: tensor 'blk.0.attn_k.weight' is Q8_0 [96, 32], expected shape [96, 96]");
+  EXPECT_EQ(with_u32("llama.attention.head_count", 3, 5),
+            "f.gguf: llama.embedding_length is 96, not a multiple of head_count = 5");
+  EXPECT_EQ(with_u32("llama.rope.dimension_count", 32, 34),
+            "f.gguf: llama.rope.dimension_count is 34, expected an even number up to the head size 32");
+  EXPECT_EQ(with_u32("llama.rope.dimension_count", 32, 31),
+            "f.gguf: llama.rope.dimension_count is 31, expected an even number up to the head size 32");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.attention.value_length", 16); }),
+            "f.gguf: llama.attention.value_length is 16, but the head size is 32; different ones are not supported");
+  EXPECT_EQ(refusal_with("llama.attention.layer_norm_rms_epsilon", "llama.attention.layer_norm_rms_epsilOn"),
+            "f.gguf: key 'llama.attention.layer_norm_rms_epsilon' is missing");
+}
+
+TEST(LlamaLoad, RopeMayTurnAPartOfEachHead) {
+  Context context = make_context(1);
+  Loaded loaded = load(context);
+  const std::string from = u32_entry("llama.rope.dimension_count", 32),
+                    to = u32_entry("llama.rope.dimension_count", 10);
+  loaded.bytes.replace(loaded.bytes.find(from), from.size(), to);
+  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(loaded.bytes));
+  loaded.model = std::move(LlamaModel::load(context, file.value()).value());
+  check_against_double(context, loaded, {.context = 64}, kTolerance, 10);
+}
+
+// A file with any damage is refused or gives a model that runs: never a crash.
+TEST(LlamaLoad, SurvivesMutations) {
+  Context context = make_context(1);
+  const std::string good =
+      make_tiny_model({.num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ffn_size = 32}).writer.bytes();
+  const size_t header = good.find("blk.0.ffn_down.weight") + 60;
+  for (uint32_t seed = 0; seed < 1500; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    std::string bytes = good;
+    for (unsigned i = 0; i < 1 + random() % 3; ++i) {
+      bytes[random() % header] = static_cast<char>(random() % 3 == 0 ? random() % 4 : random());
+    }
+    const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
+    if (!file.ok()) continue;
+    const Result<Tokenizer> tokenizer = Tokenizer::from_gguf(file.value());
+    if (tokenizer.ok()) (void)tokenizer.value().encode("hello  world 12 \xC3\xA9<|im_end|>", true);
+    const Result<LlamaModel> model = LlamaModel::load(context, file.value());
+    if (!model.ok()) continue;
+    const int64_t length = std::min<int64_t>(16, model.value().config().max_context);
+    Result<LlamaSession> session = LlamaSession::create(context, model.value(), {.context = length});
+    ASSERT_TRUE(session.ok()) << session.status().message();
+    const auto logits = session.value().feed(std::vector<int32_t>{1});
+    EXPECT_TRUE(logits.ok()) << logits.status().message();
+  }
+}
+
+class GenerateTest : public testing::Test {
+ protected:
+  GenerateTest() : context_(make_context(1)), loaded_(load(context_)) {
+    file_ = std::make_unique<GgufFile>(std::move(GgufFile::parse("f.gguf", as_bytes(loaded_.bytes)).value()));
+    tokenizer_ = std::make_unique<Tokenizer>(std::move(Tokenizer::from_gguf(*file_).value()));
+  }
+
+  Result<Generation> run(const std::vector<int32_t>& prompt, const GenerateOptions& options, int64_t context) {
+    LlamaSession session = open_session(context_, loaded_.model, {.context = context});
+    streamed_.clear();
+    return generate(session, *tokenizer_, prompt, options, [&](std::string_view text) {
+      EXPECT_FALSE(text.empty());
+      EXPECT_TRUE(is_valid_utf8(text));
+      streamed_ += text;
+      return Status();
+    });
+  }
+
+  Context context_;
+  Loaded loaded_;
+  std::unique_ptr<GgufFile> file_;
+  std::unique_ptr<Tokenizer> tokenizer_;
+  std::string streamed_;
+};
+
+TEST_F(GenerateTest, FinishReasons) {
+  const auto length = run({5, 6, 7}, {.max_tokens = 20, .ignore_end = true}, 64);
+  ASSERT_TRUE(length.ok()) << length.status().message();
+  EXPECT_EQ(length.value().finish_reason, FinishReason::length);
+  EXPECT_EQ(length.value().tokens.size(), 20u);
+  EXPECT_EQ(length.value().text, streamed_);
+  EXPECT_TRUE(length.value().tpot_ms.has_value());
+
+  // Prompt and answer together fill the context.
+  const auto full = run({5, 6, 7}, {.max_tokens = 100, .ignore_end = true}, 10);
+  ASSERT_TRUE(full.ok());
+  EXPECT_EQ(full.value().finish_reason, FinishReason::context);
+  EXPECT_EQ(full.value().tokens.size(), 7u);
+  EXPECT_TRUE(std::equal(full.value().tokens.begin(), full.value().tokens.end(), length.value().tokens.begin()));
+
+  EXPECT_EQ(run(std::vector<int32_t>(10, 5), {}, 10).status().message(),
+            "the prompt has 10 tokens, which leaves no room in a context of 10");
+  EXPECT_EQ(run({}, {}, 10).status().message(), "no tokens to feed");
+  EXPECT_FALSE(run({5}, {.max_tokens = 1}, 10).value().tpot_ms.has_value());
+}
+
+TEST_F(GenerateTest, StopsAtTheEndTokenUnlessTold) {
+  // A prompt whose answer holds the end token: sampled ones get there soon.
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    GenerateOptions options{.max_tokens = 60, .sampling = {.greedy = false, .temperature = 3.0, .seed = seed}};
+    const auto stopped = run({5, 6}, options, 64);
+    ASSERT_TRUE(stopped.ok());
+    const auto& tokens = stopped.value().tokens;
+    const bool ends = tokens.back() == 2;
+    EXPECT_EQ(stopped.value().finish_reason, ends ? FinishReason::stop : FinishReason::length);
+    EXPECT_EQ(std::count(tokens.begin(), tokens.end(), 2), ends ? 1 : 0);
+    EXPECT_EQ(stopped.value().text.find("<|im_end|>"), std::string::npos);
+    if (!ends) continue;
+    options.ignore_end = true;
+    const auto going_on = run({5, 6}, options, 64);
+    EXPECT_EQ(going_on.value().tokens.size(), 60u);
+    EXPECT_TRUE(std::equal(tokens.begin(), tokens.end(), going_on.value().tokens.begin()));
+    return;
+  }
+  ADD_FAILURE() << "no seed gave the end token";
+}
+
+TEST_F(GenerateTest, AFailingReaderStopsIt) {
+  LlamaSession session = open_session(context_, loaded_.model, {.context = 64});
+  const auto result = generate(session, *tokenizer_, std::vector<int32_t>{5}, {.ignore_end = true},
+                               [](std::string_view) { return Status(StatusCode::internal, "pipe"); });
+  EXPECT_EQ(result.status().message(), "pipe");
+}
+
+}  // namespace
+}  // namespace opst::model

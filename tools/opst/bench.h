@@ -1,0 +1,12 @@
+// opst bench, check and plan have a subcommand per operator.
+#pragma once
+
+#include "command.h"
+
+namespace opst::tools {
+
+void add_bench_attention(CLI::App& bench);
+void add_check_attention(CLI::App& check);
+void add_plan_attention(CLI::App& plan);
+
+}  // namespace opst::tools

@@ -1,0 +1,210 @@
+// opst bench attention: standard and flash attention side by side, and how close flash comes to the machine's peak.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+
+#include "attention/reference.h"
+#include "attention_case.h"
+#include "bench.h"
+#include "testing/elements.h"
+#include "testing/peak.h"
+
+namespace opst::tools {
+
+namespace {
+
+struct Options {
+  AttentionArguments problem;
+  int64_t memory_limit = 0;  // bytes; 0: half of what is available
+};
+
+struct Row {
+  AttentionProblem problem;
+  AttentionPlan plan;
+  test::Fraction flash;
+  double flops = 0;
+  int64_t flash_scratch_bytes = 0;
+  int64_t standard_bytes = 0;
+  double standard_seconds = -1;  // negative: does not fit
+  double max_abs_error = 0;
+};
+
+// The first number of a file, or -1.
+int64_t number_in(const std::string& path) {
+  std::ifstream file(path);
+  int64_t number = -1;
+  return file >> number ? number : -1;
+}
+
+// What the system, and the control group if there is one, would still give.
+int64_t available_memory_bytes() {
+  int64_t available = static_cast<int64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string key, unit; meminfo >> key;) {
+    int64_t kib = 0;
+    if (!(meminfo >> kib)) break;
+    std::getline(meminfo, unit);
+    if (key == "MemAvailable:") available = kib * 1024;
+  }
+  for (const auto& [limit, used] :
+       {std::pair("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        std::pair("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")}) {
+    const int64_t most = number_in(limit), now = number_in(used);
+    if (most > 0 && now >= 0) available = std::min(available, most - now);
+  }
+  return available;
+}
+
+double max_abs_error(const AttentionCase& data, int64_t rows) {
+  double worst = 0;
+  const Tensor& out = data.outputs().out;
+  for (const AttentionCase::RowIndex& row : data.sampled_rows(rows)) {
+    const attention::ReferenceRow expected =
+        attention::reference_row(data.inputs(), data.problem().options, row.batch, row.head, row.query);
+    const ConstTensor got = ConstTensor(out).selected(0, row.batch).selected(0, row.head).selected(0, row.query);
+    for (int64_t d = 0; d < out.shape[3]; ++d) {
+      worst = std::max(worst, std::abs(test::get(got, d) - expected.out[static_cast<size_t>(d)]));
+    }
+  }
+  return worst;
+}
+
+Row measure(Context& context, const Options& options, int64_t kv_len, int64_t limit_bytes) {
+  Row row;
+  row.problem = attention_problem(options.problem, kv_len);
+  row.flops = attention_flops(row.problem);
+  const test::PeakKind kind = test::peak_kind(row.problem.query_dtype);
+  const auto plan_of = [&](AttentionPath path) {
+    AttentionProblem p = row.problem;
+    p.options.path = path;
+    return plan_attention(p, context.machine());
+  };
+  row.plan = plan_of(AttentionPath::automatic);
+  const AttentionPlan flash = plan_of(AttentionPath::flash), standard = plan_of(AttentionPath::standard);
+  row.flash_scratch_bytes = flash.scratch_bytes(context.num_threads());
+  row.standard_bytes = standard.scratch_bytes(context.num_threads());
+
+  const AttentionCase data(row.problem);
+  row.flash = test::measure_fraction(context, kind, row.flops, [&] { data.run(context, AttentionPath::flash); });
+  row.max_abs_error =
+      max_abs_error(data, std::clamp<int64_t>((int64_t{1} << 26) / kv_len / row.problem.head_dim, 8, 64));
+  context.trim();
+  if (row.standard_bytes <= limit_bytes) {
+    row.standard_seconds = test::measure_fraction(context, kind, row.flops, [&] {
+                             data.run(context, AttentionPath::standard);
+                           }).call_seconds;
+    context.trim();
+  }
+  return row;
+}
+
+std::string human_bytes(int64_t bytes) {
+  char text[32];
+  const double b = static_cast<double>(bytes);
+  if (b < 1e6)
+    std::snprintf(text, sizeof(text), "%.0f KB", b / 1e3);
+  else if (b < 1e9)
+    std::snprintf(text, sizeof(text), "%.1f MB", b / 1e6);
+  else
+    std::snprintf(text, sizeof(text), "%.1f GB", b / 1e9);
+  return text;
+}
+std::string human_seconds(double seconds) {
+  char text[32];
+  if (seconds < 1e-3)
+    std::snprintf(text, sizeof(text), "%.1f us", seconds * 1e6);
+  else if (seconds < 1)
+    std::snprintf(text, sizeof(text), "%.2f ms", seconds * 1e3);
+  else
+    std::snprintf(text, sizeof(text), "%.2f s", seconds);
+  return text;
+}
+
+void print_header(const Options& options, const Context& context, const AttentionProblem& p) {
+  char text[512];
+  std::snprintf(text, sizeof(text),
+                "attention forward, %s, batch %lld, heads %lld/%lld, head_dim %lld/%lld, %s, %d thread(s), %s\n\n"
+                "%9s  %11s %10s  %11s %10s  %9s %7s  %9s  %s\n",
+                options.problem.dtype.c_str(), static_cast<long long>(p.batch), static_cast<long long>(p.num_heads),
+                static_cast<long long>(p.num_kv_heads), static_cast<long long>(p.head_dim),
+                static_cast<long long>(p.value_head_dim), p.options.causal ? "causal" : "full", context.num_threads(),
+                to_string(context.machine().isa), "keys", "standard", "memory", "flash", "scratch", "GFLOP/s",
+                "of peak", "max error", "plan");
+  write_output(text);
+}
+
+void print_row(const Row& row) {
+  char text[512];
+  const bool fits = row.standard_seconds >= 0;
+  std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %9.1f %5.1f %%%s %9.1e  %s\n",
+                static_cast<long long>(row.problem.kv_len),
+                fits ? human_seconds(row.standard_seconds).c_str() : "no fit", human_bytes(row.standard_bytes).c_str(),
+                human_seconds(row.flash.call_seconds).c_str(), human_bytes(row.flash_scratch_bytes).c_str(),
+                row.flash.flops_per_second / 1e9, row.flash.fraction * 100, row.flash.valid ? " " : "*",
+                row.max_abs_error, to_string(row.plan.path));
+  write_output(text);
+}
+
+nlohmann::ordered_json to_json(const Row& row) {
+  const bool fits = row.standard_seconds >= 0;
+  return {{"kv_len", row.problem.kv_len},
+          {"query_len", row.problem.query_len},
+          {"flash_ms", row.flash.call_seconds * 1e3},
+          {"flash_gflops", row.flash.flops_per_second / 1e9},
+          {"peak_gflops", row.flash.peak_flops_per_second / 1e9},
+          {"fraction_of_peak", row.flash.fraction},
+          {"fraction_of_peak_quartiles", {row.flash.fraction_q1, row.flash.fraction_q3}},
+          {"peak_valid", row.flash.valid},
+          {"flash_scratch_bytes", row.flash_scratch_bytes},
+          {"standard_ms", fits ? nlohmann::ordered_json(row.standard_seconds * 1e3) : nlohmann::ordered_json()},
+          {"standard_bytes", row.standard_bytes},
+          {"standard_fits", fits},
+          {"max_abs_error", row.max_abs_error},
+          {"plan", to_string(row.plan)}};
+}
+
+void run(const Options& options) {
+  Context context = make_context(options.problem.num_threads);
+  for (const int64_t kv_len : options.problem.seq)
+    attention_problem(options.problem, kv_len);  // refuse before measuring
+  const int64_t limit = options.memory_limit > 0 ? options.memory_limit : available_memory_bytes() / 2;
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  if (!options.problem.json) {
+    print_header(options, context, attention_problem(options.problem, options.problem.seq.front()));
+  }
+  bool all_valid = true;
+  for (const int64_t kv_len : options.problem.seq) {
+    const Row row = measure(context, options, kv_len, limit);
+    all_valid = all_valid && row.flash.valid;
+    if (options.problem.json)
+      rows.push_back(to_json(row));
+    else
+      print_row(row);
+  }
+  if (options.problem.json) {
+    write_json({{"machine", to_string(context.machine())}, {"threads", context.num_threads()}, {"rows", rows}});
+    return;
+  }
+  write_output("\nstandard: the whole score matrix in memory (\"no fit\": beyond " + human_bytes(limit) +
+               "); of peak: flash against multiply-adds of the same\nlength on the same threads, median of pairs; max "
+               "error: against float64 on sampled rows; plan: which path is chosen\n");
+  if (!all_valid) write_output("* the reference bursts did not have the machine to themselves\n");
+}
+
+}  // namespace
+
+void add_bench_attention(CLI::App& bench) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command =
+      bench.add_subcommand("attention", "Standard and flash attention side by side: time, memory, fraction of peak");
+  add_attention_options(*command, options->problem);
+  command
+      ->add_option("--memory-limit", options->memory_limit,
+                   "Bytes that the standard form may take (default: half of the available memory)")
+      ->check(CLI::PositiveNumber);
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace opst::tools
