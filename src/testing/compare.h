@@ -19,7 +19,7 @@ namespace opst::test {
 
 struct CompareOptions {
   std::string name = "result";
-  std::string about;  // context, plan, whatever helps to repeat a failure; the seed is added
+  std::string about = {};  // context, plan, whatever helps to repeat a failure; the seed is added
   double scale = 0;   // 0: the largest finite |ref|, of the tensor and of each row
   double extra = 0;   // absolute
   bool per_row = true;
