@@ -180,8 +180,9 @@ TEST_F(LlamaReference, LikelihoodOfAText) {
   std::ostringstream text;
   text << text_file.rdbuf();
   std::ifstream data_file(std::string(OPST_SOURCE_DIR) + "/src/testing/data/reference/perplexity.json");
+  const nlohmann::json data = nlohmann::json::parse(data_file);
   nlohmann::json expected;
-  for (const auto& entry : nlohmann::json::parse(data_file)["texts"]) {
+  for (const auto& entry : data["texts"]) {
     if (entry["name"] == "devils_dictionary_excerpt") expected = entry;
   }
   const auto ids = Reference::get().tokenizer.encode(text.str(), false);
