@@ -72,8 +72,8 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
 
     // Plan.
     const gemm::Kernels& table = kernels(context.machine().isa);
-    const Plan plan = gemm::make_plan({m, n, k, weight.format(), x.strides[1] == 1 || k <= 1}, table.few_columns,
-                                        table.many_columns);
+    const Plan plan =
+        gemm::make_plan({m, n, k, weight.format(), x.strides[1] == 1 || k <= 1}, table.few_columns, table.many_columns);
     ThreadPool& pool = context.impl().pool;
     Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()));
     if (!lease.ok()) return lease.status();
