@@ -20,8 +20,8 @@ namespace opst::test {
 struct CompareOptions {
   std::string name = "result";
   std::string about = {};  // context, plan, whatever helps to repeat a failure; the seed is added
-  double scale = 0;   // 0: the largest finite |ref|, of the tensor and of each row
-  double extra = 0;   // absolute
+  double scale = 0;        // 0: the largest finite |ref|, of the tensor and of each row
+  double extra = 0;        // absolute
   bool per_row = true;
   double factor = 2;  // times the naive error
   double eps_factor = 4;

@@ -11,7 +11,7 @@
 namespace opst::test {
 
 struct TestContext {
-  std::string name;  // "avx512, 3 threads, tiny caches"
+  std::string name;         // "avx512, 3 threads, tiny caches"
   mutable Context context;  // operators take theirs by reference
 };
 

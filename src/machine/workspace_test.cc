@@ -1,0 +1,195 @@
+#include "machine/workspace.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "testing/random.h"
+
+namespace opst {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+WorkspaceLease lease(WorkspacePool& pool, int64_t size_bytes) {
+  Result<WorkspaceLease> result = pool.lease(size_bytes);
+  EXPECT_TRUE(result.ok()) << size_bytes;
+  return std::move(result.value());
+}
+
+TEST(Workspace, ReusesMemory) {
+  WorkspacePool pool;
+  void* data = nullptr;
+  for (int i = 0; i < 5; ++i) {
+    const WorkspaceLease memory = lease(pool, 1000);
+    EXPECT_GE(memory.size_bytes(), 1000);
+    EXPECT_TRUE(i == 0 || memory.data() == data);
+    data = memory.data();
+    std::memset(memory.data(), i, 1000);
+  }
+  EXPECT_EQ(pool.allocations(), 1);
+}
+
+TEST(Workspace, TakesTheSmallestThatFits) {
+  WorkspacePool pool;
+  void* small = nullptr;
+  void* large = nullptr;
+  {
+    const WorkspaceLease a = lease(pool, 4 * kMiB);
+    const WorkspaceLease b = lease(pool, kMiB);
+    const WorkspaceLease c = lease(pool, 8 * kMiB);
+    large = a.data();
+    small = b.data();
+  }
+  EXPECT_EQ(pool.held_bytes(), 13 * kMiB);
+  const WorkspaceLease first = lease(pool, kMiB / 2);
+  EXPECT_EQ(first.data(), small);
+  const WorkspaceLease second = lease(pool, kMiB / 2);
+  EXPECT_EQ(second.data(), large);
+  EXPECT_EQ(pool.allocations(), 3);
+}
+
+TEST(Workspace, ReplacesTheLargestWhenNoneFits) {
+  WorkspacePool pool;
+  {
+    const WorkspaceLease a = lease(pool, kMiB);
+    const WorkspaceLease b = lease(pool, 4 * kMiB);
+  }
+  { const WorkspaceLease c = lease(pool, 6 * kMiB); }
+  EXPECT_EQ(pool.held_bytes(), 7 * kMiB);
+  EXPECT_EQ(pool.allocations(), 3);
+  { const WorkspaceLease c = lease(pool, 4 * kMiB); }
+  EXPECT_EQ(pool.allocations(), 3);
+}
+
+TEST(Workspace, ZeroBytesNeedNothing) {
+  WorkspacePool pool;
+  const WorkspaceLease none = lease(pool, 0);
+  EXPECT_EQ(none.data(), nullptr);
+  EXPECT_EQ(pool.allocations(), 0);
+  EXPECT_EQ(pool.held_bytes(), 0);
+}
+
+TEST(Workspace, ImpossibleSizesAreOutOfMemoryAndLeaveThePoolUsable) {
+  WorkspacePool pool;
+  { const WorkspaceLease a = lease(pool, kMiB); }
+  for (int64_t bytes : {int64_t{1} << 55, INT64_MAX, int64_t{-1}}) {
+    EXPECT_EQ(pool.lease(bytes).status().code(), StatusCode::out_of_memory) << bytes;
+  }
+  { const WorkspaceLease a = lease(pool, kMiB); }
+  EXPECT_EQ(pool.held_bytes(), kMiB);
+}
+
+TEST(Workspace, MovedLeasesGiveBackOnce) {
+  WorkspacePool pool;
+  {
+    WorkspaceLease a = lease(pool, 1000);
+    const WorkspaceLease b = std::move(a);
+    EXPECT_EQ(a.data(), nullptr);
+    EXPECT_NE(b.data(), nullptr);
+  }
+  const WorkspaceLease a = lease(pool, 1000);
+  const WorkspaceLease b = lease(pool, 1000);
+  EXPECT_NE(a.data(), b.data());
+  EXPECT_EQ(pool.allocations(), 2);
+}
+
+TEST(Workspace, TrimFreesWhatIsIdle) {
+  WorkspacePool pool;
+  const WorkspaceLease kept = lease(pool, kMiB);
+  { const WorkspaceLease idle = lease(pool, 2 * kMiB); }
+  EXPECT_EQ(pool.held_bytes(), 3 * kMiB);
+  pool.trim();
+  EXPECT_EQ(pool.held_bytes(), kMiB);
+  std::memset(kept.data(), 1, static_cast<size_t>(kMiB));
+  { const WorkspaceLease again = lease(pool, 2 * kMiB); }
+  EXPECT_EQ(pool.allocations(), 3);
+}
+
+TEST(Workspace, ConcurrentLeasesAreDistinct) {
+  WorkspacePool pool;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&pool, t] {
+      test::Random random(test::seed() + static_cast<uint64_t>(t));
+      for (int i = 0; i < 300; ++i) {
+        const int64_t bytes = random.integer(1, 300000);
+        const WorkspaceLease memory = lease(pool, bytes);
+        const int value = static_cast<int>(random.integer(0, 255));
+        std::memset(memory.data(), value, static_cast<size_t>(bytes));
+        const auto* read = static_cast<const unsigned char*>(memory.data());
+        EXPECT_EQ(read[0], value);
+        EXPECT_EQ(read[bytes - 1], value);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_LE(pool.held_bytes(), 4 * 320 * 1024);
+}
+
+int64_t resident_bytes() {
+  long pages_total = 0;
+  long pages_resident = 0;
+  std::FILE* file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr || std::fscanf(file, "%ld %ld", &pages_total, &pages_resident) != 2) return 0;
+  std::fclose(file);
+  return pages_resident * 4096;
+}
+
+// B91. Calls of ever other sizes, two leases at a time: memory reaches a level and stays there.
+TEST(Workspace, MemoryReachesAPlateau) {
+  WorkspacePool pool;
+  test::Random random(test::seed());
+  const int64_t largest = 24 * kMiB;
+  const int64_t before = resident_bytes();
+  int64_t held_after_half = 0;
+  int64_t allocations_after_half = 0;
+  for (int call = 0; call < 400; ++call) {
+    // The largest size comes early, as in a program that has warmed up.
+    const WorkspaceLease a = lease(pool, call < 2 ? largest : random.integer(1, largest));
+    const WorkspaceLease b = lease(pool, call < 2 ? largest : random.integer(1, largest));
+    for (const WorkspaceLease* memory : {&a, &b}) {
+      for (int64_t i = 0; i < memory->size_bytes(); i += 4096) static_cast<char*>(memory->data())[i] = 1;
+    }
+    if (call == 200) {
+      held_after_half = pool.held_bytes();
+      allocations_after_half = pool.allocations();
+    }
+  }
+  EXPECT_EQ(pool.held_bytes(), held_after_half);
+  EXPECT_EQ(pool.allocations(), allocations_after_half);
+  EXPECT_LE(pool.held_bytes(), 2 * largest);
+  EXPECT_LE(resident_bytes() - before, 2 * largest + 8 * kMiB);
+  pool.trim();
+  EXPECT_LE(resident_bytes() - before, 8 * kMiB);
+}
+
+TEST(Workspace, SizesThatGrowSlowlyAllocateSeldom) {
+  WorkspacePool pool;
+  for (int64_t bytes = 1; bytes < kMiB; bytes += 1000) lease(pool, bytes);
+  EXPECT_LE(pool.allocations(), 17);
+  EXPECT_LE(pool.held_bytes(), kMiB);
+}
+
+TEST(Arena, HandsOutAlignedPiecesUntilItIsEmpty) {
+  WorkspacePool pool;
+  const WorkspaceLease memory = lease(pool, 4 * 64);
+  Arena arena(memory.data(), 4 * 64);
+  EXPECT_EQ(Arena::size_of<float>(17), 128);
+  EXPECT_EQ(Arena::size_of<float>(0), 0);
+  float* a = arena.take<float>(17);
+  int8_t* b = arena.take<int8_t>(1);
+  double* c = arena.take<double>(8);
+  EXPECT_EQ(a, memory.data());
+  EXPECT_EQ(reinterpret_cast<char*>(b) - reinterpret_cast<char*>(a), 128);
+  EXPECT_EQ(reinterpret_cast<char*>(c) - reinterpret_cast<char*>(b), 64);
+  EXPECT_EQ(arena.take<char>(1), nullptr);
+}
+
+}  // namespace
+}  // namespace opst
