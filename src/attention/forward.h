@@ -53,13 +53,17 @@ OPST_INLINE RowBlock row_block(int64_t rows, int64_t index) {
   return {first, static_cast<int>(height + (index < taller ? 1 : 0))};
 }
 
-// Keys of a tile that at least one row of a row block sees, in whole panels: columns [begin, end) of the tile, and the
-// padded width from begin on.
+// Keys of a tile that at least one row of a row block sees: columns [begin, end) of the tile, begin at the start of a
+// panel. Scores are computed for `width` columns from begin on, whole vectors. All rows see the columns
+// [common_begin, common_end), counted from begin; the others are hidden from some row, or padding.
 struct KeySpan {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t width = 0;
-  bool ragged = false;  // some column in it must be hidden from some row
+  int64_t common_begin = 0;
+  int64_t common_end = 0;
+
+  OPST_INLINE bool ragged() const { return common_begin > 0 || common_end < width; }
 };
 
 template <class P>
@@ -74,31 +78,27 @@ struct Forward {
   static OPST_INLINE S* row_of(void* base, int64_t row, int64_t stride) { return static_cast<S*>(base) + row * stride; }
 
   static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowBlock rb, const KvTile& tile) {
-    KeySpan span;
-    span.end = tile.count;
+    int64_t low = 0, high = tile.count, common_low = 0, common_high = tile.count;
     if (tile.partial) {
-      int64_t low = tile.count, high = 0, common_low = 0, common_high = tile.count;
+      low = tile.count, high = 0;
       for (int64_t r = rb.first; r < rb.first + rb.rows; ++r) {
         int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
         begin = begin < 0 ? 0 : begin;
         end = end > tile.count ? tile.count : end;
-        if (begin >= end) {  // sees nothing here
-          common_high = 0;
-          continue;
-        }
-        low = begin < low ? begin : low;
-        high = end > high ? end : high;
         common_low = begin > common_low ? begin : common_low;
         common_high = end < common_high ? end : common_high;
+        if (begin >= end) continue;  // sees nothing here
+        low = begin < low ? begin : low;
+        high = end > high ? end : high;
       }
-      span.end = high;
-      span.begin = low < high ? low / kPanel * kPanel : high;
-      span.ragged = common_low > span.begin || common_high < high;
+      if (low >= high) return {};
     }
-    const int64_t n = span.end - span.begin, tail = n % kPanel;
-    const int64_t tile_tail = tile.count - (span.end - tail);  // keys of the tile from the last panel on
-    span.width = n - tail + (tail == 0 ? 0 : tile_tail > kLanes ? kPanel : kLanes);
-    span.ragged |= span.width != n;
+    KeySpan span;
+    span.begin = low / kPanel * kPanel;
+    span.end = high;
+    span.width = (high - span.begin + kLanes - 1) / kLanes * kLanes;
+    span.common_begin = common_low - span.begin;
+    span.common_end = common_high - span.begin;
     return span;
   }
 
@@ -113,12 +113,13 @@ struct Forward {
     const auto full = tile::product_with_max_for<P, kTileVecs>(rb.rows);
     int64_t j = 0;
     for (; j + kPanel <= span.width; j += kPanel) {
-      full(depth, a, q.query_stride, b + j * depth, scores + j, stride, row_max, prefetch);
+      full(depth, a, q.query_stride, b + j * depth, kPanel, scores + j, stride, row_max, prefetch);
       prefetch += depth / 4 * 64;
     }
-    if (j < span.width) {
-      tile::product_with_max_for<P, 1>(rb.rows)(depth, a, q.query_stride, b + j * depth, scores + j, stride, row_max,
-                                                prefetch);
+    if (j < span.width) {  // one vector, of a whole panel or of a last one that is only as wide
+      const int64_t ldb = tile.count - (span.begin + j) > kLanes ? kPanel : kLanes;
+      tile::product_with_max_for<P, 1>(rb.rows)(depth, a, q.query_stride, b + j * depth, ldb, scores + j, stride,
+                                                row_max, prefetch);
     }
   }
 
@@ -126,28 +127,31 @@ struct Forward {
   static OPST_NOINLINE void hide(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
                                  int64_t stride, S* row_max) {
     const V hidden = V::set1(-__builtin_inff());
+    const int64_t width = span.width, origin = tile.first_key + span.begin;
+    // The same for all rows, so that no branch depends on a row: columns [whole_begin, whole_end) need no mask.
+    const int64_t common_begin = span.common_begin < 0 ? 0 : span.common_begin < width ? span.common_begin : width;
+    const int64_t whole_begin = (common_begin + kLanes - 1) / kLanes * kLanes;
+    const int64_t whole_end = span.common_end < whole_begin ? whole_begin : span.common_end / kLanes * kLanes;
     for (int i = 0; i < rb.rows; ++i) {
-      const int64_t r = rb.first + i;
       int64_t begin = 0, end = span.end - span.begin;
       if (tile.partial) {
-        const int64_t origin = tile.first_key + span.begin;
-        begin = q.visible_begin[r] - origin;
-        begin = begin < 0 ? 0 : begin > span.width ? span.width : begin;
-        const int64_t row_end = q.visible_end[r] - origin;
+        begin = q.visible_begin[rb.first + i] - origin;
+        const int64_t row_end = q.visible_end[rb.first + i] - origin;
         end = row_end < end ? row_end : end;
-        end = end < begin ? begin : end;
       }
       S* row = scores + i * stride;
       V top = hidden;
-      for (int64_t j = 0; j < span.width; j += kLanes) {
-        V s = V::load(row + j);
-        if (j < begin || j + kLanes > end) {
-          s = simd::blend_n(clamp_lanes(end - j), s, hidden);
+      const auto mask = [&](int64_t from, int64_t to) OPST_INLINE_LAMBDA {
+        for (int64_t j = from; j < to; j += kLanes) {
+          V s = simd::blend_n(clamp_lanes(end - j), V::load(row + j), hidden);
           s = simd::blend_n(clamp_lanes(begin - j), hidden, s);
           s.store(row + j);
+          top = simd::max(top, s);
         }
-        top = simd::max(top, s);
-      }
+      };
+      mask(0, whole_begin < width ? whole_begin : width);
+      for (int64_t j = whole_begin; j < whole_end; j += kLanes) top = simd::max(top, V::load(row + j));
+      mask(whole_end, width);
       top.store(row_max + i * kLanes);
     }
   }
@@ -310,7 +314,7 @@ struct Forward {
         const KeySpan span = key_span(q, rb, tile);
         if (span.width == 0) continue;
         score(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
-        if (span.ragged) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
+        if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
         raise_references(q, rb, row_max, alpha, reference);
         exponentiate(q, rb, span.width, scores, q.scores_stride, alpha, reference);
         weigh_tile(q, rb, tile, span, scores, q.scores_stride, alpha, prefetch);
@@ -334,7 +338,7 @@ struct Forward {
         S* scores = row_of(matrix, rb.first, matrix_stride) + t * tile_width;
         if (span.width > 0) {
           score(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max, prefetch);
-          if (span.ragged) hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
+          if (span.ragged()) hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
         }
         fill_hidden(rb.rows, scores, matrix_stride, 0, span.begin);
         fill_hidden(rb.rows, scores, matrix_stride, span.begin + span.width, tile_width);
@@ -372,9 +376,17 @@ struct Forward {
   }
 
   static void begin_block(const StackedRows& query, int64_t first_row, double sign, void* out, const QueryBlock& q) {
+    const auto offset_of = [&](int64_t row) OPST_INLINE_LAMBDA {
+      return row / query.group * query.seq_stride + row % query.group * query.head_stride;
+    };
+    const int64_t size = query.dtype == DType::f64 ? 8 : query.dtype == DType::f32 ? 4 : 2;
     for (int64_t r = 0; r < q.rows; ++r) {
-      const int64_t row = first_row + r;
-      const int64_t offset = row / query.group * query.seq_stride + row % query.group * query.head_stride;
+      const int64_t offset = offset_of(first_row + r);
+      constexpr int64_t kRowsAhead = 8;
+      if (r + kRowsAhead < q.rows) {
+        const char* ahead = static_cast<const char*>(query.data) + offset_of(first_row + r + kRowsAhead) * size;
+        for (int64_t b = 0; b < q.head_dim * size; b += 64) __builtin_prefetch(ahead + b);
+      }
       Word* target = static_cast<Word*>(out) + r * q.query_stride;
       switch (query.dtype) {
         case DType::f32:
@@ -401,14 +413,18 @@ struct Forward {
   static OPST_INLINE void copy_query(const T* row, int64_t dim_stride, int64_t length, double sign, Word* out) {
     if constexpr ((sizeof(T) == 8) == (sizeof(S) == 8)) {  // f64 queries have f64 kernels only
       const V factor = V::set1(static_cast<S>(sign));
-      for (int64_t d = 0; d < words(length) * P::kStep; d += kLanes) {
-        const V x = tile::load_row<V>(row, dim_stride, d, length) * factor;
-        const int64_t n = clamp_lanes(words(length) * P::kStep - d);
-        if constexpr (P::kStep == 1)
-          x.store_n(out + d, n);
-        else
-          x.store_n(reinterpret_cast<bf16*>(out) + d, n);  // exact: it was bf16
+      const int64_t padded = words(length) * P::kStep;
+      for (int64_t d = 0; d < padded; d += kLanes) {
+        store_query(tile::load_row<V>(row, dim_stride, d, length) * factor, out, d, clamp_lanes(padded - d));
       }
+    }
+  }
+  static OPST_INLINE void store_query(V x, Word* out, int64_t d, int64_t n) {
+    if constexpr (P::kStep == 1) {
+      n == kLanes ? x.store(out + d) : x.store_n(out + d, n);
+    } else {  // exact: it was bf16
+      bf16* elements = reinterpret_cast<bf16*>(out) + d;
+      n == kLanes ? x.store(elements) : x.store_n(elements, n);
     }
   }
 
@@ -430,17 +446,9 @@ struct Forward {
         sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
       }
       const bool empty = sum == 0;
-      const V scale = V::set1(empty ? S(0) : S(1) / sum);
       const int64_t row = f.first_row + r;
       const int64_t i = row / f.out.group, g = row % f.out.group;
-      for (int64_t d = 0; d < f.value_head_dim; d += kLanes) {
-        V acc = V::load(row_of(f.parts[0].acc, r, f.acc_stride) + d);
-        if (f.num_parts > 1) acc = acc * V::set1(weights[0]);
-        for (int64_t p = 1; p < f.num_parts; ++p) {
-          acc = simd::fma(V::load(row_of(f.parts[p].acc, r, f.acc_stride) + d), V::set1(weights[p]), acc);
-        }
-        write_out(empty ? V::zero() : acc * scale, f.out, i, g, d, clamp_lanes(f.value_head_dim - d));
-      }
+      write_row(f, r, weights, empty ? S(0) : S(1) / sum, empty, f.out.seq_stride * i + f.out.head_stride * g);
       // ln(sum of exp) = (reference + log2(sum)) ln 2
       const double lse =
           empty ? -__builtin_inf()
@@ -462,32 +470,46 @@ struct Forward {
     simd::exp2(V::set1(x)).store(lanes);
     return lanes[0];
   }
-  static OPST_INLINE void write_out(V x, const StackedRows& out, int64_t i, int64_t g, int64_t d, int64_t n) {
-    const int64_t offset = i * out.seq_stride + g * out.head_stride + d * out.dim_stride;
-    switch (out.dtype) {
+  static OPST_INLINE void write_row(const FinishRows& f, int64_t r, const S* weights, S scale, bool empty,
+                                    int64_t offset) {
+    switch (f.out.dtype) {
       case DType::f32:
-        write_elements(x, static_cast<float*>(out.data) + offset, out.dim_stride, n);
+        write_row_as<float>(f, r, weights, scale, empty, offset);
         break;
       case DType::bf16:
-        write_elements(x, static_cast<bf16*>(out.data) + offset, out.dim_stride, n);
+        write_row_as<bf16>(f, r, weights, scale, empty, offset);
         break;
       case DType::f16:
-        write_elements(x, static_cast<f16*>(out.data) + offset, out.dim_stride, n);
+        write_row_as<f16>(f, r, weights, scale, empty, offset);
         break;
       default:
-        write_elements(x, static_cast<double*>(out.data) + offset, out.dim_stride, n);
+        write_row_as<double>(f, r, weights, scale, empty, offset);
         break;
     }
   }
   template <class T>
-  static OPST_INLINE void write_elements(V x, T* out, int64_t stride, int64_t n) {
+  static OPST_INLINE void write_row_as(const FinishRows& f, int64_t r, const S* weights, S scale, bool empty,
+                                       int64_t offset) {
     if constexpr ((sizeof(S) == 8) == (sizeof(T) == 8)) {
-      if (stride == 1) {
-        x.store_n(out, n);
-      } else {
-        T lanes[kLanes];
-        x.store(lanes);
-        for (int64_t j = 0; j < n; ++j) out[j * stride] = lanes[j];
+      T* out = static_cast<T*>(f.out.data) + offset;
+      for (int64_t d = 0; d < f.value_head_dim; d += kLanes) {
+        V acc = V::load(row_of(f.parts[0].acc, r, f.acc_stride) + d);
+        if (f.num_parts > 1) acc = acc * V::set1(weights[0]);
+        for (int64_t p = 1; p < f.num_parts; ++p) {
+          acc = simd::fma(V::load(row_of(f.parts[p].acc, r, f.acc_stride) + d), V::set1(weights[p]), acc);
+        }
+        acc = empty ? V::zero() : acc * V::set1(scale);
+        const int64_t n = clamp_lanes(f.value_head_dim - d);
+        if (f.out.dim_stride == 1) {
+          if (n == kLanes)
+            acc.store(out + d);
+          else
+            acc.store_n(out + d, n);
+        } else {
+          T lanes[kLanes];
+          acc.store(lanes);
+          for (int64_t j = 0; j < n; ++j) out[(d + j) * f.out.dim_stride] = lanes[j];
+        }
       }
     }
   }

@@ -144,9 +144,9 @@ struct ForwardInPlace {
         score_rows<1>(query + i * q.query_stride, q.query_stride, q.head_dim, tile, scores + i * stride, stride,
                       i == 0);
       }
-      KeySpan span;
-      span.end = tile.count;
-      span.width = (tile.count + kLanes - 1) / kLanes * kLanes;
+      const KeySpan span{.end = tile.count,
+                         .width = (tile.count + kLanes - 1) / kLanes * kLanes,
+                         .common_end = tile.partial ? 0 : tile.count};
       Tiled::hide(q, rb, tile, span, scores, stride, row_max);
       Tiled::raise_references(q, rb, row_max, alpha, reference);
       Tiled::exponentiate(q, rb, span.width, scores, stride, alpha, reference);

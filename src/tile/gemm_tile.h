@@ -97,12 +97,12 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
 // C = A B, and row_max[i] (one vector per row) takes the maximum over C's vectors.
 template <class P, int MR, int NV>
 OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
-                                    typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
+                                    int64_t ldb, typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
                                     const char* prefetch) {
   using V = typename P::V;
   V acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero(); }
-  multiply_add_tile<P, MR, NV>(depth, a, lda, b, NV * V::kLanes, prefetch, acc);
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
     V top = V::load(row_max + i * V::kLanes);
     OPST_UNROLL for (int j = 0; j < NV; ++j) {
@@ -130,7 +130,7 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
 }
 
 template <class P>
-using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*,
+using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,
                                 typename P::V::Scalar*, int64_t, typename P::V::Scalar*, const char*);
 template <class P>
 using ScaledAccumulate = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,

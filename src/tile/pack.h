@@ -37,6 +37,13 @@ OPST_INLINE V load_row(const T* row, int64_t dim_stride, int64_t begin, int64_t 
   return V::load_n(gathered, n);
 }
 
+// Fetches the cache line that holds element d of a row: packing reads many short rows at once, more than the hardware's
+// prefetchers follow.
+template <class T>
+OPST_INLINE void prefetch_element(const T* row, int64_t dim_stride, int64_t d) {
+  __builtin_prefetch(row + d * dim_stride);
+}
+
 // Bf16 pairs of a row as raw words.
 OPST_INLINE void load_words(const bf16* row, int64_t dim_stride, int64_t begin, int64_t length, int64_t num_words,
                             uint32_t* words) {
@@ -61,6 +68,11 @@ OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length
       const int64_t present = left - half < kLanes ? left - half : kLanes;
       for (int64_t d = 0; d < depth; d += kLanes) {
         V block[kLanes];
+        // The same columns of the rows that come next.
+        const int64_t ahead = first + half + kLanes;
+        for (int64_t i = ahead; i < ahead + kLanes && i < count; ++i) {
+          prefetch_element(in.row(i), in.dim_stride, d * P::kStep);
+        }
         OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
           if (i >= present) {
             block[i] = V::zero();
@@ -109,6 +121,14 @@ OPST_NOINLINE bool pack_values(const Rows<T>& in, int64_t count, int64_t length,
   for (int64_t w = 0; w < words; ++w) {
     for (int64_t column = 0; column < length; column += kPanel) {
       const int64_t left = length - column;
+      constexpr int64_t kRowsAhead = 8;
+      for (int64_t i = 0; i < P::kStep; ++i) {
+        const int64_t row = P::kStep * (w + kRowsAhead) + i;
+        if (row >= count) break;
+        for (int64_t d = 0; d < kPanel; d += 64 / static_cast<int64_t>(sizeof(T))) {
+          prefetch_element(in.row(row), in.dim_stride, column + d);
+        }
+      }
       const int64_t width = left > kLanes ? kPanel : kLanes;
       typename P::Word* target = out + column * words + w * width;
       if constexpr (P::kStep == 1) {
