@@ -1,10 +1,10 @@
 // exp2, exp and tanh on vectors, in f32 and (generic level) f64.
 //
-// Bounds, in units in the last place of the exact result, checked over every float by math_test:
-//   exp2      f32 <= 1.5 ulp                    exp2_short  f32 <= 2.5 ulp, five coefficients: the softmax of f32
+// Bounds, in units in the last place of the exact result, checked over every float by simd_test:
+//   exp2      f32 <= 1.5 ulp                    exp2_short  f32 <= 3 ulp, five coefficients: the softmax of f32
 //   exp       f32 <= 1.5 ulp                    exp2_bf16   relative error <= 2^-13.2, three coefficients: values that
 //   tanh      f32 <= 2.5 ulp                                are rounded to bf16 next
-//   f64       <= 2 ulp (exp2, exp), 4 ulp (tanh)
+//   f64       <= 2 ulp (exp2, exp), 6 ulp (tanh)
 // Everywhere: NaN gives NaN, exp(-inf) = 0, exp(+inf) = +inf, and a result below the smallest normal number is 0:
 // subnormal results are slow on some processors, and a vector's tail must give what its body gives.
 //

@@ -1,0 +1,84 @@
+// Every verb of src/simd as a function on arrays, one table per instruction set level, for simd_test alone.
+#pragma once
+
+#include <cstdint>
+
+#include "opst/dtype.h"
+
+namespace opst::simd_test {
+
+template <class S>
+using Map = void (*)(const S* x, S* out, int64_t n);  // any n; tails through load_n and store_n
+
+// Below, `lanes` values at a and b; comparisons give 1 or 0.
+template <class S>
+struct VerbTable {
+  int lanes;
+
+  Map<S> exp2, exp2_short, exp2_bf16, exp, tanh;
+
+  void (*zero)(S* out);
+  void (*set1)(S x, S* out);
+  void (*iota)(S* out);
+  void (*load)(const S* p, S* out);
+  void (*load_n)(const S* p, int64_t n, S* out);
+  void (*store)(const S* x, S* p);
+  void (*store_n)(const S* x, S* p, int64_t n);
+
+  using Binary = void (*)(const S* a, const S* b, S* out);
+  Binary add, subtract, multiply, divide, max, min, copy_sign, less, less_equal, equal, scale_pow2;
+  void (*fma)(const S* a, const S* b, const S* c, S* out);
+  using Unary = void (*)(const S* a, S* out);
+  Unary sqrt, abs, round;
+  void (*blend_n)(int64_t n, const S* a, const S* b, S* out);
+  void (*select_less)(const S* a, const S* b, const S* x, const S* y, S* out);  // a < b ? x : y
+  bool (*any_less)(const S* a, const S* b);
+  S (*hsum)(const S* a);
+  S (*hmax)(const S* a);
+  void (*hsum_each)(const S* rows, S* out);  // [lanes][lanes]
+  void (*transpose)(const S* rows, S* out);  // [lanes][lanes]
+};
+
+// 16-bit storage and small integers, at f32 levels.
+struct StorageTable {
+  void (*load_bf16)(const bf16* p, float* out);
+  void (*load_n_bf16)(const bf16* p, int64_t n, float* out);
+  void (*store_bf16)(const float* x, bf16* p);
+  void (*store_n_bf16)(const float* x, bf16* p, int64_t n);
+  void (*load_f16)(const f16* p, float* out);
+  void (*load_n_f16)(const f16* p, int64_t n, float* out);
+  void (*store_f16)(const float* x, f16* p);
+  void (*store_n_f16)(const float* x, f16* p, int64_t n);
+  void (*nibbles)(const uint32_t* words, float* out);  // [8][lanes]
+  void (*load_i8)(const int8_t* p, float* out);
+  // Null below the levels that have them.
+  void (*interleave_words)(const bf16* even, const bf16* odd, int64_t n, bool has_odd, uint32_t* out);
+  void (*dot_pairs)(const float* acc, const uint32_t* a, const uint32_t* b, uint32_t repeated_b, float* out);
+  void (*store_bf16_fast)(const float* x, bf16* p);  // 2 * lanes values
+};
+
+struct LevelTables {
+  VerbTable<float> f32;
+  StorageTable storage;
+  const VerbTable<double>* f64;  // null: the level has no doubles
+};
+
+}  // namespace opst::simd_test
+
+namespace opst {
+namespace generic::simd_test {
+extern const opst::simd_test::LevelTables kTables;
+}
+namespace avx2::simd_test {
+extern const opst::simd_test::LevelTables kTables;
+}
+namespace avx512::simd_test {
+extern const opst::simd_test::LevelTables kTables;
+}
+namespace avx512_vnni::simd_test {
+extern const opst::simd_test::LevelTables kTables;
+}
+namespace avx512_bf16::simd_test {
+extern const opst::simd_test::LevelTables kTables;
+}
+}  // namespace opst
