@@ -13,7 +13,8 @@
 //              Q row block [12][128] f32        6 KB   L1
 //              O row block [12][128] f32        6 KB   L1, all of O [96][128]: 48 KB L2
 //              K and V tile [256][128] f32    256 KB   L2; the next tile is prefetched while this one is multiplied
-// Numerics   S, O and the sums in f32 (f64 for f64). The reference m is c * max rounded once; the factor exp2(m_old -
+// Numerics   S, O and the sums in f32 (f64 for f64). The reference m is c * max rounded once (from 2^23 on, where that
+//            rounding is no small number, c * max itself); the factor exp2(m_old -
 // m)
 //            joins exponents taken against different references exactly, so m's rounding error cancels. P is rounded to
 //            bf16 for the pairwise product, the sums are not. A row that has seen no key has m = -inf, and contributes
@@ -157,9 +158,26 @@ struct Forward {
   }
   static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
 
-  // Raises the rows' references to the new maxima; alpha[i] = factor for what was summed against the old reference,
-  // reference[i] = what the exponents of this tile are taken against (0 where no key was seen yet).
-  static OPST_INLINE void raise_references(const QueryBlock& q, RowBlock rb, const S* row_max, S* alpha, S* reference) {
+  // A row's exponents: c s - reference, one multiply-add. Where c max is so large that its rounding is no small number,
+  // and where a multiply-add rounds twice anyway: c (s - origin). Unused, either is 0.
+  struct Exponents {
+    S alpha[kTileRows];  // factor for what was summed against the old reference
+    S reference[kTileRows];
+    S origin[kTileRows];
+  };
+#if defined(__AVX2__)
+  static constexpr bool kFused = true;
+#else
+  static constexpr bool kFused = false;
+#endif
+  static constexpr S kFar = sizeof(S) == 8 ? S(0x1p52) : S(0x1p23);
+  // Where exponents are taken against c * max itself, not against its rounding. False for NaN and before the first key.
+  static OPST_INLINE bool is_far(S reference) {
+    return reference > -__builtin_inff() && (!kFused || __builtin_fabs(reference) >= kFar);
+  }
+
+  // Raises the rows' references to the new maxima.
+  static OPST_INLINE void raise_references(const QueryBlock& q, RowBlock rb, const S* row_max, Exponents& e) {
     constexpr int kPadded = (kTileRows + kLanes - 1) / kLanes * kLanes;
     S tops[kPadded] = {};
     for (int i = 0; i < rb.rows; ++i) tops[i] = simd::hmax(V::load(row_max + i * kLanes));
@@ -174,8 +192,16 @@ struct Forward {
       // c * max beyond the range of numbers: the score itself overflows. +inf makes the row NaN, -inf is not seen.
       m = simd::select(m == infinite, m - m, m);
       const V used = simd::select(m == unseen, V::zero(), m);
-      simd::exp2(V::load_n(ref + i, n) - used).store_n(alpha + i, n);
-      used.store_n(reference + i, n);
+      const V far = V::set1(kFused ? kFar : S(0));
+      const V origin = simd::select(far <= simd::abs(used), simd::select(m == unseen, V::zero(), top), V::zero());
+      const V reference = simd::select(far <= simd::abs(used), V::zero(), used);
+      const V old = V::load_n(ref + i, n);
+      const auto old_far = far <= simd::select(old == unseen, V::set1(-1), simd::abs(old));
+      const V old_origin = simd::select(old_far, V::load_n(max + i, n), V::zero());
+      const V old_reference = simd::select(old_far, V::zero(), old);
+      simd::exp2(simd::fma(old_origin - origin, c, old_reference - reference)).store_n(e.alpha + i, n);
+      reference.store_n(e.reference + i, n);
+      origin.store_n(e.origin + i, n);
       m.store_n(ref + i, n);
       top.store_n(max + i, n);
     }
@@ -183,13 +209,17 @@ struct Forward {
 
   // scores[i][0 .. width) -> P, as words in place; adds to the rows' sums.
   static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowBlock rb, int64_t width, S* scores, int64_t stride,
-                                         const S* alpha, const S* reference) {
+                                         const Exponents& e) {
     const V c = V::set1(static_cast<S>(q.exponent_scale));
     for (int i = 0; i < rb.rows; ++i) {
       S* row = scores + i * stride;
       S* sums = row_of(q.state.sums, rb.first + i, kLanes);
-      const V minus_reference = V::zero() - V::set1(reference[i]);
-      V sum0 = V::load(sums) * V::set1(alpha[i]);
+      if (e.origin[i] != 0) {  // scores relative to the origin: then c s needs no reference
+        const V origin = V::set1(e.origin[i]);
+        for (int64_t j = 0; j < width; j += kLanes) (V::load(row + j) - origin).store(row + j);
+      }
+      const V minus_reference = V::zero() - V::set1(e.reference[i]);
+      V sum0 = V::load(sums) * V::set1(e.alpha[i]);
       V sum1 = V::zero();
       int64_t j = 0;
       for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
@@ -305,7 +335,7 @@ struct Forward {
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     S* scores = static_cast<S*>(q.scores);
     alignas(64) S row_max[kTileRows * kLanes];
-    S alpha[kTileRows], reference[kTileRows];
+    Exponents e;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
@@ -315,9 +345,9 @@ struct Forward {
         if (span.width == 0) continue;
         score(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
         if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
-        raise_references(q, rb, row_max, alpha, reference);
-        exponentiate(q, rb, span.width, scores, q.scores_stride, alpha, reference);
-        weigh_tile(q, rb, tile, span, scores, q.scores_stride, alpha, prefetch);
+        raise_references(q, rb, row_max, e);
+        exponentiate(q, rb, span.width, scores, q.scores_stride, e);
+        weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
       }
     }
   }
@@ -328,7 +358,7 @@ struct Forward {
                               int64_t matrix_stride) {
     alignas(64) S row_max[kTileRows * kLanes];
     alignas(64) S tops[kTileRows * kLanes];
-    S alpha[kTileRows], reference[kTileRows];
+    Exponents e;
     const int64_t tile_width = num_tiles > 0 ? (tiles[0].count + kPanel - 1) / kPanel * kPanel : 0;
     const char* prefetch = static_cast<const char*>(q.query);
     for (int64_t t = 0; t < num_tiles; ++t) {
@@ -353,10 +383,10 @@ struct Forward {
         for (int64_t j = 0; j < width; j += kLanes) top = simd::max(top, V::load(scores + i * matrix_stride + j));
         top.store(tops + i * kLanes);
       }
-      raise_references(q, rb, tops, alpha, reference);
-      exponentiate(q, rb, width, scores, matrix_stride, alpha, reference);
+      raise_references(q, rb, tops, e);
+      exponentiate(q, rb, width, scores, matrix_stride, e);
     }
-    for (S& factor : alpha) factor = 1;
+    for (S& factor : e.alpha) factor = 1;
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
@@ -365,7 +395,7 @@ struct Forward {
         // P's words are as far into the row as its elements.
         const Word* p =
             reinterpret_cast<const Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
-        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, alpha, prefetch);
+        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, e.alpha, prefetch);
       }
     }
   }
@@ -430,19 +460,23 @@ struct Forward {
 
   // Joins the parts in key order, divides once, writes outputs and statistics.
   static void finish_rows(const FinishRows& f) {
+    const double c = static_cast<double>(static_cast<S>(f.exponent_scale));
     for (int64_t r = 0; r < f.rows; ++r) {
-      S max = -__builtin_inff(), reference = -__builtin_inff();
+      S max = -__builtin_inff();
+      double references[kMaxParts];  // what the exponents were taken against
+      double reference = -__builtin_inf();
       for (int64_t p = 0; p < f.num_parts; ++p) {
         const S part_max = *row_of(f.parts[p].max, r, 1), part_reference = *row_of(f.parts[p].reference, r, 1);
         max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
-        reference = part_reference > reference ? part_reference : reference;
+        references[p] =
+            is_far(part_reference) ? static_cast<double>(part_max) * c : static_cast<double>(part_reference);
+        reference = references[p] > reference ? references[p] : reference;
       }
       S weights[kMaxParts];
       S sum = 0;
       for (int64_t p = 0; p < f.num_parts; ++p) {
-        const S part_reference = *row_of(f.parts[p].reference, r, 1);
-        weights[p] = f.num_parts == 1 ? S(1) : exp2_scalar(part_reference - reference);
-        if (part_reference == -__builtin_inff()) weights[p] = 0;
+        weights[p] = f.num_parts == 1 ? S(1) : exp2_scalar(static_cast<S>(references[p] - reference));
+        if (references[p] == -__builtin_inf()) weights[p] = 0;
         sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
       }
       const bool empty = sum == 0;
@@ -451,15 +485,13 @@ struct Forward {
       write_row(f, r, weights, empty ? S(0) : S(1) / sum, empty, f.out.seq_stride * i + f.out.head_stride * g);
       // ln(sum of exp) = (reference + log2(sum)) ln 2
       const double lse =
-          empty ? -__builtin_inf()
-                : static_cast<double>(reference) * 0x1.62e42fefa39efp-1 + __builtin_log(static_cast<double>(sum));
+          empty ? -__builtin_inf() : reference * 0x1.62e42fefa39efp-1 + __builtin_log(static_cast<double>(sum));
       const double top = empty ? -__builtin_inf() : lse != lse ? lse : static_cast<double>(max) * f.score_scale;
       write_statistic(f.lse, i, g, lse);
       write_statistic(f.max, i, g, top);
       // exp(lse - max), from the exponents' difference, which is small.
       if (f.sum.data != nullptr) {
-        const double c = static_cast<double>(static_cast<S>(f.exponent_scale));
-        const double rest = static_cast<double>(reference) - static_cast<double>(max) * c;
+        const double rest = reference - static_cast<double>(max) * c;
         write_statistic(f.sum, i, g, empty ? 0.0 : static_cast<double>(sum) * __builtin_exp2(rest));
       }
     }

@@ -39,7 +39,7 @@ struct QueryBlock {
   int64_t query_stride;  // in words
   RowState state;
   int64_t acc_stride;     // value_head_dim rounded up to whole vectors
-  double exponent_scale;  // c = |softmax_scale| * log2(e) > 0; the sign of softmax_scale is in `query`
+  double exponent_scale;  // c = |softmax_scale| * log2(e) > 0; the rest of softmax_scale is in `query`
   void* scores;           // accumulator type [rows of one register tile][scores_stride], 64-byte aligned
   int64_t scores_stride;  // at least a tile's keys, rounded up to panels
   // Keys that row r may see: [visible_begin[r], visible_end[r]). Read for partial tiles only.
@@ -81,9 +81,9 @@ struct Kernels {
   int word_bytes;
   int accumulator_bytes;
 
-  // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `sign` (+1, -1 or 0), into `out` as words and
-  // empties the state.
-  void (*begin_block)(const StackedRows& query, int64_t first_row, double sign, void* out, const QueryBlock& block);
+  // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `factor` (0 or a power of two), into `out` as
+  // words and empties the state.
+  void (*begin_block)(const StackedRows& query, int64_t first_row, double factor, void* out, const QueryBlock& block);
 
   // rows[0 .. count): keys (values) -> panels. dim_stride in elements. pack_values returns whether all are finite.
   void (*pack_keys)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t head_dim, void* out);
