@@ -308,6 +308,15 @@ class Problem {
     return message;
   }
 
+  // After a change of the inputs' elements.
+  void forget_reference() {
+    has_reference_ = false;
+    rows_.clear();
+    reference_.clear();
+    for (auto& rows : naive_) rows.clear();
+    largest_score_ = typical_value_ = flushed_ = 0;
+  }
+
   // The same keys and values behind a block table.
   Pages paged(int64_t block_size, Random& random, bool i64 = false) const {
     Pages pages;
