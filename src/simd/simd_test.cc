@@ -17,10 +17,11 @@
 #include <thread>
 #include <vector>
 
-#include "core/convert.h"
 #include "opst/context.h"
+#include "opst/tensor.h"
 #include "simd/verb_table_test.h"
 #include "testing/contexts.h"
+#include "testing/elements.h"
 #include "testing/guarded_buffer.h"
 #include "testing/random.h"
 
@@ -75,6 +76,22 @@ void for_each_level(const Check& check) {
 template <class S>
 S scalar_of(const VerbTable<S>&) {
   return S();
+}
+
+// Conversions other than the ones under test.
+DType dtype_of(float) { return DType::f32; }
+DType dtype_of(double) { return DType::f64; }
+DType dtype_of(bf16) { return DType::bf16; }
+DType dtype_of(f16) { return DType::f16; }
+template <class T>
+float to_f32(T x) {
+  return static_cast<float>(test::get(ConstTensor::contiguous(dtype_of(x), {1}, &x), 0));
+}
+template <class T>
+T rounded_to(float x) {
+  T out;
+  test::set(Tensor::contiguous(dtype_of(T()), {1}, &out), 0, static_cast<double>(x));
+  return out;
 }
 
 template <class S>
@@ -299,7 +316,7 @@ void check_memory(int lanes, void (*load)(const T*, S*), void (*load_n)(const T*
       GuardedBuffer source(n * static_cast<int64_t>(sizeof(T)), guard),
           target(n * static_cast<int64_t>(sizeof(T)), guard);
       T* const p = static_cast<T*>(source.data());
-      for (int i = 0; i < n; ++i) p[i] = convert<T>(static_cast<float>(i + 1));
+      for (int i = 0; i < n; ++i) p[i] = rounded_to<T>(static_cast<float>(i + 1));
       std::vector<S> out(static_cast<size_t>(lanes), S(77));
       load_n(p, n, out.data());
       for (int i = 0; i < lanes; ++i) {
@@ -368,7 +385,7 @@ void check_narrowing(int lanes, void (*store)(const float*, T*), void (*store_n)
     store(&values[first], out.data());
     store_n(&values[first], part.data(), lanes);
     for (size_t i = 0; i < out.size(); ++i) {
-      const T expected = convert<T>(values[first + i]);
+      const T expected = rounded_to<T>(values[first + i]);
       ASSERT_TRUE(same_half(out[i], expected)) << values[first + i] << ": " << out[i].bits << ", not " << expected.bits;
       ASSERT_EQ(part[i].bits, out[i].bits) << values[first + i];
     }
@@ -446,8 +463,8 @@ TEST(Bf16Pairs, DotAddsBothProducts) {
     std::vector<float> acc(lanes), out(lanes);
     std::vector<uint32_t> a(lanes), b(lanes);
     const auto word = [&] {
-      return static_cast<uint32_t>(to_bf16(random.normal()).bits) | static_cast<uint32_t>(to_bf16(random.normal()).bits)
-                                                                        << 16;
+      return static_cast<uint32_t>(rounded_to<bf16>(static_cast<float>(random.normal())).bits) |
+             static_cast<uint32_t>(rounded_to<bf16>(static_cast<float>(random.normal())).bits) << 16;
     };
     const auto low = [](uint32_t w) { return static_cast<double>(to_f32(bf16{static_cast<uint16_t>(w)})); };
     const auto high = [](uint32_t w) { return static_cast<double>(to_f32(bf16{static_cast<uint16_t>(w >> 16)})); };
@@ -481,9 +498,9 @@ TEST(Bf16Pairs, FastStoreRoundsToNearestEven) {
       }
       level.storage.store_bf16_fast(x.data(), out.data());
       for (size_t i = 0; i < count; ++i) {
-        bf16 expected = to_bf16(x[i]);
+        bf16 expected = rounded_to<bf16>(x[i]);
         // The instruction flushes subnormal operands.
-        if (std::abs(x[i]) < std::numeric_limits<float>::min()) expected = to_bf16(std::copysign(0.0f, x[i]));
+        if (std::abs(x[i]) < std::numeric_limits<float>::min()) expected = rounded_to<bf16>(std::copysign(0.0f, x[i]));
         ASSERT_TRUE(same_half(out[i], expected)) << x[i] << ": " << out[i].bits << ", not " << expected.bits;
       }
     }
