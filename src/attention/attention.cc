@@ -1,13 +1,18 @@
 // flash_attention_forward: check -> plan -> run.
 //
-// A task is a block of query rows of one (batch, KV head) pair against one part of its keys. Heads go in waves, so that
-// packed keys and values are still in cache when they are read:
-//   for each wave:  pack keys and values (packed_shared only), parallel over tiles
-//                   attend, parallel over tasks
-//                   join the parts (kv_splits > 1 only), parallel over blocks of rows
+// A task is a block of query rows of one (batch, KV head) pair against one part of its keys.
+//
+// Shared packed keys and values (packed_shared): heads go in waves of a few MB, so that what was packed is still in
+// cache when it is read. All tasks of the call are one parallel loop,
+//     pack wave 0, attend wave 0, pack wave 1, attend wave 1, ...
+// with two buffers in turn. Tasks are handed out in ascending order, so what a task waits for is done or being done:
+// the packing of its own wave before it attends, and, before a buffer is packed anew, the attending of the wave that
+// used it. There is no barrier between waves at which threads would stand idle.
 #include "opst/attention.h"
 
+#include <atomic>
 #include <cmath>
+#include <thread>
 
 #include "attention/check.h"
 #include "attention/kernel_table.h"
@@ -24,6 +29,20 @@ namespace attention {
 static_assert(sizeof(KvTile) == 64, "attention/layout.h counts on it");
 
 namespace {
+
+// Counts finished tasks; others wait until enough are.
+class Counter {
+ public:
+  void add_one() { count_.fetch_add(1, std::memory_order_release); }
+  void wait_for(int64_t count) const {
+    for (int spins = 0; count_.load(std::memory_order_acquire) < count; ++spins) {
+      if (spins > 1000) std::this_thread::yield();
+    }
+  }
+
+ private:
+  alignas(64) std::atomic<int64_t> count_{0};
+};
 
 // Everything that is the same for all tasks of a call.
 class ForwardCall {
@@ -46,31 +65,39 @@ class ForwardCall {
     const double exact = p_.options.softmax_scale || p_.query_dtype != DType::f64
                              ? scale
                              : 1.0 / std::sqrt(static_cast<double>(p_.head_dim));
-    // A scale of 0 makes every score 0; its sign goes into the queries, which is exact.
-    query_sign_ = exact > 0 ? 1.0 : exact < 0 ? -1.0 : 0.0;
-    score_scale_ = exact == 0 ? 1.0 : std::fabs(exact);
+    // A scale of 0 makes every score 0. The sign goes into the queries, which is exact; so does a power of two where
+    // the scale times log2(e) would be no float.
+    const double power = std::fabs(exact) > 1e38 ? 4 : 1;
+    query_factor_ = exact > 0 ? power : exact < 0 ? -power : 0;
+    score_scale_ = exact == 0 ? 1 : std::fabs(exact) / power;
   }
 
   void run(ThreadPool& pool) {
     const int64_t heads = p_.batch * p_.num_kv_heads;
-    for (int64_t first = 0; first < heads; first += plan_.heads_per_wave) {
-      const int64_t wave = std::min(plan_.heads_per_wave, heads - first);
-      wave_first_ = first;
-      if (plan_.kv_access == KvAccess::packed_shared) {
-        pool.parallel_for(wave * layout_.tiles_per_head, [&](int64_t task, int worker) {
-          pack_shared_tile(first + task / layout_.tiles_per_head, task % layout_.tiles_per_head, worker);
-        });
-      }
-      const int64_t tasks_per_head = blocks_ * plan_.kv_splits;
-      pool.parallel_for(wave * tasks_per_head, [&](int64_t task, int worker) {
+    const int64_t packs =
+        plan_.kv_access == KvAccess::packed_shared ? plan_.heads_per_wave * layout_.tiles_per_head : 0;
+    const int64_t tasks = plan_.heads_per_wave * blocks_ * plan_.kv_splits;
+    const int64_t waves = ceil_div(heads, plan_.heads_per_wave);
+    pool.parallel_for(waves * (packs + tasks), [&](int64_t index, int worker) {
+      const int64_t wave = index / (packs + tasks), in_wave = index % (packs + tasks);
+      Progress& progress = progress_[wave % 2];
+      const int64_t turn = wave / 2;  // of the wave's buffer
+      if (in_wave < packs) {
+        progress.attended.wait_for(turn * tasks);
+        pack_shared_tile(wave * plan_.heads_per_wave + in_wave / layout_.tiles_per_head,
+                         in_wave % layout_.tiles_per_head, worker);
+        progress.packed.add_one();
+      } else {
+        progress.packed.wait_for((turn + 1) * packs);
+        const int64_t task = in_wave - packs, of_head = task % (blocks_ * plan_.kv_splits);
         // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
-        const int64_t block = blocks_ - 1 - task % tasks_per_head / plan_.kv_splits;
-        attend_block(first + task / tasks_per_head, block, task % plan_.kv_splits, worker);
-      });
-      if (plan_.kv_splits > 1) {
-        pool.parallel_for(wave * blocks_,
-                          [&](int64_t task, int) { join_splits(first + task / blocks_, task % blocks_); });
+        attend_block(wave * plan_.heads_per_wave + task / (blocks_ * plan_.kv_splits),
+                     blocks_ - 1 - of_head / plan_.kv_splits, of_head % plan_.kv_splits, worker);
+        progress.attended.add_one();
       }
+    });
+    if (plan_.kv_splits > 1) {
+      pool.parallel_for(heads * blocks_, [&](int64_t task, int) { join_splits(task / blocks_, task % blocks_); });
     }
   }
 
@@ -99,7 +126,10 @@ class ForwardCall {
     return s;
   }
 
-  char* shared_head(int64_t head) const { return shared_ + (head - wave_first_) * layout_.shared_bytes(1, 0); }
+  // The head's place in its wave's buffer. Where keys are split there is one wave.
+  char* shared_head(int64_t head) const {
+    return shared_ + head % (2 * plan_.heads_per_wave) * layout_.shared_head_bytes;
+  }
   char* packed_tile(int64_t head, int64_t tile) const {
     return shared_head(head) + tile * (layout_.key_tile_bytes + layout_.value_tile_bytes);
   }
@@ -112,7 +142,7 @@ class ForwardCall {
   RowState state_at(Arena arena) const {
     const int64_t bytes = kernels_.accumulator_bytes;
     return {arena.take_bytes(plan_.block_q * layout_.acc_stride * bytes), arena.take_bytes(plan_.block_q * bytes),
-            arena.take_bytes(plan_.block_q * bytes), arena.take_bytes(plan_.block_q * kernels_.lanes * bytes)};
+            arena.take_bytes(plan_.block_q * kernels_.lanes * bytes)};
   }
 
   Visibility visibility(int64_t batch) const {
@@ -160,12 +190,14 @@ class ForwardCall {
   }
   void pack_shared_tile(int64_t head, int64_t tile, int worker) const {
     const int64_t first_key = tile * plan_.block_kv;
+    if (head >= p_.batch * p_.num_kv_heads) return;  // the last wave may have fewer heads
     const int64_t count = std::min(plan_.block_kv, visibility(head / p_.num_kv_heads).kv_len - first_key);
     if (count <= 0) return;
     values_finite(head)[tile] = pack_tile(head, first_key, count, scratch_of(worker), packed_tile(head, tile));
   }
 
   void attend_block(int64_t head, int64_t block, int64_t split, int worker) const {
+    if (head >= p_.batch * p_.num_kv_heads) return;
     Scratch s = scratch_of(worker);
     const int64_t first_row = block * plan_.block_q;
     QueryBlock q;
@@ -181,7 +213,7 @@ class ForwardCall {
     q.scores_stride = layout_.scores_stride;
     q.visible_begin = s.visible_begin;
     q.visible_end = s.visible_end;
-    kernels_.begin_block(stacked_rows(in_.query, head), first_row, query_sign_, s.query, q);
+    kernels_.begin_block(stacked_rows(in_.query, head), first_row, query_factor_, s.query, q);
 
     const KeyInterval range = {split * plan_.keys_per_split, (split + 1) * plan_.keys_per_split};
     KvBlocks visible(visibility(head / p_.num_kv_heads), first_row, q.rows, group_, range, plan_.block_kv,
@@ -233,7 +265,7 @@ class ForwardCall {
 
   void attend_tiles(const QueryBlock& q, const Scratch& s, int64_t num_tiles, int64_t head, int64_t block) const {
     if (plan_.path == AttentionPath::standard) {
-      char* matrix = shared_ + plan_.heads_per_wave * layout_.shared_bytes(1, 0) + head * layout_.matrix_head_bytes +
+      char* matrix = shared_ + layout_.wave_bytes(plan_) + head * layout_.matrix_head_bytes +
                      block * (layout_.matrix_head_bytes / blocks_);
       kernels_.attend_standard(q, s.tiles, num_tiles, matrix, layout_.matrix_stride);
     } else if (plan_.kv_access == KvAccess::in_place) {
@@ -277,8 +309,11 @@ class ForwardCall {
   const int64_t group_, rows_, blocks_;
   char* const shared_;
   char* const workers_;
-  double query_sign_, score_scale_;
-  int64_t wave_first_ = 0;
+  double query_factor_, score_scale_;
+  struct Progress {
+    Counter packed, attended;
+  };
+  Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
 
 }  // namespace

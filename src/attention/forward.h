@@ -1,10 +1,11 @@
 // Attention forward for one block of query rows: the tile computation.
 //
-// Computes   S = Q K^T;  P = exp2(c S - m);  O = P V / rowsum(P)       c = |softmax_scale| log2(e), the sign is in Q
+// Computes   S = Q K^T;  m = rowmax(S);  P = exp2(c (S - m));  O = P V / rowsum(P)
+//            c = |softmax_scale| log2(e), the sign is in Q
 // Shapes     Q [rows, head_dim]; K [keys, head_dim], V [keys, value_head_dim] in tiles; O [rows, value_head_dim]
 // Loop nest  for each KV tile                                  one after the other, K and V of a tile stay in L2
 //              for each row block of MR <= 12 rows             its scores stay in L1 from first to last
-//                for each panel of keys:    scores_MR x 32 = Q K^T, running row maxima      (tile/gemm_tile.h)
+//                for each panel of keys:    scores_MR x 32 = Q K^T                          (tile/gemm_tile.h)
 //                hide keys of partial tiles
 //                online softmax of MR x block_kv scores, in place
 //                for each panel of columns: O_MR x 32 = alpha O + P V
@@ -13,10 +14,9 @@
 //              Q row block [12][128] f32        6 KB   L1
 //              O row block [12][128] f32        6 KB   L1, all of O [96][128]: 48 KB L2
 //              K and V tile [256][128] f32    256 KB   L2; the next tile is prefetched while this one is multiplied
-// Numerics   S, O and the sums in f32 (f64 for f64). The reference m is c * max rounded once (from 2^23 on, where that
-//            rounding is no small number, c * max itself); the factor exp2(m_old -
-// m)
-//            joins exponents taken against different references exactly, so m's rounding error cancels. P is rounded to
+// Numerics   S, O and the sums in f32 (f64 for f64). The maximum is taken away before the scale is applied: c S and c m
+//            may be too large for their difference to survive rounding. A row that has seen no key has m = -inf, and
+//            contributes exp2(-inf) = 0. P is rounded to
 //            bf16 for the pairwise product, the sums are not. A row that has seen no key has m = -inf, and contributes
 //            exp2(-inf) = 0. exp2 results below 2^-126 are 0. NaN scores make the row's sum NaN, hence the whole row.
 //            Hidden keys of a partial tile have P = 0; where such a tile holds a non-finite value, 0 * value would be
@@ -103,30 +103,27 @@ struct Forward {
     return span;
   }
 
-  // scores[r][0 .. width) = Q K^T, row_max[r] = lane-wise maximum.
+  // scores[r][0 .. width) = Q K^T.
   static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
-                                int64_t stride, S (&row_max)[kTileRows * kLanes], const char*& prefetch) {
+                                int64_t stride, const char*& prefetch) {
     const int64_t depth = words(q.head_dim);
     const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
     const Word* b = static_cast<const Word*>(tile.keys) + span.begin * depth;
-    const V lowest = V::set1(-__builtin_inff());
-    for (int i = 0; i < rb.rows; ++i) lowest.store(row_max + i * kLanes);
-    const auto full = tile::product_with_max_for<P, kTileVecs>(rb.rows);
+    const auto full = tile::product_for<P, kTileVecs>(rb.rows);
     int64_t j = 0;
     for (; j + kPanel <= span.width; j += kPanel) {
-      full(depth, a, q.query_stride, b + j * depth, kPanel, scores + j, stride, row_max, prefetch);
+      full(depth, a, q.query_stride, b + j * depth, kPanel, scores + j, stride, prefetch);
       prefetch += depth / 4 * 64;
     }
     if (j < span.width) {  // one vector, of a whole panel or of a last one that is only as wide
       const int64_t ldb = tile.count - (span.begin + j) > kLanes ? kPanel : kLanes;
-      tile::product_with_max_for<P, 1>(rb.rows)(depth, a, q.query_stride, b + j * depth, ldb, scores + j, stride,
-                                                row_max, prefetch);
+      tile::product_for<P, 1>(rb.rows)(depth, a, q.query_stride, b + j * depth, ldb, scores + j, stride, prefetch);
     }
   }
 
-  // Scores of keys that a row does not see, and of padding, become -inf; row_max is taken anew.
+  // Scores of keys that a row does not see, and of padding, become -inf.
   static OPST_NOINLINE void hide(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
-                                 int64_t stride, S* row_max) {
+                                 int64_t stride) {
     const V hidden = V::set1(-__builtin_inff());
     const int64_t width = span.width, origin = tile.first_key + span.begin;
     // The same for all rows, so that no branch depends on a row: columns [whole_begin, whole_end) need no mask.
@@ -141,97 +138,69 @@ struct Forward {
         end = row_end < end ? row_end : end;
       }
       S* row = scores + i * stride;
-      V top = hidden;
       const auto mask = [&](int64_t from, int64_t to) OPST_INLINE_LAMBDA {
         for (int64_t j = from; j < to; j += kLanes) {
-          V s = simd::blend_n(clamp_lanes(end - j), V::load(row + j), hidden);
-          s = simd::blend_n(clamp_lanes(begin - j), hidden, s);
-          s.store(row + j);
-          top = simd::max(top, s);
+          const V s = simd::blend_n(clamp_lanes(end - j), V::load(row + j), hidden);
+          simd::blend_n(clamp_lanes(begin - j), hidden, s).store(row + j);
         }
       };
       mask(0, whole_begin < width ? whole_begin : width);
-      for (int64_t j = whole_begin; j < whole_end; j += kLanes) top = simd::max(top, V::load(row + j));
       mask(whole_end, width);
-      top.store(row_max + i * kLanes);
     }
   }
   static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
 
-  // A row's exponents: c s - reference, one multiply-add. Where c max is so large that its rounding is no small number,
-  // and where a multiply-add rounds twice anyway: c (s - origin). Unused, either is 0.
-  struct Exponents {
-    S alpha[kTileRows];  // factor for what was summed against the old reference
-    S reference[kTileRows];
-    S origin[kTileRows];
-  };
-#if defined(__AVX2__)
-  static constexpr bool kFused = true;
-#else
-  static constexpr bool kFused = false;
-#endif
-  static constexpr S kFar = sizeof(S) == 8 ? S(0x1p52) : S(0x1p23);
-  // Where exponents are taken against c * max itself, not against its rounding. False for NaN and before the first key.
-  static OPST_INLINE bool is_far(S reference) {
-    return reference > -__builtin_inff() && (!kFused || __builtin_fabs(reference) >= kFar);
+  static OPST_INLINE S row_maximum(const S* row, int64_t width) {
+    V top[4];
+    for (V& t : top) t = V::set1(-__builtin_inff());
+    int64_t j = 0;
+    for (; j + 4 * kLanes <= width; j += 4 * kLanes) {
+      OPST_UNROLL for (int u = 0; u < 4; ++u) top[u] = simd::max(top[u], V::load(row + j + u * kLanes));
+    }
+    for (; j < width; j += kLanes) top[0] = simd::max(top[0], V::load(row + j));
+    return simd::hmax(simd::max(simd::max(top[0], top[1]), simd::max(top[2], top[3])));
   }
 
-  // Raises the rows' references to the new maxima.
-  static OPST_INLINE void raise_references(const QueryBlock& q, RowBlock rb, const S* row_max, Exponents& e) {
+  // Raises the rows' maxima; alpha[i] = factor for what was summed against the old maximum, reference[i] = the maximum,
+  // or 0 where no key was seen yet: -inf - (-inf) would be NaN.
+  static OPST_NOINLINE void raise_maxima(const QueryBlock& q, RowBlock rb, int64_t width, const S* scores,
+                                         int64_t stride, S* alpha, S* reference) {
     constexpr int kPadded = (kTileRows + kLanes - 1) / kLanes * kLanes;
     S tops[kPadded] = {};
-    for (int i = 0; i < rb.rows; ++i) tops[i] = simd::hmax(V::load(row_max + i * kLanes));
+    for (int i = 0; i < rb.rows; ++i) tops[i] = row_maximum(scores + i * stride, width);
     S* max = row_of(q.state.max, rb.first, 1);
-    S* ref = row_of(q.state.reference, rb.first, 1);
-    const V unseen = V::set1(-__builtin_inff()), infinite = V::set1(__builtin_inff());
-    const V c = V::set1(static_cast<S>(q.exponent_scale));
+    const V unseen = V::set1(-__builtin_inff()), c = V::set1(static_cast<S>(q.exponent_scale));
     for (int i = 0; i < rb.rows; i += kLanes) {
       const int64_t n = clamp_lanes(rb.rows - i);
-      const V top = simd::max(V::load_n(max + i, n), V::load(tops + i));  // a NaN row stays NaN: its sum is NaN already
-      V m = top * c;
-      // c * max beyond the range of numbers: the score itself overflows. +inf makes the row NaN, -inf is not seen.
-      m = simd::select(m == infinite, m - m, m);
-      const V used = simd::select(m == unseen, V::zero(), m);
-      const V far = V::set1(kFused ? kFar : S(0));
-      const V origin = simd::select(far <= simd::abs(used), simd::select(m == unseen, V::zero(), top), V::zero());
-      const V reference = simd::select(far <= simd::abs(used), V::zero(), used);
-      const V old = V::load_n(ref + i, n);
-      const auto old_far = far <= simd::select(old == unseen, V::set1(-1), simd::abs(old));
-      const V old_origin = simd::select(old_far, V::load_n(max + i, n), V::zero());
-      const V old_reference = simd::select(old_far, V::zero(), old);
-      simd::exp2(simd::fma(old_origin - origin, c, old_reference - reference)).store_n(e.alpha + i, n);
-      reference.store_n(e.reference + i, n);
-      origin.store_n(e.origin + i, n);
-      m.store_n(ref + i, n);
+      const V old = V::load_n(max + i, n);
+      const V top = simd::max(old, V::load(tops + i));  // a NaN row stays NaN: its sum is NaN already
+      const V used = simd::select(top == unseen, V::zero(), top);
+      simd::exp2((old - used) * c).store_n(alpha + i, n);
+      used.store_n(reference + i, n);
       top.store_n(max + i, n);
     }
   }
 
   // scores[i][0 .. width) -> P, as words in place; adds to the rows' sums.
   static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowBlock rb, int64_t width, S* scores, int64_t stride,
-                                         const Exponents& e) {
+                                         const S* alpha, const S* reference) {
     const V c = V::set1(static_cast<S>(q.exponent_scale));
     for (int i = 0; i < rb.rows; ++i) {
       S* row = scores + i * stride;
       S* sums = row_of(q.state.sums, rb.first + i, kLanes);
-      if (e.origin[i] != 0) {  // scores relative to the origin: then c s needs no reference
-        const V origin = V::set1(e.origin[i]);
-        for (int64_t j = 0; j < width; j += kLanes) (V::load(row + j) - origin).store(row + j);
-      }
-      const V minus_reference = V::zero() - V::set1(e.reference[i]);
-      V sum0 = V::load(sums) * V::set1(e.alpha[i]);
+      const V top = V::set1(reference[i]);
+      V sum0 = V::load(sums) * V::set1(alpha[i]);
       V sum1 = V::zero();
       int64_t j = 0;
       for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
-        const V x0 = simd::fma(V::load(row + j), c, minus_reference);
-        const V x1 = simd::fma(V::load(row + j + kLanes), c, minus_reference);
-        const V p0 = exponential(x0), p1 = exponential(x1);
+        const V p0 = exponential((V::load(row + j) - top) * c);
+        const V p1 = exponential((V::load(row + j + kLanes) - top) * c);
         store_pair(p0, p1, row, j);
         sum0 = sum0 + p0;
         sum1 = sum1 + p1;
       }
       if (j < width) {
-        const V p0 = exponential(simd::fma(V::load(row + j), c, minus_reference));
+        const V p0 = exponential((V::load(row + j) - top) * c);
         store_pair(p0, V::zero(), row, j);
         sum0 = sum0 + p0;
       }
@@ -334,8 +303,7 @@ struct Forward {
   // The flash path.
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     S* scores = static_cast<S*>(q.scores);
-    alignas(64) S row_max[kTileRows * kLanes];
-    Exponents e;
+    S alpha[kTileRows], reference[kTileRows];
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
@@ -343,11 +311,11 @@ struct Forward {
         const RowBlock rb = row_block(q.rows, b);
         const KeySpan span = key_span(q, rb, tile);
         if (span.width == 0) continue;
-        score(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
-        if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
-        raise_references(q, rb, row_max, e);
-        exponentiate(q, rb, span.width, scores, q.scores_stride, e);
-        weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
+        score(q, rb, tile, span, scores, q.scores_stride, prefetch);
+        if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride);
+        raise_maxima(q, rb, span.width, scores, q.scores_stride, alpha, reference);
+        exponentiate(q, rb, span.width, scores, q.scores_stride, alpha, reference);
+        weigh_tile(q, rb, tile, span, scores, q.scores_stride, alpha, prefetch);
       }
     }
   }
@@ -356,9 +324,7 @@ struct Forward {
   // column t * (a tile's padded width) of the matrix.
   static void attend_standard(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, void* matrix,
                               int64_t matrix_stride) {
-    alignas(64) S row_max[kTileRows * kLanes];
-    alignas(64) S tops[kTileRows * kLanes];
-    Exponents e;
+    S alpha[kTileRows], reference[kTileRows];
     const int64_t tile_width = num_tiles > 0 ? (tiles[0].count + kPanel - 1) / kPanel * kPanel : 0;
     const char* prefetch = static_cast<const char*>(q.query);
     for (int64_t t = 0; t < num_tiles; ++t) {
@@ -367,8 +333,8 @@ struct Forward {
         const KeySpan span = key_span(q, rb, tiles[t]);
         S* scores = row_of(matrix, rb.first, matrix_stride) + t * tile_width;
         if (span.width > 0) {
-          score(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max, prefetch);
-          if (span.ragged()) hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
+          score(q, rb, tiles[t], span, scores + span.begin, matrix_stride, prefetch);
+          if (span.ragged()) hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride);
         }
         fill_hidden(rb.rows, scores, matrix_stride, 0, span.begin);
         fill_hidden(rb.rows, scores, matrix_stride, span.begin + span.width, tile_width);
@@ -378,15 +344,10 @@ struct Forward {
     for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
       const RowBlock rb = row_block(q.rows, b);
       S* scores = row_of(matrix, rb.first, matrix_stride);
-      for (int i = 0; i < rb.rows; ++i) {
-        V top = V::set1(-__builtin_inff());
-        for (int64_t j = 0; j < width; j += kLanes) top = simd::max(top, V::load(scores + i * matrix_stride + j));
-        top.store(tops + i * kLanes);
-      }
-      raise_references(q, rb, tops, e);
-      exponentiate(q, rb, width, scores, matrix_stride, e);
+      raise_maxima(q, rb, width, scores, matrix_stride, alpha, reference);
+      exponentiate(q, rb, width, scores, matrix_stride, alpha, reference);
     }
-    for (S& factor : e.alpha) factor = 1;
+    for (S& factor : alpha) factor = 1;
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
@@ -395,7 +356,7 @@ struct Forward {
         // P's words are as far into the row as its elements.
         const Word* p =
             reinterpret_cast<const Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
-        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, e.alpha, prefetch);
+        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, alpha, prefetch);
       }
     }
   }
@@ -433,7 +394,6 @@ struct Forward {
           break;
       }
       *row_of(q.state.max, r, 1) = -__builtin_inff();
-      *row_of(q.state.reference, r, 1) = -__builtin_inff();
       V::zero().store(row_of(q.state.sums, r, kLanes));
       S* acc = row_of(q.state.acc, r, q.acc_stride);
       for (int64_t d = 0; d < q.acc_stride; d += kLanes) V::zero().store(acc + d);
@@ -460,40 +420,32 @@ struct Forward {
 
   // Joins the parts in key order, divides once, writes outputs and statistics.
   static void finish_rows(const FinishRows& f) {
-    const double c = static_cast<double>(static_cast<S>(f.exponent_scale));
+    const S c = static_cast<S>(f.exponent_scale);
     for (int64_t r = 0; r < f.rows; ++r) {
       S max = -__builtin_inff();
-      double references[kMaxParts];  // what the exponents were taken against
-      double reference = -__builtin_inf();
       for (int64_t p = 0; p < f.num_parts; ++p) {
-        const S part_max = *row_of(f.parts[p].max, r, 1), part_reference = *row_of(f.parts[p].reference, r, 1);
+        const S part_max = *row_of(f.parts[p].max, r, 1);
         max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
-        references[p] =
-            is_far(part_reference) ? static_cast<double>(part_max) * c : static_cast<double>(part_reference);
-        reference = references[p] > reference ? references[p] : reference;
       }
       S weights[kMaxParts];
       S sum = 0;
       for (int64_t p = 0; p < f.num_parts; ++p) {
-        weights[p] = f.num_parts == 1 ? S(1) : exp2_scalar(static_cast<S>(references[p] - reference));
-        if (references[p] == -__builtin_inf()) weights[p] = 0;
+        const S part_max = *row_of(f.parts[p].max, r, 1);
+        weights[p] = f.num_parts == 1 ? S(1) : part_max == -__builtin_inff() ? S(0) : exp2_scalar((part_max - max) * c);
         sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
       }
       const bool empty = sum == 0;
       const int64_t row = f.first_row + r;
       const int64_t i = row / f.out.group, g = row % f.out.group;
       write_row(f, r, weights, empty ? S(0) : S(1) / sum, empty, f.out.seq_stride * i + f.out.head_stride * g);
-      // ln(sum of exp) = (reference + log2(sum)) ln 2
-      const double lse =
-          empty ? -__builtin_inf() : reference * 0x1.62e42fefa39efp-1 + __builtin_log(static_cast<double>(sum));
-      const double top = empty ? -__builtin_inf() : lse != lse ? lse : static_cast<double>(max) * f.score_scale;
-      write_statistic(f.lse, i, g, lse);
-      write_statistic(f.max, i, g, top);
-      // exp(lse - max), from the exponents' difference, which is small.
-      if (f.sum.data != nullptr) {
-        const double rest = reference - static_cast<double>(max) * c;
-        write_statistic(f.sum, i, g, empty ? 0.0 : static_cast<double>(sum) * __builtin_exp2(rest));
+      const double top = empty        ? -__builtin_inf()
+                         : sum != sum ? __builtin_nan("")
+                                      : static_cast<double>(max) * f.score_scale;
+      if (f.lse.data != nullptr) {
+        write_statistic(f.lse, i, g, empty ? top : top + __builtin_log(static_cast<double>(sum)));
       }
+      if (f.max.data != nullptr) write_statistic(f.max, i, g, top);
+      if (f.sum.data != nullptr) write_statistic(f.sum, i, g, static_cast<double>(sum));
     }
   }
   static constexpr int kMaxParts = 256;
@@ -546,7 +498,7 @@ struct Forward {
     }
   }
   static OPST_INLINE void write_statistic(const StackedRows& out, int64_t i, int64_t g, double x) {
-    if (out.data != nullptr) static_cast<S*>(out.data)[i * out.seq_stride + g * out.head_stride] = static_cast<S>(x);
+    static_cast<S*>(out.data)[i * out.seq_stride + g * out.head_stride] = static_cast<S>(x);
   }
 };
 

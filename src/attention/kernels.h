@@ -26,10 +26,9 @@ struct StackedRows {
 
 // Running softmax of `rows` rows, all in the accumulator type.
 struct RowState {
-  void* acc;        // [rows][acc_stride]   sum of exp2(c score - reference) * value
-  void* max;        // [rows]               largest raw score q k
-  void* reference;  // [rows]               c * max as rounded; -inf before the first visible key
-  void* sums;       // [rows][lanes]        sum of exp2(c score - reference), in one partial sum per lane
+  void* acc;   // [rows][acc_stride]   sum of exp2(c (score - max)) * value
+  void* max;   // [rows]               largest raw score q k; -inf before the first visible key
+  void* sums;  // [rows][lanes]        sum of exp2(c (score - max)), in one partial sum per lane
 };
 
 struct QueryBlock {

@@ -1,6 +1,7 @@
 // Layout of a plan's scratch memory: sizes and strides that plan.cc adds up and attention.cc hands out.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/int_math.h"
@@ -42,13 +43,14 @@ struct Layout {
   int64_t matrix_stride;  // accumulators
   int64_t key_tile_bytes, value_tile_bytes;
   int64_t tiles_per_head;
+  int64_t shared_head_bytes;  // of one KV head: packed tiles, states of split tasks
   int64_t packed_head_bytes;  // packed tiles of one KV head, keys and values of a tile next to each other
   int64_t state_bytes;        // RowState of one task
   int64_t query_bytes, scores_bytes, pointers_per_call;
   int64_t matrix_head_bytes;
   int64_t worker_bytes;
 
-  Layout(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) {
+  Layout(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) : heads_(p.batch * p.num_kv_heads) {
     const int64_t blocks = ceil_div(p.query_len * (p.num_heads / p.num_kv_heads), plan.block_q);
     query_stride = ceil_div(p.head_dim, g.step);
     acc_stride = round_up(p.value_head_dim, g.lanes);
@@ -62,9 +64,10 @@ struct Layout {
     packed_head_bytes =
         shared ? tiles_per_head * (key_tile_bytes + value_tile_bytes) + Arena::size_of<bool>(tiles_per_head) : 0;
     state_bytes = Arena::round_up(plan.block_q * acc_stride * g.accumulator_bytes) +
-                  2 * Arena::round_up(plan.block_q * g.accumulator_bytes) +
+                  Arena::round_up(plan.block_q * g.accumulator_bytes) +
                   Arena::round_up(plan.block_q * g.lanes * g.accumulator_bytes);
-    split_states_ = plan.kv_splits > 1 ? blocks * plan.kv_splits : 0;
+    const int64_t split_states = plan.kv_splits > 1 ? blocks * plan.kv_splits : 0;
+    shared_head_bytes = packed_head_bytes + split_states * state_bytes;
 
     const bool standard = plan.path == AttentionPath::standard;
     matrix_head_bytes = standard ? blocks * Arena::round_up(plan.block_q * matrix_stride * g.accumulator_bytes) : 0;
@@ -75,7 +78,7 @@ struct Layout {
     pointers_per_call = plan.block_kv * (in_place ? kTilesPerCall : 1);
     worker_bytes = query_bytes + scores_bytes + 2 * Arena::size_of<int64_t>(plan.block_q) +
                    2 * Arena::size_of<void*>(pointers_per_call);
-    if (split_states_ == 0) worker_bytes += state_bytes;
+    if (split_states == 0) worker_bytes += state_bytes;
     // The standard path goes through its tiles twice, so all of them stay packed.
     if (plan.kv_access == KvAccess::packed_per_task) {
       private_tiles = standard ? tiles_per_head : 1;
@@ -88,13 +91,15 @@ struct Layout {
   int64_t private_tiles = 0;
   int64_t tiles_per_task = 1;  // tiles described at a time
 
-  int64_t shared_bytes(int64_t heads_in_wave, int64_t heads) const {
-    return heads_in_wave * (packed_head_bytes + split_states_ * state_bytes) + heads * matrix_head_bytes;
+  // Two waves are in flight at a time, if there are two.
+  int64_t wave_bytes(const AttentionPlan& plan) const {
+    return std::min(heads_, 2 * plan.heads_per_wave) * shared_head_bytes;
   }
+  int64_t shared_bytes(const AttentionPlan& plan) const { return wave_bytes(plan) + heads_ * matrix_head_bytes; }
 
  private:
   static constexpr int64_t kTileDescriptionBytes = 64;  // sizeof(KvTile), checked in attention.cc
-  int64_t split_states_ = 0;
+  int64_t heads_;
 };
 
 }  // namespace opst::attention

@@ -55,10 +55,9 @@ constexpr int64_t kWantedTasks = 16;
 // Keys below which a split is not worth its merge: in place, a split reads at least as much as its state is large.
 constexpr int64_t kMinSplitKeysInPlace = 512;
 constexpr int64_t kMinSplitKeysPacked = 1024;
-// Packed keys and values that wait for their use should still be in the last-level cache when it comes.
-constexpr int64_t kWaveBytes = 8 << 20;
-// Longest row of scores for which the standard path was measured to be no slower.
-constexpr int64_t kStandardMaxKeys = 128;
+// Packed keys and values of a wave of heads. Small, so that buffers stay in cache while heads come and go (8 MB: 1 to 2
+// points slower at 2048 keys, head_dim 128).
+constexpr int64_t kWaveBytes = 2 << 20;
 
 AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
   if (p.query_dtype == DType::f64) return AttentionProduct::f64;
@@ -84,9 +83,9 @@ int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geome
 int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t rows) {
   const int64_t row_bytes = (p.head_dim + p.value_head_dim) * g.accumulator_bytes;
   const int64_t by_l2 = m.cache.l2_bytes / 4 / row_bytes;
-  const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 96);
-  // Up to a third more rows still make one block: then nothing is packed for others.
-  if (rows <= most + most / 3) return rows;
+  const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 120);
+  // A quarter more rows still make one block: then nothing is packed for others.
+  if (rows <= most + most / 4) return rows;
   return ceil_div(rows, ceil_div(rows, most));
 }
 
@@ -116,13 +115,9 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.block_q = std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows));
   const int64_t blocks = ceil_div(rows, plan.block_q);
 
-  // Path.
-  const int64_t matrix_bytes = rows * attention::matrix_stride(p.kv_len, plan.block_kv, g) * g.accumulator_bytes;
-  const bool fits = p.kv_len <= kStandardMaxKeys && matrix_bytes <= machine.cache.l2_bytes / 2;
-  plan.path = p.options.path;
-  if (plan.path == AttentionPath::automatic) {
-    plan.path = fits && !few_rows ? AttentionPath::standard : AttentionPath::flash;
-  }
+  // Path: measured from 1 to 4096 keys, full and causal, f32 and bf16, the standard form was nowhere faster. Where the
+  // whole score matrix fits the cache, flash has a single tile and is the same computation with less memory.
+  plan.path = p.options.path == AttentionPath::standard ? AttentionPath::standard : AttentionPath::flash;
   if (few_rows) {
     plan.kv_access = KvAccess::in_place;
     plan.reason = "few query rows share a KV head: keys and values are read once, in place";
@@ -136,8 +131,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
                       : "one block of rows per KV head: each tile is packed when used";
   } else {
     plan.kv_access = KvAccess::packed_shared;
-    plan.reason = plan.path == AttentionPath::standard ? "the whole score matrix, keys and values packed once"
-                                                       : "several blocks of rows share packed keys and values";
+    plan.reason = "several blocks of rows share packed keys and values";
   }
 
   // Splits of the keys, where the blocks of rows are too few to share out.
@@ -152,12 +146,10 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   // Memory.
   const attention::Layout layout(p, plan, g);
   plan.heads_per_wave = heads;
-  if (plan.kv_access == KvAccess::packed_shared) {
+  if (plan.kv_access == KvAccess::packed_shared && plan.kv_splits == 1) {
     plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.packed_head_bytes, 1), 1, heads);
-  } else if (plan.kv_splits > 1) {
-    plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / (layout.state_bytes * blocks * plan.kv_splits), 1, heads);
   }
-  plan.scratch_bytes_shared = layout.shared_bytes(plan.heads_per_wave, heads);
+  plan.scratch_bytes_shared = layout.shared_bytes(plan);
   plan.scratch_bytes_per_worker = layout.worker_bytes;
   return plan;
 }
