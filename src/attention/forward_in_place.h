@@ -131,6 +131,7 @@ struct ForwardInPlace {
     const S* query = static_cast<const S*>(q.query);
     S* out = static_cast<S*>(q.state.acc);
     const int64_t stride = q.scores_stride;
+    alignas(64) S row_max[kTileRows * kLanes];
     S alpha[kTileRows], reference[kTileRows];
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
@@ -146,8 +147,8 @@ struct ForwardInPlace {
       const KeySpan span{.end = tile.count,
                          .width = (tile.count + kLanes - 1) / kLanes * kLanes,
                          .common_end = tile.partial ? 0 : tile.count};
-      if (span.ragged()) Tiled::hide(q, rb, tile, span, scores, stride);
-      Tiled::raise_maxima(q, rb, span.width, scores, stride, alpha, reference);
+      Tiled::hide(q, rb, tile, span, scores, stride, row_max);
+      Tiled::raise_maxima(q, rb, row_max, alpha, reference);
       Tiled::exponentiate(q, rb, span.width, scores, stride, alpha, reference);
       if (tile.partial) {
         for (i = 0; i < rb.rows; ++i) {

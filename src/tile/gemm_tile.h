@@ -94,16 +94,22 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
   for (; k < depth; ++k) step(k);
 }
 
-// C = A B.
+// C = A B, and row_max[i] (one vector per row) takes the maximum over C's vectors.
 template <class P, int MR, int NV>
-OPST_NOINLINE void product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
-                           int64_t ldb, typename P::V::Scalar* c, int64_t ldc, const char* prefetch) {
+OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
+                                    int64_t ldb, typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
+                                    const char* prefetch) {
   using V = typename P::V;
   V acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero(); }
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
+    V top = V::load(row_max + i * V::kLanes);
+    OPST_UNROLL for (int j = 0; j < NV; ++j) {
+      acc[i][j].store(c + i * ldc + j * V::kLanes);
+      top = max(top, acc[i][j]);
+    }
+    top.store(row_max + i * V::kLanes);
   }
 }
 
@@ -124,19 +130,19 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
 }
 
 template <class P>
-using Product = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,
-                         typename P::V::Scalar*, int64_t, const char*);
+using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,
+                                typename P::V::Scalar*, int64_t, typename P::V::Scalar*, const char*);
 template <class P>
 using ScaledAccumulate = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,
                                   typename P::V::Scalar*, int64_t, const typename P::V::Scalar*, const char*);
 
 // The instantiation for `rows` rows, 1 <= rows <= kTileRows.
 template <class P, int NV, int MR = kTileRows>
-OPST_INLINE Product<P> product_for(int rows) {
+OPST_INLINE ProductWithMax<P> product_with_max_for(int rows) {
   if constexpr (MR == 1) {
-    return product<P, 1, NV>;
+    return product_with_max<P, 1, NV>;
   } else {
-    return rows == MR ? product<P, MR, NV> : product_for<P, NV, MR - 1>(rows);
+    return rows == MR ? product_with_max<P, MR, NV> : product_with_max_for<P, NV, MR - 1>(rows);
   }
 }
 template <class P, int NV, int MR = kTileRows>
