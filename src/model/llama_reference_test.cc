@@ -13,24 +13,24 @@
 namespace opst::model {
 namespace {
 
-// The file is opened and its weights are packed once for all cases: packed weights serve every level.
 struct Reference {
   Context context;
   GgufFile file;
   Tokenizer tokenizer;
   LlamaModel model;
-
-  static const Reference& get() {
-    static const Reference reference = [] {
-      Context context = std::move(Context::create().value());
-      GgufFile file = std::move(GgufFile::open(reference_model_path()).value());
-      Tokenizer tokenizer = std::move(Tokenizer::from_gguf(file).value());
-      LlamaModel model = std::move(LlamaModel::load(context, file).value());
-      return Reference{std::move(context), std::move(file), std::move(tokenizer), std::move(model)};
-    }();
-    return reference;
-  }
 };
+
+// The file is opened and its weights are packed once for all cases: packed weights serve every level.
+const Reference& reference() {
+  static const Reference loaded = [] {
+    Context context = std::move(Context::create().value());
+    GgufFile file = std::move(GgufFile::open(reference_model_path()).value());
+    Tokenizer tokenizer = std::move(Tokenizer::from_gguf(file).value());
+    LlamaModel model = std::move(LlamaModel::load(context, file).value());
+    return Reference{std::move(context), std::move(file), std::move(tokenizer), std::move(model)};
+  }();
+  return loaded;
+}
 
 class LlamaReference : public ReferenceModelTest {};
 
@@ -65,7 +65,7 @@ void check_greedy(LlamaSession& session, const Case& c, size_t count) {
 }
 
 LlamaSession open_session(Context& context, const SessionOptions& options) {
-  Result<LlamaSession> session = LlamaSession::create(context, Reference::get().model, options);
+  Result<LlamaSession> session = LlamaSession::create(context, reference().model, options);
   EXPECT_TRUE(session.ok()) << session.status().message();
   return std::move(session.value());
 }
@@ -185,7 +185,7 @@ TEST_F(LlamaReference, LikelihoodOfAText) {
   for (const auto& entry : data["texts"]) {
     if (entry["name"] == "devils_dictionary_excerpt") expected = entry;
   }
-  const auto ids = Reference::get().tokenizer.encode(text.str(), false);
+  const auto ids = reference().tokenizer.encode(text.str(), false);
   ASSERT_TRUE(ids.ok());
   ASSERT_EQ(ids.value().size(), expected["n_tokens"].get<size_t>());
   // The first window of 1024 tokens.

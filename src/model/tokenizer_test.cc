@@ -86,11 +86,11 @@ TEST(Utf8, StreamNeverSplitsACharacter) {
 }
 
 TEST(Utf8, WhiteSpaceIsUnicodes) {
-  for (const char32_t space :
-       {0x09, 0x0D, 0x20, 0x85, 0xA0, 0x1680, 0x2000, 0x200A, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000}) {
+  for (const char32_t space : std::initializer_list<char32_t>{0x09, 0x0D, 0x20, 0x85, 0xA0, 0x1680, 0x2000, 0x200A,
+                                                              0x2028, 0x2029, 0x202F, 0x205F, 0x3000}) {
     EXPECT_EQ(char_class(space), CharClass::space) << std::hex << static_cast<uint32_t>(space);
   }
-  for (const char32_t other : {0x1C, 0x1F, 0x180E, 0x200B, 0xFEFF, 0x21, 0x301}) {
+  for (const char32_t other : std::initializer_list<char32_t>{0x1C, 0x1F, 0x180E, 0x200B, 0xFEFF, 0x21, 0x301}) {
     EXPECT_EQ(char_class(other), CharClass::other) << std::hex << static_cast<uint32_t>(other);
   }
   EXPECT_EQ(char_class(0xE9), CharClass::letter);
