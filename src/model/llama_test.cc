@@ -2,9 +2,11 @@
 #include "model/llama.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <numeric>
 
 #include "model/generate.h"
@@ -263,6 +265,29 @@ TEST(Llama, SteadyStateAllocatesNothing) {
   for (int i = 0; i < 3; ++i) run();
   EXPECT_EQ(context.workspace_allocations(), allocations);
   EXPECT_EQ(context.workspace_bytes(), bytes);
+}
+
+int64_t resident_bytes() {
+  std::ifstream status("/proc/self/statm");
+  int64_t total = 0, resident = 0;
+  status >> total >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+TEST(Llama, MemoryDoesNotGrowWithChangingLengths) {
+  Context context = make_context(2);
+  const Loaded loaded = load(context);
+  LlamaSession session = open_session(context, loaded.model, {.context = 512, .prefill_chunk = 128});
+  const std::vector<int32_t> tokens = random_tokens(512, loaded.tiny.vocab_size);
+  std::mt19937 random(3);
+  int64_t before = 0;
+  for (int call = 0; call < 200; ++call) {
+    if (call == 80) before = resident_bytes();
+    session.reset();
+    ASSERT_TRUE(session.feed(std::span(tokens).first(1 + random() % 200)).ok());
+    ASSERT_TRUE(session.feed(std::span(tokens).first(1)).ok());
+  }
+  EXPECT_LT(resident_bytes() - before, 5 << 20);
 }
 
 TEST(Llama, RefusedTokensLeaveTheSequence) {

@@ -284,9 +284,7 @@ void Tokenizer::append_word(std::string_view word, std::vector<int32_t>& ids) co
     const Candidate best = queue.top();
     queue.pop();
     // Stale: one of the two has been merged meanwhile.
-    if (at(best.left).id != best.left_id || at(best.right).id != best.right_id || at(best.left).next != best.right) {
-      continue;
-    }
+    if (at(best.left).id != best.left_id || at(best.right).id != best.right_id) continue;
     Symbol &left = at(best.left), &right = at(best.right);
     left.id = best.result;
     left.next = right.next;
