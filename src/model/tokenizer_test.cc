@@ -107,6 +107,18 @@ TEST(Tokenizer, MergesByRankLeftmostFirst) {
   EXPECT_EQ(split(loaded.tokenizer, ""), "");
 }
 
+// A merge whose right part has meanwhile gone into a better one does not happen.
+TEST(Tokenizer, ABetterMergeTakesThePartner) {
+  GgufWriter writer;
+  writer.string("tokenizer.ggml.model", "gpt2").string("tokenizer.ggml.pre", "smollm");
+  writer.strings("tokenizer.ggml.tokens", {"a", "b", "c", "bc", "ab"});
+  writer.integers("tokenizer.ggml.token_type", {1, 1, 1, 1, 1});
+  writer.strings("tokenizer.ggml.merges", {"b c", "a b"});
+  const Loaded loaded = load(writer);
+  EXPECT_EQ(split(loaded.tokenizer, "abc"), "a|bc");
+  EXPECT_EQ(split(loaded.tokenizer, "abbcab"), "ab|bc|ab");
+}
+
 TEST(Tokenizer, NumbersAndLookAhead) {
   const Loaded loaded = tiny();
   EXPECT_EQ(split(loaded.tokenizer, "a12"), "a|1|2");
