@@ -14,13 +14,12 @@
 //              Q row block [12][128] f32        6 KB   L1
 //              O row block [12][128] f32        6 KB   L1, all of O [96][128]: 48 KB L2
 //              K and V tile [256][128] f32    256 KB   L2; the next tile is prefetched while this one is multiplied
-// Numerics   S, O and the sums in f32 (f64 for f64). The maximum is taken away before the scale is applied: c S and c m
-//            may be too large for their difference to survive rounding. A row that has seen no key has m = -inf, and
-//            contributes exp2(-inf) = 0. P is rounded to
-//            bf16 for the pairwise product, the sums are not. A row that has seen no key has m = -inf, and contributes
-//            exp2(-inf) = 0. exp2 results below 2^-126 are 0. NaN scores make the row's sum NaN, hence the whole row.
-//            Hidden keys of a partial tile have P = 0; where such a tile holds a non-finite value, 0 * value would be
-//            NaN, so its rows are summed one by one over their visible keys.
+// Numerics   S, O and the sums in f32 (f64 for f64). Exponents are c S - (c m as rounded), one multiply-add; the factor
+//            between two maxima is exact, so that rounding cancels. Where c m is large (struct Exponents) they are
+//            c (S - m). A row that has seen no key has m = -inf, and contributes exp2(-inf) = 0. P is rounded to bf16
+//            for the pairwise product, the sums are not. exp2 results below 2^-126 are 0. NaN scores make the row's sum
+//            NaN, hence the whole row. Hidden keys of a partial tile have P = 0; where such a tile holds a non-finite
+//            value, 0 * value would be NaN, so its rows are summed one by one over their visible keys.
 // Source     Dao et al., FlashAttention (2022), algorithm 1; Dao, FlashAttention-2 (2023), section 3.1 (one division at
 //            the end).
 #pragma once
@@ -158,45 +157,69 @@ struct Forward {
   }
   static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
 
-  // Raises the rows' maxima; alpha[i] = factor for what was summed against the old maximum, reference[i] = the maximum,
-  // or 0 where no key was seen yet: -inf - (-inf) would be NaN.
-  static OPST_INLINE void raise_maxima(const QueryBlock& q, RowBlock rb, const S* row_max, S* alpha, S* reference) {
+  // How the exponents c (s - max) of a row are taken: c (s - origin) - reference in one multiply-add. For ordinary
+  // scores reference is c max as rounded, and origin 0. From |c max| = kFar on, where that rounding is no small number,
+  // origin is max and reference 0.
+  struct Exponents {
+    S alpha[kTileRows];  // factor for what was summed against the old maximum
+    S reference[kTileRows];
+    S origin[kTileRows];
+  };
+  static constexpr S kFar = 1024;
+
+  // Raises the rows' maxima.
+  static OPST_INLINE void raise_maxima(const QueryBlock& q, RowBlock rb, const S* row_max, Exponents& e) {
     constexpr int kPadded = (kTileRows + kLanes - 1) / kLanes * kLanes;
     S tops[kPadded] = {};
     for (int i = 0; i < rb.rows; ++i) tops[i] = simd::hmax(V::load(row_max + i * kLanes));
     S* max = row_of(q.state.max, rb.first, 1);
-    const V unseen = V::set1(-__builtin_inff()), c = V::set1(static_cast<S>(q.exponent_scale));
+    const V zero = V::zero(), unseen = V::set1(-__builtin_inff());
+    const V c = V::set1(static_cast<S>(q.exponent_scale));
     for (int i = 0; i < rb.rows; i += kLanes) {
       const int64_t n = clamp_lanes(rb.rows - i);
       const V old = V::load_n(max + i, n);
-      const V top = simd::max(old, V::load(tops + i));  // a NaN row stays NaN: its sum is NaN already
-      const V used = simd::select(top == unseen, V::zero(), top);
-      simd::exp2((old - used) * c).store_n(alpha + i, n);
-      used.store_n(reference + i, n);
+      const V top = simd::max(old, V::load(tops + i));        // a NaN row stays NaN: its sum is NaN already
+      const V used = simd::select(top == unseen, zero, top);  // -inf - (-inf) would be NaN
+      const V reference = used * c;
+      const auto far = V::set1(kFar) <= simd::abs(reference);
+      // Between two rounded references the factor is exact, so their rounding cancels.
+      simd::exp2(simd::select(far, (old - used) * c, old * c - reference)).store_n(e.alpha + i, n);
+      simd::select(far, zero, reference).store_n(e.reference + i, n);
+      simd::select(far, used, zero).store_n(e.origin + i, n);
       top.store_n(max + i, n);
     }
+  }
+  // What the exponents of a row are taken against, once more, from its maximum.
+  static OPST_INLINE double reference_of(S max, S c) {
+    const S reference = max * c;
+    const bool near = reference > -kFar && reference < kFar;
+    return near ? static_cast<double>(reference) : static_cast<double>(max) * static_cast<double>(c);
   }
 
   // scores[i][0 .. width) -> P, as words in place; adds to the rows' sums.
   static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowBlock rb, int64_t width, S* scores, int64_t stride,
-                                         const S* alpha, const S* reference) {
+                                         const Exponents& e) {
     const V c = V::set1(static_cast<S>(q.exponent_scale));
     for (int i = 0; i < rb.rows; ++i) {
       S* row = scores + i * stride;
       S* sums = row_of(q.state.sums, rb.first + i, kLanes);
-      const V top = V::set1(reference[i]);
-      V sum0 = V::load(sums) * V::set1(alpha[i]);
+      if (e.origin[i] != 0) {
+        const V origin = V::set1(e.origin[i]);
+        for (int64_t j = 0; j < width; j += kLanes) (V::load(row + j) - origin).store(row + j);
+      }
+      const V minus_reference = V::set1(-e.reference[i]);
+      V sum0 = V::load(sums) * V::set1(e.alpha[i]);
       V sum1 = V::zero();
       int64_t j = 0;
       for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
-        const V p0 = exponential((V::load(row + j) - top) * c);
-        const V p1 = exponential((V::load(row + j + kLanes) - top) * c);
+        const V p0 = exponential(simd::fma(V::load(row + j), c, minus_reference));
+        const V p1 = exponential(simd::fma(V::load(row + j + kLanes), c, minus_reference));
         store_pair(p0, p1, row, j);
         sum0 = sum0 + p0;
         sum1 = sum1 + p1;
       }
       if (j < width) {
-        const V p0 = exponential((V::load(row + j) - top) * c);
+        const V p0 = exponential(simd::fma(V::load(row + j), c, minus_reference));
         store_pair(p0, V::zero(), row, j);
         sum0 = sum0 + p0;
       }
@@ -300,7 +323,7 @@ struct Forward {
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     S* scores = static_cast<S*>(q.scores);
     alignas(64) S row_max[kTileRows * kLanes];
-    S alpha[kTileRows], reference[kTileRows];
+    Exponents e;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
@@ -310,9 +333,9 @@ struct Forward {
         if (span.width == 0) continue;
         score(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
         if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
-        raise_maxima(q, rb, row_max, alpha, reference);
-        exponentiate(q, rb, span.width, scores, q.scores_stride, alpha, reference);
-        weigh_tile(q, rb, tile, span, scores, q.scores_stride, alpha, prefetch);
+        raise_maxima(q, rb, row_max, e);
+        exponentiate(q, rb, span.width, scores, q.scores_stride, e);
+        weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
       }
     }
   }
@@ -322,7 +345,7 @@ struct Forward {
   static void attend_standard(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, void* matrix,
                               int64_t matrix_stride) {
     alignas(64) S row_max[kTileRows * kLanes];
-    S alpha[kTileRows], reference[kTileRows];
+    Exponents e;
     const int64_t tile_width = num_tiles > 0 ? (tiles[0].count + kPanel - 1) / kPanel * kPanel : 0;
     const char* prefetch = static_cast<const char*>(q.query);
     for (int64_t t = 0; t < num_tiles; ++t) {
@@ -347,10 +370,10 @@ struct Forward {
         for (int64_t j = 0; j < width; j += kLanes) top = simd::max(top, V::load(scores + i * matrix_stride + j));
         top.store(row_max + i * kLanes);
       }
-      raise_maxima(q, rb, row_max, alpha, reference);
-      exponentiate(q, rb, width, scores, matrix_stride, alpha, reference);
+      raise_maxima(q, rb, row_max, e);
+      exponentiate(q, rb, width, scores, matrix_stride, e);
     }
-    for (S& factor : alpha) factor = 1;
+    for (S& factor : e.alpha) factor = 1;
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
@@ -359,7 +382,7 @@ struct Forward {
         // P's words are as far into the row as its elements.
         const Word* p =
             reinterpret_cast<const Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
-        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, alpha, prefetch);
+        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, e.alpha, prefetch);
       }
     }
   }
@@ -430,25 +453,32 @@ struct Forward {
         const S part_max = *row_of(f.parts[p].max, r, 1);
         max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
       }
+      const double reference = reference_of(max, c);
       S weights[kMaxParts];
       S sum = 0;
       for (int64_t p = 0; p < f.num_parts; ++p) {
         const S part_max = *row_of(f.parts[p].max, r, 1);
-        weights[p] = f.num_parts == 1 ? S(1) : part_max == -__builtin_inff() ? S(0) : exp2_scalar((part_max - max) * c);
+        weights[p] = 1;
+        if (f.num_parts > 1) {
+          const double rest = reference_of(part_max, c) - reference;
+          weights[p] = part_max == -__builtin_inff() ? S(0) : exp2_scalar(static_cast<S>(rest));
+        }
         sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
       }
       const bool empty = sum == 0;
       const int64_t row = f.first_row + r;
       const int64_t i = row / f.out.group, g = row % f.out.group;
       write_row(f, r, weights, empty ? S(0) : S(1) / sum, empty, f.out.seq_stride * i + f.out.head_stride * g);
-      const double top = empty        ? -__builtin_inf()
-                         : sum != sum ? __builtin_nan("")
-                                      : static_cast<double>(max) * f.score_scale;
-      if (f.lse.data != nullptr) {
-        write_statistic(f.lse, i, g, empty ? top : top + __builtin_log(static_cast<double>(sum)));
-      }
+      if (f.lse.data == nullptr && f.max.data == nullptr && f.sum.data == nullptr) continue;
+      double top = static_cast<double>(max) * f.score_scale;
+      // The sum against the maximum itself.
+      double exact =
+          static_cast<double>(sum) * __builtin_exp2(reference - static_cast<double>(max) * static_cast<double>(c));
+      if (empty) top = -__builtin_inf(), exact = 0;
+      if (sum != sum) top = exact = __builtin_nan("");
+      if (f.lse.data != nullptr) write_statistic(f.lse, i, g, empty ? top : top + __builtin_log(exact));
       if (f.max.data != nullptr) write_statistic(f.max, i, g, top);
-      if (f.sum.data != nullptr) write_statistic(f.sum, i, g, static_cast<double>(sum));
+      if (f.sum.data != nullptr) write_statistic(f.sum, i, g, exact);
     }
   }
   static constexpr int kMaxParts = 256;

@@ -132,7 +132,7 @@ struct ForwardInPlace {
     S* out = static_cast<S*>(q.state.acc);
     const int64_t stride = q.scores_stride;
     alignas(64) S row_max[kTileRows * kLanes];
-    S alpha[kTileRows], reference[kTileRows];
+    typename Tiled::Exponents e;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       int i = 0;
@@ -148,24 +148,24 @@ struct ForwardInPlace {
                          .width = (tile.count + kLanes - 1) / kLanes * kLanes,
                          .common_end = tile.partial ? 0 : tile.count};
       Tiled::hide(q, rb, tile, span, scores, stride, row_max);
-      Tiled::raise_maxima(q, rb, row_max, alpha, reference);
-      Tiled::exponentiate(q, rb, span.width, scores, stride, alpha, reference);
+      Tiled::raise_maxima(q, rb, row_max, e);
+      Tiled::exponentiate(q, rb, span.width, scores, stride, e);
       if (tile.partial) {
         for (i = 0; i < rb.rows; ++i) {
           int64_t begin = q.visible_begin[i] - tile.first_key, end = q.visible_end[i] - tile.first_key;
           begin = begin < 0 ? 0 : begin;
           end = end > tile.count ? tile.count : end < begin ? begin : end;
-          weigh_rows<1>(scores + i * stride, stride, alpha + i, tile, begin, end, q.value_head_dim,
+          weigh_rows<1>(scores + i * stride, stride, e.alpha + i, tile, begin, end, q.value_head_dim,
                         out + i * q.acc_stride, q.acc_stride, i == 0);
         }
         continue;
       }
       for (i = 0; i + kMaxGroup <= rb.rows; i += kMaxGroup) {
-        weigh_rows<kMaxGroup>(scores + i * stride, stride, alpha + i, tile, 0, tile.count, q.value_head_dim,
+        weigh_rows<kMaxGroup>(scores + i * stride, stride, e.alpha + i, tile, 0, tile.count, q.value_head_dim,
                               out + i * q.acc_stride, q.acc_stride, i == 0);
       }
       for (; i < rb.rows; ++i) {
-        weigh_rows<1>(scores + i * stride, stride, alpha + i, tile, 0, tile.count, q.value_head_dim,
+        weigh_rows<1>(scores + i * stride, stride, e.alpha + i, tile, 0, tile.count, q.value_head_dim,
                       out + i * q.acc_stride, q.acc_stride, i == 0);
       }
     }
