@@ -95,7 +95,7 @@ struct AttentionProblem {
   int64_t value_head_dim = 1;
   bool paged = false;
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
-  AttentionOptions options;
+  AttentionOptions options = {};
 };
 
 // How keys and values reach the micro-kernels.

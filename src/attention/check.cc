@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "core/int_math.h"
@@ -23,31 +24,35 @@ std::string str(int64_t x) { return std::to_string(x); }
 
 void check_dtypes(ShapeCheck& check, const AttentionInputs& in, const AttentionOutputs& out) {
   const bool f64 = in.query.dtype == DType::f64;
-  check.require((in.key.dtype == DType::f64) == f64 && (out.out.dtype == DType::f64) == f64,
-                std::string("f64 does not mix with other types: query is ") + to_string(in.query.dtype) + ", key " +
-                    to_string(in.key.dtype) + ", out " + to_string(out.out.dtype));
-  check.require(in.value.dtype == in.key.dtype,
-                std::string("value is ") + to_string(in.value.dtype) + ", but key is " + to_string(in.key.dtype));
+  check.require((in.key.dtype == DType::f64) == f64 && (out.out.dtype == DType::f64) == f64, [&] {
+    return std::string("f64 does not mix with other types: query is ") + to_string(in.query.dtype) + ", key " +
+           to_string(in.key.dtype) + ", out " + to_string(out.out.dtype);
+  });
+  check.require(in.value.dtype == in.key.dtype, [&] {
+    return std::string("value is ") + to_string(in.value.dtype) + ", but key is " + to_string(in.key.dtype);
+  });
 }
 
 void check_options(ShapeCheck& check, const AttentionOptions& options) {
   if (options.softmax_scale) {
     check.require(std::isfinite(*options.softmax_scale),
-                  "softmax_scale is " + std::to_string(*options.softmax_scale) + ", must be finite");
+                  [&] { return "softmax_scale is " + std::to_string(*options.softmax_scale) + ", must be finite"; });
   }
   check.require(options.block_q >= 0 && options.block_q <= kMaxBlock,
-                "block_q is " + str(options.block_q) + ", must be 0 to " + str(kMaxBlock));
+                [&] { return "block_q is " + str(options.block_q) + ", must be 0 to " + str(kMaxBlock); });
   check.require(options.block_kv >= 0 && options.block_kv <= kMaxBlock,
-                "block_kv is " + str(options.block_kv) + ", must be 0 to " + str(kMaxBlock));
+                [&] { return "block_kv is " + str(options.block_kv) + ", must be 0 to " + str(kMaxBlock); });
 }
 
-// Lengths within `capacity`, which `what` explains. Returns the longest.
-int64_t check_lengths(ShapeCheck& check, const ConstTensor& lengths, int64_t capacity, const std::string& what) {
+// Lengths within `capacity`, which `what()` explains. Returns the longest.
+template <class What>
+int64_t check_lengths(ShapeCheck& check, const ConstTensor& lengths, int64_t capacity, const What& what) {
   int64_t longest = 0;
   for (int64_t b = 0; check.ok() && b < lengths.shape[0]; ++b) {
     const int64_t length = integer_at(lengths, b * lengths.strides[0]);
-    check.require(length >= 0 && length <= capacity, "kv_lengths[" + str(b) + "] is " + str(length) +
-                                                         ", must be 0 to " + str(capacity) + " (" + what + ")");
+    check.require(length >= 0 && length <= capacity, [&] {
+      return "kv_lengths[" + str(b) + "] is " + str(length) + ", must be 0 to " + str(capacity) + " (" + what() + ")";
+    });
     longest = std::max(longest, length);
   }
   return longest;
@@ -84,7 +89,7 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
     check.tensor("key", in.key).dtype(floats).dims({"num_blocks", "block_size", "num_kv_heads", "head_dim"});
     check.tensor("value", in.value).dtype(floats).dims({"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
     check.tensor("block_table", in.block_table).dtype({DType::i32, DType::i64}).dims({"batch", "max_blocks"});
-    check.require(has_lengths, "block_table is given, but kv_lengths is not");
+    check.require(has_lengths, [] { return std::string("block_table is given, but kv_lengths is not"); });
   } else {
     check.tensor("key", in.key).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
     check.tensor("value", in.value).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "value_head_dim"});
@@ -104,23 +109,25 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
   for (const char* name : {"head_dim", "value_head_dim"}) {
     const int64_t d = check[name];
     check.require(d >= 1 && d <= kMaxHeadDim,
-                  std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim));
+                  [&] { return std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim); });
   }
   const int64_t heads = check["num_heads"], kv_heads = check["num_kv_heads"];
   check.require(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0,
-                "num_heads is " + str(heads) + ", not a multiple of num_kv_heads = " + str(kv_heads));
+                [&] { return "num_heads is " + str(heads) + ", not a multiple of num_kv_heads = " + str(kv_heads); });
   if (!check.ok()) return check.status();
 
   int64_t kv_len = check["kv_len"];
   if (paged) {
     const int64_t block_size = check["block_size"], max_blocks = check["max_blocks"];
-    check.require(block_size >= 1, "block_size is " + str(block_size) + ", must be at least 1");
+    check.require(block_size >= 1, [&] { return "block_size is " + str(block_size) + ", must be at least 1"; });
     if (!check.ok()) return check.status();
-    kv_len = check_lengths(check, in.kv_lengths, max_blocks * block_size,
-                           str(max_blocks) + " blocks of " + str(block_size) + " keys in block_table");
+    int64_t capacity = 0;
+    if (__builtin_mul_overflow(max_blocks, block_size, &capacity)) capacity = std::numeric_limits<int64_t>::max();
+    kv_len = check_lengths(check, in.kv_lengths, capacity,
+                           [&] { return str(max_blocks) + " blocks of " + str(block_size) + " keys in block_table"; });
     if (check.ok()) check_pages(check, in, check["num_blocks"], block_size);
   } else if (has_lengths) {
-    kv_len = check_lengths(check, in.kv_lengths, kv_len, "kv_len of key");
+    kv_len = check_lengths(check, in.kv_lengths, kv_len, [] { return std::string("kv_len of key"); });
   }
   if (!check.ok()) return check.status();
 

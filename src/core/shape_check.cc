@@ -1,6 +1,7 @@
 #include "core/shape_check.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <optional>
 
@@ -146,8 +147,8 @@ ShapeCheck& ShapeCheck::require(bool condition, const std::string& message) {
 }
 
 int64_t ShapeCheck::operator[](const char* name) const {
-  for (const Dimension& dimension : dimensions_) {
-    if (dimension.name == name) return dimension.size;
+  for (int i = 0; i < num_dimensions_; ++i) {
+    if (std::strcmp(dimensions_[i].name, name) == 0) return dimensions_[i].size;
   }
   return 0;
 }
@@ -155,33 +156,38 @@ int64_t ShapeCheck::operator[](const char* name) const {
 ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& tensor) {
   TensorCheck result(this, name, tensor);
   if (!ok()) return result;
-  const std::string prefix(name);
+  const auto prefix = [&] { return std::string(name); };
   if (tensor.rank < 0 || tensor.rank > kMaxRank) {
-    fail(prefix + " has rank " + std::to_string(tensor.rank) + ", but it must be from 0 to " +
+    fail(prefix() + " has rank " + std::to_string(tensor.rank) + ", but it must be from 0 to " +
          std::to_string(kMaxRank));
     return result;
   }
   for (int i = 0; i < tensor.rank; ++i) {
     if (tensor.shape[i] < 0) {
-      fail(prefix + " dim " + std::to_string(i) + " is " + std::to_string(tensor.shape[i]) + ", but must be >= 0");
+      fail(prefix() + " dim " + std::to_string(i) + " is " + std::to_string(tensor.shape[i]) + ", but must be >= 0");
       return result;
     }
     if (tensor.strides[i] < 0) {
-      fail(prefix + " stride " + std::to_string(i) + " is " + std::to_string(tensor.strides[i]) + ", but must be >= 0");
+      fail(prefix() + " stride " + std::to_string(i) + " is " + std::to_string(tensor.strides[i]) +
+           ", but must be >= 0");
       return result;
     }
   }
   if (!countable(tensor) || !span_bytes(tensor)) {
-    fail(prefix + " " + to_string(tensor) + " spans more bytes than the limit of 2^61");
+    fail(prefix() + " " + to_string(tensor) + " spans more bytes than the limit of 2^61");
   } else if (tensor.data == nullptr && tensor.num_elements() > 0) {
-    fail(prefix + " has null data, but " + std::to_string(tensor.num_elements()) + " elements: " + to_string(tensor));
+    fail(prefix() + " has null data, but " + std::to_string(tensor.num_elements()) + " elements: " + to_string(tensor));
   }
-  seen_.push_back({name, tensor});
+  if (num_seen_ == kMaxTensors) {
+    fail(prefix() + " is one tensor more than a check holds");
+  } else {
+    seen_[num_seen_++] = {name, tensor};
+  }
   return result;
 }
 
 ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& tensor) {
-  const size_t num_before = seen_.size();
+  const int num_before = num_seen_;
   TensorCheck result = this->tensor(name, tensor);
   if (!ok()) return result;
   if (may_alias_itself(tensor)) {
@@ -191,7 +197,7 @@ ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& 
          "], with which elements share addresses, but every element of an output needs its own");
     return result;
   }
-  for (size_t i = 0; i < num_before; ++i) {
+  for (int i = 0; i < num_before; ++i) {
     if (may_overlap(tensor, seen_[i].tensor)) {
       fail(std::string(name) + " " + to_string(tensor) + " overlaps " + seen_[i].name + " " +
            to_string(seen_[i].tensor) + " in memory, but an output must not");
@@ -213,23 +219,28 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::initializer_list<con
   int i = 0;
   for (const char* name : names) {
     const int64_t size = tensor_.shape[i];
-    const std::string where = std::string(name_) + " dim " + std::to_string(i);
-    ++i;
+    const int dim = i++;
+    const auto where = [&] { return std::string(name_) + " dim " + std::to_string(dim); };
     if (const std::optional<int64_t> number = as_number(name)) {
       if (size == *number) continue;
-      check_->fail(where + " is " + std::to_string(size) + ", but must be " + name);
+      check_->fail(where() + " is " + std::to_string(size) + ", but must be " + name);
       return *this;
     }
-    auto& dimensions = check_->dimensions_;
-    const auto bound =
-        std::find_if(dimensions.begin(), dimensions.end(), [&](const Dimension& d) { return d.name == name; });
-    if (bound == dimensions.end()) {
-      dimensions.push_back({name, name_, size});
-    } else if (bound->size != size) {
-      check_->fail(where + " (" + name + ") is " + std::to_string(size) + ", but " + bound->tensor + " set " + name +
+    Dimension* const end = check_->dimensions_ + check_->num_dimensions_;
+    const Dimension* const bound =
+        std::find_if(check_->dimensions_, end, [&](const Dimension& d) { return std::strcmp(d.name, name) == 0; });
+    if (bound != end) {
+      if (bound->size == size) continue;
+      check_->fail(where() + " (" + name + ") is " + std::to_string(size) + ", but " + bound->tensor + " set " + name +
                    " = " + std::to_string(bound->size));
       return *this;
     }
+    if (check_->num_dimensions_ == kMaxDimensions) {
+      check_->fail(where() + " (" + name + ") is one name more than a check holds");
+      return *this;
+    }
+    *end = {name, name_, size};
+    ++check_->num_dimensions_;
   }
   return *this;
 }

@@ -1,21 +1,22 @@
 // ShapeCheck: contract, check and message of an operator's tensors in one paragraph.
 //
 //   ShapeCheck check("flash_attention_forward");
-//   check.tensor("query", query).dtype({DType::f32, DType::bf16}).dims({"batch", "num_heads", "query_len", "head_dim"});
-//   check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
+//   check.tensor("query", query).dtype({DType::f32, DType::bf16}).dims({"batch", "num_heads", "query_len",
+//   "head_dim"}); check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
 //   check.require(check["num_heads"] % check["num_kv_heads"] == 0, "num_heads = 9 is not a multiple of ...");
 //   check.output("out", out).same_as...
 //   if (!check.ok()) return check.status();
 //
 // A dimension's name is bound to its first size; a later tensor with another size fails with
 //   flash_attention_forward: key dim 3 (head_dim) is 64, but query set head_dim = 128
-// Only the first failure is kept. Inputs may have any strides >= 0; an output's elements must not share addresses.
+// Only the first failure is kept. Names are kept as pointers: they must outlive the check, as literals do. Inputs may
+// have any strides >= 0; an output's elements must not share addresses.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
 #include <string>
-#include <vector>
+#include <type_traits>
 
 #include "opst/tensor.h"
 
@@ -47,8 +48,13 @@ class ShapeCheck {
   // An output: the same, its elements at distinct addresses, and none of them in any tensor named before.
   TensorCheck output(const char* name, const ConstTensor& tensor);
 
-  // Any other condition. `message` follows "operator: ".
+  // Any other condition. `message` follows "operator: "; as a function that returns it, it is made only when needed.
   ShapeCheck& require(bool condition, const std::string& message);
+  template <class Message>
+  requires std::is_invocable_r_v<std::string, Message> ShapeCheck& require(bool condition, const Message& message) {
+    if (!condition) fail(message());
+    return *this;
+  }
 
   // A bound size; 0 for a name that is not bound (which only happens after a failure).
   int64_t operator[](const char* name) const;
@@ -58,8 +64,8 @@ class ShapeCheck {
 
  private:
   struct Dimension {
-    std::string name;
-    std::string tensor;
+    const char* name;
+    const char* tensor;
     int64_t size;
   };
   struct Seen {
@@ -68,10 +74,16 @@ class ShapeCheck {
   };
   void fail(std::string message);
 
+  // Room for any operator: a check that succeeds allocates nothing.
+  static constexpr int kMaxDimensions = 32;
+  static constexpr int kMaxTensors = 24;
+
   const char* operator_name_;
   Status status_;
-  std::vector<Dimension> dimensions_;
-  std::vector<Seen> seen_;
+  int num_dimensions_ = 0;
+  int num_seen_ = 0;
+  Dimension dimensions_[kMaxDimensions];
+  Seen seen_[kMaxTensors];
 };
 
 // True where some address may belong to an element of both views. Exact for views that share no bytes and for views
