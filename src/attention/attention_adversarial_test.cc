@@ -86,7 +86,7 @@ TEST(AttentionAdversarial, HugeScoresKeepTheirSoftmax) {
             }
             for (const TestContext& t : contexts_with_threads(2)) {
               SCOPED_TRACE(t.name + " " + to_string(p));
-              const Result r = problem.run(t.context);
+              const Outcome r = problem.run(t.context);
               ASSERT_TRUE(r.status.ok()) << r.status.message();
               for (int64_t i = 0; i < r.out->tensor().num_elements(); ++i) {
                 // All others are at least 2^24 lower.
@@ -186,7 +186,7 @@ void poison_everywhere(DType dtype, int64_t query_len, int64_t kv_len, bool caus
     for (const TestContext& t : contexts_with_threads(2)) {
       if (!exhaustive() && !random.chance(0.12)) continue;
       Problem problem(p, random);
-      const Result clean = problem.run(t.context);
+      const Outcome clean = problem.run(t.context);
       ASSERT_EQ(problem.judge(clean, t.context), "");
       const Tensor& target = where == Where::query ? problem.query()
                              : where == Where::key ? problem.key()
@@ -198,7 +198,7 @@ void poison_everywhere(DType dtype, int64_t query_len, int64_t kv_len, bool caus
         const double before = get(target, at);
         set(target, at, poison);
         problem.forget_reference();
-        const Result r = problem.run(t.context);
+        const Outcome r = problem.run(t.context);
         const std::string about = std::string("element ") + index_text(target, at) + " is " + std::to_string(poison) +
                                   "\n  " + t.name + "\n  " + to_string(p);
         ASSERT_EQ(problem.judge(r, t.context), "") << about;
@@ -272,7 +272,7 @@ TEST(AttentionAdversarial, HiddenNanTailsNeverMatter) {
           p.ragged = true;
           if (causal) p.options.alignment = CausalAlignment::top_left;
           Problem problem(p, random);
-          std::vector<Result> clean;
+          std::vector<Outcome> clean;
           for (const TestContext& t : contexts_with_threads(2)) clean.push_back(problem.run(t.context));
           for (int64_t b = 0; b < p.batch; ++b) {
             const int64_t seen = causal ? std::min(problem.length(b), query_len) : problem.length(b);
@@ -282,7 +282,7 @@ TEST(AttentionAdversarial, HiddenNanTailsNeverMatter) {
           }
           size_t i = 0;
           for (const TestContext& t : contexts_with_threads(2)) {
-            const Result r = problem.run(t.context);
+            const Outcome r = problem.run(t.context);
             ASSERT_EQ(problem.judge(r, t.context), "");
             if (dtype != DType::bf16) {
               ASSERT_EQ(r.differs_from(clean[i]), "") << t.name << "\n" << to_string(p);
@@ -306,7 +306,7 @@ TEST(AttentionIdentity, ValuesOfOneGiveOne) {
         p.value_fill = Fill::ones;
         Problem problem(p, random);
         for (const TestContext& t : contexts_with_threads(2)) {
-          const Result r = problem.run(t.context);
+          const Outcome r = problem.run(t.context);
           const double tolerance = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f64 ? 0x1p-48 : 0x1p-18;
           for (int64_t i = 0; i < r.out->tensor().num_elements(); ++i) {
             ASSERT_NEAR(get(r.out->tensor(), i), 1, tolerance) << t.name << "\n" << to_string(p);
@@ -336,9 +336,9 @@ TEST(AttentionIdentity, ShiftingAllScoresMovesOnlyTheLse) {
         set_last(key, 0);
         for (const TestContext& t : contexts_with_threads(2)) {
           set_last(key, 0);
-          const Result plain = problem.run(t.context);
+          const Outcome plain = problem.run(t.context);
           set_last(key, shift * 4);
-          const Result shifted = problem.run(t.context);
+          const Outcome shifted = problem.run(t.context);
           for (int64_t i = 0; i < plain.out->tensor().num_elements(); ++i) {
             ASSERT_NEAR(get(plain.out->tensor(), i), get(shifted.out->tensor(), i), 2e-4) << t.name;
           }
@@ -360,7 +360,7 @@ TEST(AttentionIdentity, TheOrderOfKeysDoesNotMatter) {
       ProblemOptions p = small(DType::f32, query_len, 70);
       p.options = way;
       Problem problem(p, random);
-      std::vector<Result> results;
+      std::vector<Outcome> results;
       for (const TestContext& t : contexts_with_threads(2)) results.push_back(problem.run(t.context));
       for (int64_t j = 0; j < p.kv_len / 2; ++j) {  // mirror the keys
         for (const Tensor& x : {problem.key(), problem.value()}) {
@@ -374,8 +374,8 @@ TEST(AttentionIdentity, TheOrderOfKeysDoesNotMatter) {
       }
       size_t i = 0;
       for (const TestContext& t : contexts_with_threads(2)) {
-        const Result r = problem.run(t.context);
-        const Result& old = results[i++];
+        const Outcome r = problem.run(t.context);
+        const Outcome& old = results[i++];
         for (int64_t e = 0; e < r.out->tensor().num_elements(); ++e) {
           ASSERT_NEAR(get(r.out->tensor(), e), get(old.out->tensor(), e), 1e-5) << t.name << to_string(p);
         }
@@ -395,13 +395,13 @@ TEST(AttentionIdentity, PartsMergedByLseAreTheWhole) {
         p.options = way;
         Problem problem(p, random);
         for (const TestContext& t : contexts_with_threads(2)) {
-          const Result whole = problem.run(t.context);
+          const Outcome whole = problem.run(t.context);
           const auto part = [&](int64_t begin, int64_t length) {
             return problem.run(t.context, {.query = problem.query(),
                                            .key = problem.key().narrowed(2, begin, length),
                                            .value = problem.value().narrowed(2, begin, length)});
           };
-          const Result a = part(0, split), b = part(split, p.kv_len - split);
+          const Outcome a = part(0, split), b = part(split, p.kv_len - split);
           ASSERT_TRUE(a.status.ok() && b.status.ok()) << a.status.message() << b.status.message();
           for (int64_t row = 0; row < whole.lse->tensor().num_elements(); ++row) {
             const double lse_a = get(a.lse->tensor(), row), lse_b = get(b.lse->tensor(), row);

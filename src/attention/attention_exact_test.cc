@@ -68,7 +68,7 @@ TEST(AttentionProbe, EveryCausalRowSeesExactlyItsKeys) {
             Problem problem(p, random);
             fill_probe(problem);
             for (const TestContext& t : contexts_with_threads(2)) {
-              const Result r = problem.run(t.context);
+              const Outcome r = problem.run(t.context);
               ASSERT_TRUE(r.status.ok()) << r.status.message();
               for (int64_t i = 0; i < query_len; ++i) {
                 const double keys = sets[static_cast<size_t>(i)];
@@ -102,7 +102,7 @@ TEST(AttentionProbe, LongRowsSeeExactlyTheirKeys) {
         Problem problem(p, random);
         for (int64_t j = 0; j < kKeys; ++j) set(problem.value(), j * kKeys + j, 1);
         for (const TestContext& t : contexts_with_threads(2)) {
-          const Result r = problem.run(t.context);
+          const Outcome r = problem.run(t.context);
           for (int64_t i = 0; i < query_len; ++i) {
             const int64_t last = alignment == CausalAlignment::top_left ? i : i + kKeys - query_len;
             const auto count = static_cast<double>(std::clamp<int64_t>(last + 1, 0, kKeys));
@@ -140,7 +140,7 @@ TEST(AttentionExact, HardChoicesOfIntegersAgreeOnAllLevels) {
           const double score = j == 0 || random.chance(0.1) ? 0.0 : -static_cast<double>(random.integer(20, 100));
           for (int64_t d = 0; d < p.head_dim; ++d) set(first.key(), j * p.head_dim + d, score);
         }
-        const Result expected = first.run(contexts().front().context);
+        const Outcome expected = first.run(contexts().front().context);
         ASSERT_EQ(first.judge(expected, contexts().front().context), "");
         for (const AttentionOptions& way : ways()) {
           if (!random.chance(0.3)) continue;
@@ -179,11 +179,11 @@ TEST(AttentionExact, ThreadsDoNotChangeABit) {
         p.options.path = path;
         Problem problem(p, random);
         // Consecutive contexts differ in threads only.
-        Result first;
+        Outcome first;
         std::string group;
         for (const TestContext& t : contexts()) {
           const std::string its_group = to_string(t.context.machine());
-          Result r = problem.run(t.context);
+          Outcome r = problem.run(t.context);
           if (its_group == group) {
             ASSERT_EQ(r.differs_from(first), "") << t.name << "\n" << to_string(p);
           } else {
@@ -211,13 +211,13 @@ TEST(AttentionPages, EqualContiguousKeysBitForBit) {
         p.options.block_kv = random.pick<int64_t>({0, 0, 5, 160});
         p.options.path = random.pick({AttentionPath::automatic, AttentionPath::standard});
         Problem problem(p, random);
-        std::vector<Result> expected;
+        std::vector<Outcome> expected;
         for (const TestContext& t : contexts_with_threads(2)) expected.push_back(problem.run(t.context));
         for (const int64_t block_size : {1, 8, 16, 33, 48, 128, 256}) {
           const Pages pages = problem.paged(block_size, random, random.chance(0.5));
           size_t i = 0;
           for (const TestContext& t : contexts_with_threads(2)) {
-            const Result r = problem.run(t.context, pages.inputs);
+            const Outcome r = problem.run(t.context, pages.inputs);
             ASSERT_TRUE(r.status.ok()) << r.status.message();
             ASSERT_EQ(r.differs_from(expected[i++]), "") << "block_size " << block_size << ", " << t.name << "\n"
                                                          << to_string(p);
@@ -281,7 +281,7 @@ TEST(AttentionPages, B62_DuplicateAndSharedBlocksAreLegal) {
   }
   problem.inputs.kv_lengths = paged.kv_lengths;
   for (const TestContext& t : contexts_with_threads(2)) {
-    const Result r = problem.run(t.context, paged);
+    const Outcome r = problem.run(t.context, paged);
     ASSERT_TRUE(r.status.ok()) << r.status.message();
     ASSERT_EQ(r.differs_from(problem.run(t.context)), "");
     ASSERT_EQ(problem.judge(r, t.context), "");
@@ -311,13 +311,13 @@ TEST(AttentionPages, B64_StaleTailsOfTheTableAreNeverRead) {
       std::copy_n(table.begin(), std::max<int64_t>(used, 1), static_cast<int32_t*>(entries.data()));
       const std::vector<int64_t> lengths = {length};
       for (const TestContext& t : contexts_with_threads(2)) {
-        const Result expected = problem.run(t.context);
+        const Outcome expected = problem.run(t.context);
         ASSERT_EQ(problem.judge(expected, t.context), "");
         for (const void* data : {static_cast<const void*>(table.data()), static_cast<const void*>(entries.data())}) {
           AttentionInputs paged{.query = problem.query(), .key = cache.key.tensor(), .value = cache.value.tensor()};
           paged.block_table = ConstTensor::contiguous(DType::i32, {1, 4}, data);
           paged.kv_lengths = ConstTensor::contiguous(DType::i64, {1}, lengths.data());
-          const Result r = problem.run(t.context, paged);
+          const Outcome r = problem.run(t.context, paged);
           ASSERT_TRUE(r.status.ok()) << r.status.message();
           ASSERT_EQ(r.differs_from(expected), "") << t.name;
         }

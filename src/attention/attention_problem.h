@@ -2,7 +2,7 @@
 // judgement by the reference.
 //
 //   Problem problem({.num_heads = 4, .num_kv_heads = 2, .query_len = 13, .kv_len = 33, .head_dim = 40}, random);
-//   Result r = problem.run(context);                  // outputs prefilled with NaN
+//   Outcome r = problem.run(context);                  // outputs prefilled with NaN
 //   EXPECT_EQ(problem.judge(r, context), "");
 #pragma once
 
@@ -143,12 +143,12 @@ inline std::string to_string(const ProblemOptions& p) {
 }
 
 // What a call wrote.
-struct Result {
+struct Outcome {
   Status status;
   std::unique_ptr<View> out, lse, max, sum;
 
   // Equal bits in all four.
-  std::string differs_from(const Result& other) const {
+  std::string differs_from(const Outcome& other) const {
     for (const auto& [mine, theirs, name] :
          {std::tuple(out.get(), other.out.get(), "out"), std::tuple(lse.get(), other.lse.get(), "softmax_lse"),
           std::tuple(max.get(), other.max.get(), "softmax_max"),
@@ -209,9 +209,9 @@ class Problem {
                           machine);
   }
 
-  Result run(const Context& context) const { return run(context, inputs); }
-  Result run(const Context& context, const AttentionInputs& in) const {
-    Result r;
+  Outcome run(const Context& context) const { return run(context, inputs); }
+  Outcome run(const Context& context, const AttentionInputs& in) const {
+    Outcome r;
     const DType statistics = p_.query_dtype == DType::f64 ? DType::f64 : DType::f32;
     r.out = std::make_unique<View>(p_.out_dtype, p_.batch, p_.num_heads, p_.query_len, p_.value_head_dim,
                                    p_.out_strides, Guard::before);
@@ -228,7 +228,7 @@ class Problem {
   }
 
   // "" where `r` agrees with the reference; at most max_rows rows are looked at, all of them where they are fewer.
-  std::string judge(const Result& r, const Context& context, int64_t max_rows = 1 << 20) {
+  std::string judge(const Outcome& r, const Context& context, int64_t max_rows = 1 << 20) {
     if (!r.status.ok()) return r.status.message();
     const AttentionPlan plan_used = plan(context.machine());
     const std::string about = to_string(p_) + "\n  " + to_string(context.machine()) + ", " +

@@ -43,7 +43,7 @@ void check(const ProblemOptions& options, Random& random, double share_of_groups
   Problem problem(options, random);
   for (const auto& group : all) {
     if (!exhaustive() && !random.chance(share_of_groups)) continue;
-    const Result first = problem.run(group[0]->context);
+    const Outcome first = problem.run(group[0]->context);
     ASSERT_EQ(problem.judge(first, group[0]->context, 200), "");
     const size_t other = static_cast<size_t>(random.integer(1, static_cast<int64_t>(group.size()) - 1));
     for (size_t i = 1; i < group.size(); ++i) {
