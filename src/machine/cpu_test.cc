@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -141,6 +142,7 @@ TEST_F(FakeSystem, QuotaOfVersion2) {
   EXPECT_EQ(cgroup_cpu_quota(root_), 3.5);
   write("/sys/fs/cgroup/user/cpu.max", "120000 100000\n");  // a parent limits its children
   EXPECT_EQ(cgroup_cpu_quota(root_), 1.2);
+  EXPECT_EQ(available_cores(root_), std::min(available_cores(), 2));  // rounded up
   write("/sys/fs/cgroup/user/cpu.max", "50000 100000\n");
   EXPECT_EQ(available_cores(root_), 1);
   write("/sys/fs/cgroup/user/cpu.max", "nonsense\n");

@@ -165,7 +165,6 @@ void ThreadPool::Impl::work(int worker) {
 }
 
 void ThreadPool::Impl::worker_loop(int worker) {
-  const DefaultFloatControl float_control;
   current_task = {this, worker};
   Gate seen_region = 0;
   const auto news = [&](Gate g) { return (g & kStop) != 0 || ((g & kOpen) != 0 && (g & kRegionMask) != seen_region); };
@@ -186,7 +185,10 @@ void ThreadPool::Impl::worker_loop(int worker) {
     if ((g & kStop) != 0) return;
     if (!gate.compare_exchange_strong(g, g + 1, std::memory_order_acquire)) continue;
     seen_region = g & kRegionMask;
-    work(worker);
+    {
+      const DefaultFloatControl float_control;
+      work(worker);
+    }
     const Gate left = gate.fetch_sub(1, std::memory_order_acq_rel) - 1;
     if ((left & kCallerWaits) != 0 && (left & kCountMask) == 0) futex_wake(gate, 1, kCaller);
   }

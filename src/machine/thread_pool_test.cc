@@ -128,6 +128,7 @@ TEST(ThreadPool, NestedRegionsRunOnTheirWorker) {
   ThreadPool pool(4);
   ThreadPool other(3);
   std::atomic<int> inner_tasks{0};
+  use_all_threads(other);  // its workers are awake and would gladly help
   Meeting meeting(4);
   pool.parallel_for(4, [&](int64_t, int worker) {
     meeting.wait();
@@ -143,6 +144,7 @@ TEST(ThreadPool, NestedRegionsRunOnTheirWorker) {
     other.parallel_for(10, [&](int64_t, int inner_worker) {
       EXPECT_EQ(std::this_thread::get_id(), self);
       EXPECT_EQ(inner_worker, 0);
+      usleep(200);
       pool.parallel_for(2, [&](int64_t, int) { inner_tasks.fetch_add(1); });
     });
   });
@@ -256,15 +258,18 @@ TEST(ThreadPool, CallersFloatControlDoesNotReachTasks) {
   }
 }
 
-TEST(ThreadPool, AWorkersFloatControlIsItsOwn) {
+TEST(ThreadPool, WhatATaskLeavesBehindEndsWithItsRegion) {
   ThreadPool pool(2);
-  for (int round = 0; round < 2; ++round) {
+  const unsigned before = _mm_getcsr();
+  for (int round = 0; round < 3; ++round) {
     Meeting meeting(2);
     pool.parallel_for(2, [&](int64_t, int) {
       EXPECT_EQ(_mm_getcsr() & 0xffc0u, 0x1f80u);
       meeting.wait();
+      _mm_setcsr(0x9fc0);
     });
   }
+  EXPECT_EQ(_mm_getcsr() & 0xffc0u, before & 0xffc0u);
 }
 #endif
 
@@ -333,13 +338,15 @@ TEST_F(ThreadPoolFork, Grandchild) {
 
 TEST_F(ThreadPoolFork, ForkWhileAnotherThreadIsInsideARegion) {
   ThreadPool pool(3);
+  const pid_t parent = getpid();
   std::atomic<bool> stop{false};
   std::atomic<bool> running{false};
   std::thread user([&] {
     while (!stop.load()) {
-      pool.parallel_for(3, [&](int64_t, int) {
+      pool.parallel_for(1000, [&](int64_t, int) {
+        if (getpid() != parent) _exit(2);  // the child's workers took up what the parent's were doing
         running.store(true);
-        usleep(500);
+        if (!stop.load()) usleep(100);
       });
     }
   });

@@ -32,8 +32,8 @@ TEST(Elements, ReadAndWriteEveryDTypeAndLayout) {
   EXPECT_EQ(index_text(ConstTensor::contiguous(DType::f32, {}, nullptr), 0), "[]");
   int8_t byte = 0;
   const Tensor i8 = Tensor::contiguous(DType::i8, {}, &byte);
-  for (const auto& [value, expected] :
-       {std::pair{300.0, 127}, std::pair{-300.0, -128}, std::pair{std::nan(""), 0}, std::pair{2.5, 2}, std::pair{-1.6, -2}}) {
+  for (const auto& [value, expected] : {std::pair{300.0, 127}, std::pair{-300.0, -128}, std::pair{std::nan(""), 0},
+                                        std::pair{2.5, 2}, std::pair{-1.6, -2}}) {
     set(i8, 0, value);
     EXPECT_EQ(byte, expected);
   }
@@ -194,16 +194,16 @@ TEST(Peak, MeasuresAtEveryLevel) {
     for (const TestContext& t : contexts_with_threads(num_threads)) {
       for (PeakKind kind : {PeakKind::f32, PeakKind::bf16, PeakKind::i8}) {
         const Peak peak = measure_peak(t.context, kind, 50e-6);
-        EXPECT_GT(peak.flops_per_second, 1e8) << t.name << " " << to_string(kind);
+        EXPECT_GT(peak.flops_per_second, 1e5) << t.name << " " << to_string(kind);
         EXPECT_LT(peak.flops_per_second, 1e14) << t.name << " " << to_string(kind);
         EXPECT_GT(peak.seconds, 1e-6);
       }
       std::vector<char> data(1 << 20, 1);
-      EXPECT_GT(measure_read_bandwidth(t.context, data.data(), 1 << 20), 1e7) << t.name;
+      EXPECT_GT(measure_read_bandwidth(t.context, data.data(), 1 << 20), 1e5) << t.name;
     }
   }
   const double clock = measure_clock();
-  EXPECT_GT(clock, 1e7);
+  EXPECT_GT(clock, 1e5);
   EXPECT_LT(clock, 1e10);
 }
 
