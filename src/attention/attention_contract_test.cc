@@ -1,0 +1,314 @@
+// What flash_attention_forward refuses: every check with its whole message, and nothing written.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "attention/attention_problem.h"
+
+namespace opst::test {
+namespace {
+
+// A call that is right, for tests to spoil.
+struct Call {
+  std::vector<float> memory = std::vector<float>(4096, 0.5f);
+  std::vector<float> out_memory = std::vector<float>(1024, 7.0f);
+  std::vector<int32_t> table = {0, 1, 2, 3};
+  std::vector<int32_t> lengths = {7, 5};
+  AttentionInputs in;
+  AttentionOutputs out;
+  AttentionOptions options;
+
+  Call() {
+    in.query = ConstTensor::contiguous(DType::f32, {2, 4, 3, 8}, memory.data());
+    in.key = ConstTensor::contiguous(DType::f32, {2, 2, 7, 8}, memory.data());
+    in.value = ConstTensor::contiguous(DType::f32, {2, 2, 7, 5}, memory.data());
+    out.out = Tensor::contiguous(DType::f32, {2, 4, 3, 5}, out_memory.data());
+    for (int i = 0; i < 3; ++i) {
+      (i == 0   ? out.softmax_lse
+       : i == 1 ? out.softmax_max
+                : out.softmax_sum) = Tensor::contiguous(DType::f32, {2, 4, 3}, out_memory.data() + 200 + 30 * i);
+    }
+  }
+  // The same with pages: 4 blocks of 4 keys, two for each sequence.
+  void make_paged() {
+    in.key = ConstTensor::contiguous(DType::f32, {4, 4, 2, 8}, memory.data());
+    in.value = ConstTensor::contiguous(DType::f32, {4, 4, 2, 5}, memory.data());
+    in.block_table = ConstTensor::contiguous(DType::i32, {2, 2}, table.data());
+    in.kv_lengths = ConstTensor::contiguous(DType::i32, {2}, lengths.data());
+  }
+  Status run() { return flash_attention_forward(const_cast<Context&>(contexts().front().context), in, out, options); }
+};
+
+struct Refusal {
+  const char* name;
+  std::function<void(Call&)> spoil;
+  std::string message;  // after "flash_attention_forward: "
+};
+
+const float kNan = std::numeric_limits<float>::quiet_NaN();
+
+const Refusal kRefusals[] = {
+    {"query_rank", [](Call& c) { c.in.query = c.in.query.selected(0, 0); },
+     "query has rank 3, but [batch, num_heads, query_len, head_dim] has rank 4"},
+    {"query_dtype", [](Call& c) { c.in.query.dtype = DType::i32; }, "query is i32, but must be f32, bf16, f16 or f64"},
+    {"query_null", [](Call& c) { c.in.query.data = nullptr; },
+     "query has null data, but 192 elements: f32 [2, 4, 3, 8]"},
+    {"B39_query_negative_stride", [](Call& c) { c.in.query.strides[3] = -1; },
+     "query stride 3 is -1, but must be >= 0"},
+    {"query_negative_size", [](Call& c) { c.in.query.shape[2] = -3; }, "query dim 2 is -3, but must be >= 0"},
+    {"query_spans_too_much", [](Call& c) { c.in.query.strides[2] = int64_t{1} << 61; },
+     "query f32 [2, 4, 3, 8] spans more bytes than the limit of 2^61"},
+    {"key_batch", [](Call& c) { c.in.key.shape[0] = 1; }, "key dim 0 (batch) is 1, but query set batch = 2"},
+    {"key_head_dim", [](Call& c) { c.in.key.shape[3] = 7; }, "key dim 3 (head_dim) is 7, but query set head_dim = 8"},
+    {"key_dtype", [](Call& c) { c.in.key.dtype = DType::i64; }, "key is i64, but must be f32, bf16, f16 or f64"},
+    {"key_rank", [](Call& c) { c.in.key.rank = 3; },
+     "key has rank 3, but [batch, num_kv_heads, kv_len, head_dim] has rank 4"},
+    {"B39_key_negative_stride", [](Call& c) { c.in.key.strides[2] = -8; }, "key stride 2 is -8, but must be >= 0"},
+    {"value_kv_len", [](Call& c) { c.in.value.shape[2] = 6; }, "value dim 2 (kv_len) is 6, but key set kv_len = 7"},
+    {"value_kv_heads", [](Call& c) { c.in.value.shape[1] = 1; },
+     "value dim 1 (num_kv_heads) is 1, but key set num_kv_heads = 2"},
+    {"value_dtype", [](Call& c) { c.in.value.dtype = DType::boolean; },
+     "value is bool, but must be f32, bf16, f16 or f64"},
+    {"value_differs_from_key", [](Call& c) { c.in.value.dtype = DType::f16; }, "value is f16, but key is f32"},
+    {"f64_mixed",
+     [](Call& c) {
+       c.in.query = ConstTensor::contiguous(DType::f64, {2, 4, 3, 8}, c.memory.data());
+       c.out.softmax_lse = c.out.softmax_max = c.out.softmax_sum = {};
+     },
+     "f64 does not mix with other types: query is f64, key f32, out f32"},
+    {"f64_out",
+     [](Call& c) {
+       c.out.out = Tensor::contiguous(DType::f64, {2, 4, 3, 5}, c.out_memory.data() + 300);
+     },
+     "f64 does not mix with other types: query is f32, key f32, out f64"},
+    {"out_shape_follows_value",
+     [](Call& c) {
+       c.out.out = Tensor::contiguous(DType::f32, {2, 4, 3, 8}, c.out_memory.data() + 300);
+     },
+     "out dim 3 (value_head_dim) is 8, but value set value_head_dim = 5"},
+    {"out_heads", [](Call& c) { c.out.out.shape[1] = 2; }, "out dim 1 (num_heads) is 2, but query set num_heads = 4"},
+    {"out_dtype", [](Call& c) { c.out.out.dtype = DType::u8; }, "out is u8, but must be f32, bf16, f16 or f64"},
+    {"out_null", [](Call& c) { c.out.out.data = nullptr; }, "out has null data, but 120 elements: f32 [2, 4, 3, 5]"},
+    {"out_aliases_itself", [](Call& c) { c.out.out.strides[0] = 0; },
+     "out f32 [2, 4, 3, 5] has strides [0, 15, 5, 1], with which elements share addresses, but every element of an "
+     "output needs its own"},
+    {"out_overlaps_query", [](Call& c) { c.out.out.data = c.memory.data() + 100; },
+     "out f32 [2, 4, 3, 5] overlaps query f32 [2, 4, 3, 8] in memory, but an output must not"},
+    {"out_overlaps_value",
+     [](Call& c) {
+       c.in.value.data = c.memory.data() + 2000;
+       c.out.out.data = c.memory.data() + 2139;
+     },
+     "out f32 [2, 4, 3, 5] overlaps value f32 [2, 2, 7, 5] in memory, but an output must not"},
+    {"lse_shape",
+     [](Call& c) {
+       c.out.softmax_lse = Tensor::contiguous(DType::f32, {2, 4, 4}, c.out_memory.data() + 500);
+     },
+     "softmax_lse dim 2 (query_len) is 4, but query set query_len = 3"},
+    {"lse_dtype", [](Call& c) { c.out.softmax_lse.dtype = DType::bf16; }, "softmax_lse is bf16, but must be f32"},
+    {"max_rank", [](Call& c) { c.out.softmax_max.rank = 2; },
+     "softmax_max has rank 2, but [batch, num_heads, query_len] has rank 3"},
+    {"sum_dtype",
+     [](Call& c) {
+       c.out.softmax_sum = Tensor::contiguous(DType::f64, {2, 4, 3}, c.out_memory.data() + 500);
+     },
+     "softmax_sum is f64, but must be f32"},
+    {"sum_overlaps_max", [](Call& c) { c.out.softmax_sum.data = c.out_memory.data() + 231; },
+     "softmax_sum f32 [2, 4, 3] overlaps softmax_max f32 [2, 4, 3] in memory, but an output must not"},
+    {"B47_heads_33_over_2",
+     [](Call& c) {
+       c.in.query = ConstTensor::contiguous(DType::f32, {2, 33, 3, 8}, c.memory.data());
+       c.out.out = Tensor::contiguous(DType::f32, {2, 33, 3, 5}, c.memory.data() + 2500);
+       c.out.softmax_lse = c.out.softmax_max = c.out.softmax_sum = {};
+     },
+     "num_heads is 33, not a multiple of num_kv_heads = 2"},
+    {"B47_fewer_heads_than_kv_heads",
+     [](Call& c) {
+       c.in.query.shape[1] = c.out.out.shape[1] = 1;
+       c.out.softmax_lse = c.out.softmax_max = c.out.softmax_sum = {};
+     },
+     "num_heads is 1, not a multiple of num_kv_heads = 2"},
+    {"B47_no_kv_heads", [](Call& c) { c.in.key.shape[1] = c.in.value.shape[1] = 0; },
+     "num_heads is 4, not a multiple of num_kv_heads = 0"},
+    {"B32_head_dim_0", [](Call& c) { c.in.query.shape[3] = c.in.key.shape[3] = 0; }, "head_dim is 0, must be 1 to 768"},
+    {"B32_value_head_dim_0", [](Call& c) { c.in.value.shape[3] = c.out.out.shape[3] = 0; },
+     "value_head_dim is 0, must be 1 to 768"},
+    {"head_dim_769",
+     [](Call& c) {
+       c.in.query.shape[3] = c.in.key.shape[3] = 769;
+       c.in.query.strides[3] = c.in.key.strides[3] = 0;
+     },
+     "head_dim is 769, must be 1 to 768"},
+    {"value_head_dim_769",
+     [](Call& c) {
+       c.in.value.shape[3] = 769, c.in.value.strides[3] = 0;
+       c.memory.resize(30000), c.in.query.data = c.in.key.data = c.in.value.data = c.memory.data();
+       c.out.out = Tensor::contiguous(DType::f32, {2, 4, 3, 769}, c.memory.data() + 2500);
+     },
+     "value_head_dim is 769, must be 1 to 768"},
+    {"scale_nan", [](Call& c) { c.options.softmax_scale = kNan; }, "softmax_scale is nan, must be finite"},
+    {"scale_infinite", [](Call& c) { c.options.softmax_scale = -HUGE_VALF; }, "softmax_scale is -inf, must be finite"},
+    {"block_q_negative", [](Call& c) { c.options.block_q = -1; }, "block_q is -1, must be 0 to 4096"},
+    {"block_q_large", [](Call& c) { c.options.block_q = 4097; }, "block_q is 4097, must be 0 to 4096"},
+    {"block_kv_negative", [](Call& c) { c.options.block_kv = -2; }, "block_kv is -2, must be 0 to 4096"},
+    {"block_kv_large", [](Call& c) { c.options.block_kv = 5000; }, "block_kv is 5000, must be 0 to 4096"},
+    {"lengths_dtype", [](Call& c) { c.in.kv_lengths = ConstTensor::contiguous(DType::f32, {2}, c.lengths.data()); },
+     "kv_lengths is f32, but must be i32 or i64"},
+    {"B61_lengths_too_few",
+     [](Call& c) { c.in.kv_lengths = ConstTensor::contiguous(DType::i32, {1}, c.lengths.data()); },
+     "kv_lengths dim 0 (batch) is 1, but query set batch = 2"},
+    {"dense_length_too_long",
+     [](Call& c) {
+       c.lengths = {7, 8};
+       c.in.kv_lengths = ConstTensor::contiguous(DType::i32, {2}, c.lengths.data());
+     },
+     "kv_lengths[1] is 8, must be 0 to 7 (kv_len of key)"},
+    {"B61_dense_length_negative",
+     [](Call& c) {
+       c.lengths = {-1, 5};
+       c.in.kv_lengths = ConstTensor::contiguous(DType::i32, {2}, c.lengths.data());
+     },
+     "kv_lengths[0] is -1, must be 0 to 7 (kv_len of key)"},
+    {"paged_without_lengths", [](Call& c) { c.make_paged(), c.in.kv_lengths = {}; },
+     "block_table is given, but kv_lengths is not"},
+    {"table_dtype", [](Call& c) { c.make_paged(), c.in.block_table.dtype = DType::u8; },
+     "block_table is u8, but must be i32 or i64"},
+    {"table_batch",
+     [](Call& c) {
+       c.make_paged(), c.in.block_table = ConstTensor::contiguous(DType::i32, {1, 4}, c.table.data());
+     },
+     "block_table dim 0 (batch) is 1, but query set batch = 2"},
+    {"table_rank",
+     [](Call& c) { c.make_paged(), c.in.block_table = ConstTensor::contiguous(DType::i32, {4}, c.table.data()); },
+     "block_table has rank 1, but [batch, max_blocks] has rank 2"},
+    {"paged_value_blocks", [](Call& c) { c.make_paged(), c.in.value.shape[0] = 3; },
+     "value dim 0 (num_blocks) is 3, but key set num_blocks = 4"},
+    {"paged_value_block_size", [](Call& c) { c.make_paged(), c.in.value.shape[1] = 3; },
+     "value dim 1 (block_size) is 3, but key set block_size = 4"},
+    {"paged_block_size_0", [](Call& c) { c.make_paged(), c.in.key.shape[1] = c.in.value.shape[1] = 0; },
+     "block_size is 0, must be at least 1"},
+    {"B61_length_beyond_the_table",
+     [](Call& c) {
+       c.lengths = {9, 5}, c.make_paged();
+     },
+     "kv_lengths[0] is 9, must be 0 to 8 (2 blocks of 4 keys in block_table)"},
+    {"B61_length_negative",
+     [](Call& c) {
+       c.lengths = {7, -5}, c.make_paged();
+     },
+     "kv_lengths[1] is -5, must be 0 to 8 (2 blocks of 4 keys in block_table)"},
+    {"B62_block_id_too_large",
+     [](Call& c) {
+       c.table = {0, 4, 1, 1}, c.make_paged();
+     },
+     "block_table[0][1] is 4, but the cache has 4 blocks"},
+    {"B62_block_id_negative",
+     [](Call& c) {
+       c.table = {0, 1, -1, 1}, c.make_paged();
+     },
+     "block_table[1][0] is -1, but the cache has 4 blocks"},
+};
+
+class AttentionRefuses : public testing::TestWithParam<Refusal> {};
+
+TEST_P(AttentionRefuses, WithItsWholeMessageAndWritesNothing) {
+  Call call;
+  GetParam().spoil(call);
+  const std::vector<float> memory_before = call.memory, out_before = call.out_memory;
+  const Status status = call.run();
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  EXPECT_EQ(status.message(), "flash_attention_forward: " + GetParam().message);
+  EXPECT_EQ(call.memory, memory_before);
+  EXPECT_EQ(call.out_memory, out_before);
+}
+std::string refusal_name(const testing::TestParamInfo<Refusal>& chosen) { return chosen.param.name; }
+INSTANTIATE_TEST_SUITE_P(Attention, AttentionRefuses, testing::ValuesIn(kRefusals), refusal_name);
+
+TEST(AttentionContract, WhatTheRefusalsSpoilIsLegal) {
+  Call dense;
+  EXPECT_EQ(dense.run().message(), "");
+  Call paged;
+  paged.make_paged();
+  EXPECT_EQ(paged.run().message(), "");
+  for (const float x : {paged.out_memory[0], paged.out_memory[119], paged.out_memory[200], paged.out_memory[283]}) {
+    EXPECT_NE(x, 7.0f);
+  }
+}
+
+// Parts of one fused buffer are interleaved, not overlapping: an output may lie between the inputs.
+TEST(AttentionContract, InterleavedOutputIsNoOverlap) {
+  Random random(seed());
+  std::vector<float> fused(5 * 4 * 32);  // [token][query, key, value, out][32]
+  const auto part = [&](int64_t i) {
+    Tensor t = Tensor::contiguous(DType::f32, {1, 1, 5, 32}, fused.data() + i * 32);
+    t.strides[0] = t.strides[1] = 5 * 128, t.strides[2] = 128;
+    return t;
+  };
+  for (int64_t i = 0; i < 3; ++i) fill(part(i), Fill::normal, random);
+  ProblemOptions p;
+  p.query_len = p.kv_len = 5, p.head_dim = p.value_head_dim = 32;
+  Problem problem(p, random);
+  copy(part(0), problem.query());
+  copy(part(1), problem.key());
+  copy(part(2), problem.value());
+  for (const TestContext& t : contexts_with_threads(2)) {
+    const Status status = flash_attention_forward(
+        const_cast<Context&>(t.context), {.query = part(0), .key = part(1), .value = part(2)}, {.out = part(3)});
+    ASSERT_TRUE(status.ok()) << status.message();
+    const Comparison c = compare_bits(part(3), problem.run(t.context).out->tensor(), {.about = t.name});
+    ASSERT_TRUE(c.ok) << c.message;
+  }
+}
+
+// Outputs that were not asked for cost nothing, and do not change those that were.
+TEST(AttentionContract, EveryStatisticIsOptional) {
+  for (int wanted = 0; wanted < 8; ++wanted) {
+    Call all, some;
+    ASSERT_TRUE(all.run().ok());
+    if ((wanted & 1) == 0) some.out.softmax_lse = {};
+    if ((wanted & 2) == 0) some.out.softmax_max = {};
+    if ((wanted & 4) == 0) some.out.softmax_sum = {};
+    ASSERT_TRUE(some.run().ok());
+    for (size_t i = 0; i < some.out_memory.size(); ++i) {
+      const bool unwanted = (i >= 200 && i < 224 && (wanted & 1) == 0) || (i >= 230 && i < 254 && (wanted & 2) == 0) ||
+                            (i >= 260 && i < 284 && (wanted & 4) == 0);
+      EXPECT_EQ(some.out_memory[i], unwanted ? 7.0f : all.out_memory[i]) << i;
+    }
+  }
+}
+
+// Zero-sized inputs: an empty output where there is no query, zeros and -inf where there is no key.
+TEST(AttentionContract, B32_EmptyInputs) {
+  Random random(seed() + 1);
+  for (const bool causal : {false, true}) {
+    for (const bool paged : {false, true}) {
+      for (const auto& [batch, heads, kv_heads, query_len, kv_len] :
+           {std::tuple(7, 9, 9, 0, 7), std::tuple(0, 3, 3, 2, 13), std::tuple(0, 0, 0, 0, 0), std::tuple(1, 2, 1, 3, 0),
+            std::tuple(1, 2, 1, 0, 5), std::tuple(0, 2, 2, 3, 5), std::tuple(2, 0, 1, 3, 5), std::tuple(2, 0, 0, 3, 5),
+            std::tuple(1, 1, 1, 100, 0)}) {
+        if (paged && batch == 0) continue;  // an empty vector has no data to tell pages by
+        for (const AttentionPath path : {AttentionPath::automatic, AttentionPath::flash, AttentionPath::standard}) {
+          ProblemOptions p;
+          p.batch = batch, p.num_heads = heads, p.num_kv_heads = kv_heads, p.query_len = query_len, p.kv_len = kv_len;
+          p.head_dim = 9, p.value_head_dim = 7;
+          p.options.causal = causal, p.options.path = path;
+          Problem problem(p, random);
+          const Pages pages = problem.paged(4, random);
+          for (const TestContext& t : contexts_with_threads(2)) {
+            const Outcome r = problem.run(t.context, paged ? pages.inputs : problem.inputs);
+            ASSERT_EQ(r.status.message(), "") << to_string(p);
+            for (int64_t i = 0; i < r.out->tensor().num_elements(); ++i) ASSERT_EQ(get(r.out->tensor(), i), 0);
+            for (int64_t i = 0; i < r.lse->tensor().num_elements(); ++i) {
+              ASSERT_EQ(get(r.lse->tensor(), i), -HUGE_VAL);
+              ASSERT_EQ(get(r.max->tensor(), i), -HUGE_VAL);
+              ASSERT_EQ(get(r.sum->tensor(), i), 0);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace opst::test

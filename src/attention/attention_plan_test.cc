@@ -1,0 +1,219 @@
+// plan_attention is a pure function: invariants over invented problems and machines, without running a kernel.
+#include <gtest/gtest.h>
+
+#include "attention/attention_problem.h"
+#include "attention/kernel_table.h"
+#include "attention/layout.h"
+
+namespace opst::test {
+namespace {
+
+constexpr Isa kAllLevels[] = {Isa::generic, Isa::avx2, Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16};
+
+// Skewed to small numbers, now and then as large as `most`.
+int64_t size(Random& random, int64_t most) {
+  return static_cast<int64_t>(std::pow(static_cast<double>(most), random.uniform(0, 1)));
+}
+
+AttentionProblem draw_problem(Random& random) {
+  AttentionProblem p;
+  p.query_dtype = random.pick({DType::f32, DType::bf16, DType::f16, DType::f64});
+  p.kv_dtype = p.query_dtype == DType::f64 ? DType::f64 : random.pick({DType::f32, DType::bf16, DType::f16});
+  p.batch = size(random, 64);
+  p.num_kv_heads = size(random, 64);
+  p.num_heads = p.num_kv_heads * size(random, 32);
+  p.query_len = random.chance(0.2) ? 1 : size(random, 1 << 20);
+  p.kv_len = random.chance(0.05) ? 0 : size(random, 1 << 20);
+  p.head_dim = random.integer(1, 768);
+  p.value_head_dim = random.integer(1, 768);
+  p.paged = random.chance(0.3);
+  p.unit_stride_kv = random.chance(0.8);
+  p.options.causal = random.chance(0.5);
+  p.options.path = random.pick({AttentionPath::automatic, AttentionPath::flash, AttentionPath::standard});
+  if (random.chance(0.3)) p.options.block_q = size(random, 4096);
+  if (random.chance(0.3)) p.options.block_kv = size(random, 4096);
+  return p;
+}
+
+Machine draw_machine(Random& random) {
+  Machine m;
+  m.isa = kAllLevels[random.integer(0, 4)];
+  m.cores = static_cast<int>(random.integer(1, 128));
+  m.cache = {.l1d_bytes = size(random, 128 << 10) + 512,
+             .l2_bytes = size(random, 4 << 20) + 1024,
+             .l3_bytes_per_core = size(random, 64 << 20)};
+  m.bf16_product = random.pick({Bf16Product::dot, Bf16Product::widen});
+  return m;
+}
+
+std::string about(const AttentionProblem& p, const Machine& m, const AttentionPlan& plan) {
+  return to_string(m) + "\n  " + std::string(to_string(p.query_dtype)) + " " + to_string(p.kv_dtype) + " batch " +
+         std::to_string(p.batch) + " heads " + std::to_string(p.num_heads) + "/" + std::to_string(p.num_kv_heads) +
+         " query_len " + std::to_string(p.query_len) + " kv_len " + std::to_string(p.kv_len) + " dims " +
+         std::to_string(p.head_dim) + "/" + std::to_string(p.value_head_dim) + " blocks " +
+         std::to_string(p.options.block_q) + " " + std::to_string(p.options.block_kv) + "\n  " + opst::to_string(plan) +
+         "\n  seed " + std::to_string(seed());
+}
+
+void expect_same(const AttentionPlan& a, const AttentionPlan& b) {
+  EXPECT_EQ(opst::to_string(a), opst::to_string(b));
+  EXPECT_EQ(a.keys_per_split, b.keys_per_split);
+  EXPECT_EQ(a.heads_per_wave, b.heads_per_wave);
+  EXPECT_STREQ(a.reason, b.reason);
+}
+
+TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
+  Random random(seed());
+  for (int i = 0; i < 10'000; ++i) {
+    const AttentionProblem p = draw_problem(random);
+    Machine m = draw_machine(random);
+    const AttentionPlan plan = plan_attention(p, m);
+    SCOPED_TRACE(about(p, m, plan));
+    const int64_t heads = p.batch * p.num_kv_heads, group = p.num_heads / p.num_kv_heads, rows = p.query_len * group;
+
+    // Pure, and the number of cores is not read: results must not depend on threads.
+    m.cores = static_cast<int>(random.integer(1, 256));
+    expect_same(plan, plan_attention(p, m));
+
+    // What was asked for.
+    if (p.options.path != AttentionPath::automatic) {
+      EXPECT_EQ(plan.path, p.options.path);
+    }
+    EXPECT_NE(plan.path, AttentionPath::automatic);
+    if (p.options.block_kv > 0) {
+      EXPECT_EQ(plan.block_kv, p.options.block_kv);
+    }
+    if (p.options.block_q > 0) {
+      EXPECT_EQ(plan.block_q, std::min(p.options.block_q, rows));
+    }
+    EXPECT_GE(plan.block_q, 1);
+    EXPECT_LE(plan.block_q, std::min<int64_t>(rows, 4096));
+    EXPECT_GE(plan.block_kv, 1);
+    EXPECT_LE(plan.block_kv, 4096);
+
+    // The product follows the dtypes and what the level may use.
+    if (p.query_dtype == DType::f64) {
+      EXPECT_EQ(plan.product, AttentionProduct::f64);
+    } else if (plan.product == AttentionProduct::bf16_dot) {
+      EXPECT_TRUE(p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16 && m.isa == Isa::avx512_bf16 &&
+                  m.bf16_product == Bf16Product::dot && plan.kv_access != KvAccess::in_place);
+    } else {
+      EXPECT_EQ(plan.product, AttentionProduct::f32);
+    }
+    const attention::Geometry g = attention::geometry_of(m.isa, plan.product);
+    if (plan.kv_access == KvAccess::in_place) {
+      EXPECT_TRUE(p.unit_stride_kv);
+      EXPECT_LE(plan.block_q, g.tile_rows);
+      EXPECT_EQ(plan.block_q, rows);
+    }
+    if (plan.kv_access == KvAccess::packed_per_task) {
+      EXPECT_EQ(plan.block_q, rows);
+    }
+
+    // The parts cover the keys, and each holds some.
+    EXPECT_GE(plan.kv_splits, 1);
+    EXPECT_LE(plan.kv_splits, 16);
+    EXPECT_EQ(plan.keys_per_split % plan.block_kv, 0);
+    EXPECT_GE(plan.kv_splits * plan.keys_per_split, p.kv_len);
+    EXPECT_LT((plan.kv_splits - 1) * plan.keys_per_split, std::max<int64_t>(p.kv_len, 1));
+    EXPECT_EQ(plan.num_tasks, heads * ceil_div(rows, plan.block_q) * plan.kv_splits);
+    EXPECT_GE(plan.heads_per_wave, 1);
+    EXPECT_LE(plan.heads_per_wave, heads);
+
+    // Memory: whole cache lines, and what the layout hands out.
+    EXPECT_GT(plan.scratch_bytes_per_worker, 0);
+    EXPECT_EQ(plan.scratch_bytes_per_worker % 64, 0);
+    EXPECT_GE(plan.scratch_bytes_shared, 0);
+    EXPECT_EQ(plan.scratch_bytes_shared % 64, 0);
+    EXPECT_EQ(plan.scratch_bytes(3), plan.scratch_bytes_shared + 3 * plan.scratch_bytes_per_worker);
+    const attention::Layout layout(p, plan, g);
+    EXPECT_EQ(plan.scratch_bytes_per_worker, layout.worker_bytes);
+    EXPECT_EQ(plan.scratch_bytes_shared, layout.shared_bytes(plan));
+    if (plan.kv_access == KvAccess::packed_shared && p.kv_len > 0) {
+      EXPECT_GE(plan.scratch_bytes_shared, p.kv_len * (p.head_dim + p.value_head_dim) *
+                                               (p.query_dtype == DType::f64 ? 8
+                                                : g.step == 2               ? 2
+                                                                            : 4));
+    }
+    if (plan.path == AttentionPath::standard) {
+      EXPECT_GE(plan.scratch_bytes_shared, heads * rows * p.kv_len * g.accumulator_bytes);
+    } else {
+      // Linear: no more than one packed copy with every tile's padding, and the states of split rows.
+      const int64_t tile_bytes = layout.key_tile_bytes + layout.value_tile_bytes + 64;
+      EXPECT_LE(plan.scratch_bytes_shared, heads * ((p.kv_len / plan.block_kv + 1) * tile_bytes + 64) +
+                                               (plan.kv_splits > 1 ? plan.num_tasks * layout.state_bytes : 0));
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST(AttentionPlan, NoQueriesNoTasks) {
+  for (int i = 0; i < 4; ++i) {
+    AttentionProblem p;
+    p.query_len = p.kv_len = 5;
+    (i == 0 ? p.batch : i == 1 ? p.num_heads : i == 2 ? p.num_kv_heads : p.query_len) = 0;
+    if (i == 2) p.num_heads = 0;
+    const AttentionPlan plan = plan_attention(p, Machine());
+    EXPECT_EQ(plan.num_tasks, 0);
+    EXPECT_EQ(plan.scratch_bytes(5), 0);
+  }
+}
+
+// Decode reads keys and values where they are; many rows pack them once.
+TEST(AttentionPlan, AccessFollowsTheRowsThatShareAKvHead) {
+  for (const Isa isa : kAllLevels) {
+    Machine m;
+    m.isa = isa;
+    AttentionProblem p;
+    p.num_heads = 9, p.num_kv_heads = 3, p.query_len = 1, p.kv_len = 1000, p.head_dim = p.value_head_dim = 64;
+    EXPECT_EQ(plan_attention(p, m).kv_access, KvAccess::in_place) << to_string(isa);
+    p.unit_stride_kv = false;
+    EXPECT_EQ(plan_attention(p, m).kv_access, KvAccess::packed_per_task) << to_string(isa);
+    p.unit_stride_kv = true;
+    p.query_len = 1000;
+    EXPECT_EQ(plan_attention(p, m).kv_access, KvAccess::packed_shared) << to_string(isa);
+    p.paged = true;
+    EXPECT_EQ(plan_attention(p, m).kv_access, KvAccess::packed_shared) << to_string(isa);
+  }
+}
+
+TEST(AttentionPlan, GeometryIsTheKernels) {
+  for (const Isa isa : kAllLevels) {
+    for (const AttentionProduct product : {AttentionProduct::f32, AttentionProduct::bf16_dot, AttentionProduct::f64}) {
+      if (product == AttentionProduct::bf16_dot && isa != Isa::avx512_bf16) continue;
+      for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+        SCOPED_TRACE(std::string(to_string(isa)) + " " + to_string(product));
+        const attention::Geometry g = attention::geometry_of(isa, product);
+        const attention::Kernels& k = attention::kernels_for(isa, product, dtype);
+        EXPECT_EQ(g.tile_rows, k.tile_rows);
+        EXPECT_EQ(g.lanes, k.lanes);
+        EXPECT_EQ(g.panel, k.panel);
+        EXPECT_EQ(g.step, k.step);
+        EXPECT_EQ(g.word_bytes, k.word_bytes);
+        EXPECT_EQ(g.accumulator_bytes, k.accumulator_bytes);
+        EXPECT_EQ(k.attend_in_place == nullptr, product == AttentionProduct::bf16_dot);
+      }
+    }
+  }
+}
+
+TEST(AttentionPlan, PrintsWhatItDecided) {
+  AttentionPlan plan;
+  plan.path = AttentionPath::flash;
+  plan.kv_access = KvAccess::in_place;
+  plan.product = AttentionProduct::bf16_dot;
+  plan.block_q = 3, plan.block_kv = 64, plan.kv_splits = 4, plan.keys_per_split = 512, plan.num_tasks = 12;
+  plan.scratch_bytes_shared = 100, plan.scratch_bytes_per_worker = 200;
+  EXPECT_EQ(opst::to_string(plan),
+            "flash in_place bf16_dot, block_q 3, block_kv 64, 4 splits of 512 keys, 12 tasks, scratch 100 + 200 bytes "
+            "per thread");
+  EXPECT_STREQ(to_string(AttentionPath::standard), "standard");
+  EXPECT_STREQ(to_string(AttentionPath::automatic), "automatic");
+  EXPECT_STREQ(to_string(KvAccess::packed_per_task), "packed_per_task");
+  EXPECT_STREQ(to_string(KvAccess::packed_shared), "packed_shared");
+  EXPECT_STREQ(to_string(AttentionProduct::f32), "f32");
+  EXPECT_STREQ(to_string(AttentionProduct::f64), "f64");
+}
+
+}  // namespace
+}  // namespace opst::test
