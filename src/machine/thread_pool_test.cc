@@ -238,6 +238,7 @@ TEST(ThreadPool, CallersFloatControlDoesNotReachTasks) {
     ThreadPool pool(num_threads);
     std::vector<float> plain(64);
     std::vector<float> flushed(64);
+    std::vector<float> nested[2] = {std::vector<float>(64), std::vector<float>(64)};
     const auto work = [](std::vector<float>& out) {
       return [&out](int64_t task, int) {
         volatile float tiny = 1e-39f;
@@ -249,11 +250,13 @@ TEST(ThreadPool, CallersFloatControlDoesNotReachTasks) {
     _mm_setcsr(kFlush);
     pool.parallel_for(64, work(flushed));
     pool.parallel_for(1, work(flushed));
-    pool.parallel_for(2, [&](int64_t, int) { pool.parallel_for(64, work(flushed)); });
+    pool.parallel_for(2, [&](int64_t task, int) { pool.parallel_for(64, work(nested[task])); });
     const unsigned after = _mm_getcsr();
     _mm_setcsr(before);
     EXPECT_EQ(after, kFlush);
     EXPECT_EQ(plain, flushed);
+    EXPECT_EQ(plain, nested[0]);
+    EXPECT_EQ(plain, nested[1]);
     EXPECT_GT(plain[1], 0.0f);
   }
 }
