@@ -18,7 +18,7 @@ enum class StatusCode : uint8_t {
   out_of_memory,     // scratch memory could not be had; nothing was written
   communication,     // a peer process failed or disagreed
   timeout,
-  internal,          // a bug in this library
+  internal,  // a bug in this library
 };
 
 // "ok", "invalid_argument", ...

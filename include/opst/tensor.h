@@ -39,8 +39,8 @@ struct BasicTensor {
   BasicTensor() = default;
   // A mutable view may be read as a const one.
   template <bool kOther>
-    requires(kConst && !kOther)
-  BasicTensor(const BasicTensor<kOther>& other) : dtype(other.dtype), rank(other.rank), data(other.data) {
+  requires(kConst && !kOther) BasicTensor(const BasicTensor<kOther>& other)
+      : dtype(other.dtype), rank(other.rank), data(other.data) {
     for (int i = 0; i < kMaxRank; ++i) shape[i] = other.shape[i], strides[i] = other.strides[i];
   }
 
