@@ -6,11 +6,32 @@
 
 namespace opst::tools {
 
+CLI::Validator at_least(int64_t least) {
+  const auto check = [least](std::string& text) {
+    int64_t value = 0;
+    const bool good = CLI::detail::lexical_cast(text, value) && value >= least;
+    return good ? std::string() : "'" + text + "' is not a whole number from " + std::to_string(least) + " on";
+  };
+  return {check, ""};
+}
+
+CLI::Validator one_of(std::vector<std::string> words) {
+  const auto check = [words](std::string& text) {
+    std::string list;
+    for (const std::string& word : words) {
+      if (text == word) return std::string();
+      list += (list.empty() ? "" : ", ") + word;
+    }
+    return "'" + text + "' is none of " + list;
+  };
+  return {check, ""};
+}
+
 void add_threads_option(CLI::App& command, int& num_threads) {
   command
       .add_option("-t,--threads", num_threads,
                   "Threads (default: OPST_NUM_THREADS, else the cores this process may use)")
-      ->check(CLI::Range(1, 1024))
+      ->check(at_least(1))
       ->type_name("N");
 }
 

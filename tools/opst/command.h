@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "opst/context.h"
 #include "opst/status.h"
@@ -36,6 +37,10 @@ T value_or_fail(Result<T> result, int exit_code = 1) {
   if (!result.ok()) throw CommandError(exit_code, result.status().message());
   return std::move(result.value());
 }
+
+// Validators that leave an option's help as it is written: an integer from `least` on; one of some words.
+CLI::Validator at_least(int64_t least);
+CLI::Validator one_of(std::vector<std::string> words);
 
 // --threads / -t. 0, the default: OPST_NUM_THREADS, else what affinity and cgroup quota give.
 void add_threads_option(CLI::App& command, int& num_threads);

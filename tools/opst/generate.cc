@@ -28,6 +28,8 @@ struct Options {
   model::GenerateOptions generate;
   model::SessionOptions session;
   std::optional<int64_t> context;
+  std::string kv_dtype = "f32";
+  std::string cache = "contiguous";
   int num_threads = 0;
   bool json = false;
 };
@@ -73,6 +75,10 @@ void run(Options& options) {
   const auto load_start = std::chrono::steady_clock::now();
   std::optional<ModelFile> file = open_model(options.prompt.model_path);
   const model::LlamaConfig config = value_or_fail(model::read_llama_config(file->file));
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    if (options.kv_dtype == to_string(dtype)) options.session.kv_dtype = dtype;
+  }
+  options.session.cache = options.cache == "paged" ? model::CacheKind::paged : model::CacheKind::contiguous;
   options.session.context = options.context.value_or(std::min(kDefaultContext, config.max_context));
   if (options.session.context > config.max_context) {
     usage_error("--context is " + std::to_string(options.session.context) + ", but the model's is " +
@@ -123,7 +129,7 @@ std::vector<CLI::Option*> add_sampling_options(CLI::App& command, Options& optio
       command.add_option("--temperature", sampling.temperature, "Divides the logits; 0 is greedy (default 1)")
           ->type_name("T"),
       command.add_option("--top-k", sampling.top_k, "Draw from the K likeliest tokens; 0: all (default 0)")
-          ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+          ->check(at_least(0))
           ->type_name("K"),
       command
           .add_option("--top-p", sampling.top_p, "Draw from the fewest tokens whose probability reaches P (default 1)")
@@ -131,7 +137,7 @@ std::vector<CLI::Option*> add_sampling_options(CLI::App& command, Options& optio
       command
           .add_option("-s,--seed", sampling.seed,
                       "Of the random numbers; the same seed gives the same text (default 0)")
-          ->check(CLI::NonNegativeNumber)
+          ->check(at_least(0))
           ->type_name("N"),
   };
   for (CLI::Option* option : sampled) option->excludes(greedy);
@@ -151,36 +157,33 @@ void add_generate(CLI::App& app) {
       ->needs(chat)
       ->type_name("TEXT")
       ->each([options = options.get()](const std::string&) { options->has_system = true; });
-  const CLI::Range positive(int64_t{1}, int64_t{1} << 40);
   command->add_option("-n,--max-tokens", options->generate.max_tokens, "Stop after so many tokens")
-      ->check(positive)
+      ->check(at_least(1))
       ->type_name("N")
       ->capture_default_str();
   command->add_flag("--ignore-eos", options->generate.ignore_end, "Go on where the model ends its text");
   command
       ->add_option("-c,--context", options->context,
                    "Tokens of prompt and answer together (default: 4096, at most the model's)")
-      ->check(positive)
+      ->check(at_least(1))
       ->type_name("N");
   add_threads_option(*command, options->num_threads);
-  command
-      ->add_option("--kv-dtype", options->session.kv_dtype,
-                   "How keys and values are cached: f32, bf16 or f16 (default f32)")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, DType>{{"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}}));
-  command
-      ->add_option("--cache", options->session.cache,
-                   "contiguous, or paged: blocks found through a block table (default contiguous)")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, model::CacheKind>{
-          {"contiguous", model::CacheKind::contiguous}, {"paged", model::CacheKind::paged}}));
+  command->add_option("--kv-dtype", options->kv_dtype, "How keys and values are cached")
+      ->check(one_of({"f32", "bf16", "f16"}))
+      ->type_name("f32|bf16|f16")
+      ->capture_default_str();
+  command->add_option("--cache", options->cache, "paged: in blocks that are found through a block table")
+      ->check(one_of({"contiguous", "paged"}))
+      ->type_name("contiguous|paged")
+      ->capture_default_str();
   command->add_option("--block-size", options->session.block_size, "Tokens in a block of a paged cache")
-      ->check(positive)
+      ->check(at_least(1))
       ->type_name("N")
       ->capture_default_str();
   command
       ->add_option("-b,--prefill-chunk", options->session.prefill_chunk,
                    "Tokens of the prompt that go through the model together")
-      ->check(positive)
+      ->check(at_least(1))
       ->type_name("N")
       ->capture_default_str();
   command->add_flag("--json", options->json, "Print one JSON object at the end instead of the text as it grows");

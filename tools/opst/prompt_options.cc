@@ -26,15 +26,16 @@ std::string read_file(const std::string& path) {
 
 void PromptOptions::add_to(CLI::App& command) {
   command.add_option("-m,--model", model_path, "Model file (GGUF)")->required()->type_name("FILE");
-  CLI::Option_group* source = command.add_option_group("prompt");
-  source->add_option("-p,--prompt", prompt, "The prompt")->type_name("TEXT");
-  source->add_option("-f,--prompt-file", prompt_path, "A file that holds the prompt, taken byte for byte")
-      ->type_name("FILE");
-  source->require_option(1);
+  CLI::Option* argument = command.add_option("-p,--prompt", prompt, "The prompt")->type_name("TEXT");
+  command.add_option("-f,--prompt-file", prompt_path, "A file that holds the prompt, taken byte for byte")
+      ->type_name("FILE")
+      ->excludes(argument);
   command.add_flag("--no-special", no_special, "Special tokens written in the prompt are plain text");
 }
 
 std::string PromptOptions::text() const {
+  if (prompt.empty() && prompt_path.empty())
+    usage_error("the prompt is empty: give one with --prompt or --prompt-file");
   const std::string text = prompt_path.empty() ? prompt : read_file(prompt_path);
   if (text.empty()) usage_error("the prompt is empty");
   if (!model::is_valid_utf8(text)) usage_error("the prompt is not valid UTF-8");
