@@ -14,19 +14,17 @@
 #include <cmath>
 #include <thread>
 
+#include "attention/call_memory.h"
 #include "attention/check.h"
 #include "attention/kernel_table.h"
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
-#include "attention/layout.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
 
 namespace opst {
 
 namespace attention {
-
-static_assert(sizeof(KvTile) == 64, "attention/layout.h counts on it");
 
 namespace {
 
@@ -44,240 +42,158 @@ class Counter {
   alignas(64) std::atomic<int64_t> count_{0};
 };
 
-// Everything that is the same for all tasks of a call.
+// softmax_scale in two parts: what the queries are multiplied by when they are copied, which is exact, and the positive
+// rest. A scale of 0 makes every score 0. A power of two goes along where the scale times log2(e) would be no float.
+struct Scale {
+  explicit Scale(const AttentionProblem& p) {
+    const double natural = 1 / std::sqrt(static_cast<double>(p.head_dim));
+    double scale = p.query_dtype == DType::f64 ? natural : static_cast<double>(static_cast<float>(natural));
+    if (p.options.softmax_scale) scale = static_cast<double>(*p.options.softmax_scale);
+    const double power = std::fabs(scale) > 1e38 ? 4 : 1;
+    of_query = scale > 0 ? power : scale < 0 ? -power : 0;
+    of_score = scale == 0 ? 1 : std::fabs(scale) / power;
+    of_exponent = of_score * 1.4426950408889634;  // log2(e)
+  }
+  double of_query, of_score, of_exponent;
+};
+
 class ForwardCall {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const AttentionProblem& problem,
-              const AttentionPlan& plan, const Machine& machine, char* shared, char* workers)
+              const AttentionPlan& plan, const Machine& machine, void* scratch)
       : in_(inputs),
         out_(outputs),
         p_(problem),
         plan_(plan),
         kernels_(kernels_for(machine.isa, plan.product, problem.kv_dtype)),
-        layout_(problem, plan, geometry_of(machine.isa, plan.product)),
-        group_(problem.num_heads / problem.num_kv_heads),
-        rows_(problem.query_len * group_),
-        blocks_(ceil_div(rows_, plan.block_q)),
-        shared_(shared),
-        workers_(workers) {
-    const double scale =
-        p_.options.softmax_scale.value_or(static_cast<float>(1.0 / std::sqrt(static_cast<double>(p_.head_dim))));
-    const double exact = p_.options.softmax_scale || p_.query_dtype != DType::f64
-                             ? scale
-                             : 1.0 / std::sqrt(static_cast<double>(p_.head_dim));
-    // A scale of 0 makes every score 0. The sign goes into the queries, which is exact; so does a power of two where
-    // the scale times log2(e) would be no float.
-    const double power = std::fabs(exact) > 1e38 ? 4 : 1;
-    query_factor_ = exact > 0 ? power : exact < 0 ? -power : 0;
-    score_scale_ = exact == 0 ? 1 : std::fabs(exact) / power;
-  }
+        memory_(inputs, problem, plan, geometry_of(machine.isa, plan.product), scratch),
+        scale_(problem) {}
 
   void run(ThreadPool& pool) {
-    const int64_t heads = p_.batch * p_.num_kv_heads;
-    const int64_t packs =
-        plan_.kv_access == KvAccess::packed_shared ? plan_.heads_per_wave * layout_.tiles_per_head : 0;
-    const int64_t tasks = plan_.heads_per_wave * blocks_ * plan_.kv_splits;
-    const int64_t waves = ceil_div(heads, plan_.heads_per_wave);
+    const int64_t wave_heads = plan_.heads_per_wave, tiles_per_head = memory_.layout.tiles_per_head;
+    const int64_t packs = plan_.kv_access == KvAccess::packed_shared ? wave_heads * tiles_per_head : 0;
+    const int64_t tasks_per_head = memory_.blocks * plan_.kv_splits, tasks = wave_heads * tasks_per_head;
+    const int64_t waves = ceil_div(memory_.heads, wave_heads);
     pool.parallel_for(waves * (packs + tasks), [&](int64_t index, int worker) {
       const int64_t wave = index / (packs + tasks), in_wave = index % (packs + tasks);
       Progress& progress = progress_[wave % 2];
       const int64_t turn = wave / 2;  // of the wave's buffer
       if (in_wave < packs) {
+        const int64_t head = wave * wave_heads + in_wave / tiles_per_head;
         progress.attended.wait_for(turn * tasks);
-        pack_shared_tile(wave * plan_.heads_per_wave + in_wave / layout_.tiles_per_head,
-                         in_wave % layout_.tiles_per_head, worker);
+        if (head < memory_.heads) pack_shared_tile(head, in_wave % tiles_per_head, worker);
         progress.packed.add_one();
       } else {
-        progress.packed.wait_for((turn + 1) * packs);
-        const int64_t task = in_wave - packs, of_head = task % (blocks_ * plan_.kv_splits);
+        const int64_t task = in_wave - packs, head = wave * wave_heads + task / tasks_per_head;
         // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
-        attend_block(wave * plan_.heads_per_wave + task / (blocks_ * plan_.kv_splits),
-                     blocks_ - 1 - of_head / plan_.kv_splits, of_head % plan_.kv_splits, worker);
+        const int64_t block = memory_.blocks - 1 - task % tasks_per_head / plan_.kv_splits;
+        progress.packed.wait_for((turn + 1) * packs);
+        if (head < memory_.heads) attend_block(head, block, task % plan_.kv_splits, worker);
         progress.attended.add_one();
       }
     });
     if (plan_.kv_splits > 1) {
-      pool.parallel_for(heads * blocks_, [&](int64_t task, int) { join_splits(task / blocks_, task % blocks_); });
+      pool.parallel_for(memory_.heads * memory_.blocks,
+                        [&](int64_t task, int) { join_splits(task / memory_.blocks, task % memory_.blocks); });
     }
   }
 
  private:
-  // One worker's scratch memory, in the order that layout.h adds up.
-  struct Scratch {
-    void* query;
-    void* scores;
-    int64_t* visible_begin;
-    int64_t* visible_end;
-    const void** key_rows;
-    const void** value_rows;
-    KvTile* tiles;
-    Arena rest;  // the state of an unsplit task, private tiles
-  };
-  Scratch scratch_of(int worker) const {
-    Arena arena(workers_ + worker * plan_.scratch_bytes_per_worker, plan_.scratch_bytes_per_worker);
-    Scratch s{arena.take_bytes(layout_.query_bytes),
-              arena.take_bytes(layout_.scores_bytes),
-              arena.take<int64_t>(plan_.block_q),
-              arena.take<int64_t>(plan_.block_q),
-              arena.take<const void*>(layout_.pointers_per_call),
-              arena.take<const void*>(layout_.pointers_per_call),
-              arena.take<KvTile>(layout_.tiles_per_task),
-              arena};
-    return s;
-  }
-
-  // The head's place in its wave's buffer. Where keys are split there is one wave.
-  char* shared_head(int64_t head) const {
-    return shared_ + head % (2 * plan_.heads_per_wave) * layout_.shared_head_bytes;
-  }
-  char* packed_tile(int64_t head, int64_t tile) const {
-    return shared_head(head) + tile * (layout_.key_tile_bytes + layout_.value_tile_bytes);
-  }
-  bool* values_finite(int64_t head) const { return reinterpret_cast<bool*>(packed_tile(head, layout_.tiles_per_head)); }
-  RowState split_state(int64_t head, int64_t block, int64_t split) const {
-    const int64_t index = block * plan_.kv_splits + split;
-    return state_at(
-        Arena(shared_head(head) + layout_.packed_head_bytes + index * layout_.state_bytes, layout_.state_bytes));
-  }
-  RowState state_at(Arena arena) const {
-    const int64_t bytes = kernels_.accumulator_bytes;
-    return {arena.take_bytes(plan_.block_q * layout_.acc_stride * bytes), arena.take_bytes(plan_.block_q * bytes),
-            arena.take_bytes(plan_.block_q * kernels_.lanes * bytes)};
-  }
-
-  Visibility visibility(int64_t batch) const {
-    return Visibility::of(p_.options, p_.query_len, kv_length(in_.kv_lengths, batch, p_.kv_len));
-  }
-  KvRows kv_rows(const ConstTensor& t, int64_t head) const {
-    const int64_t batch = head / p_.num_kv_heads, kv_head = head % p_.num_kv_heads, size = size_bytes(t.dtype);
-    const char* data = static_cast<const char*>(t.data);
-    KvRows rows;
-    if (p_.paged) {
-      const ConstTensor& table = in_.block_table;
-      rows.base = data + kv_head * t.strides[2] * size;
-      rows.row_bytes = t.strides[1] * size;
-      rows.page_bytes = t.strides[0] * size;
-      rows.block_size = t.shape[1];
-      rows.pages = static_cast<const char*>(table.data) + batch * table.strides[0] * size_bytes(table.dtype);
-      rows.pages_stride = table.strides[1];
-      rows.pages_i64 = table.dtype == DType::i64;
-    } else {
-      rows.base = data + (batch * t.strides[0] + kv_head * t.strides[1]) * size;
-      rows.row_bytes = t.strides[2] * size;
-    }
-    return rows;
-  }
-  StackedRows stacked_rows(const ConstTensor& t, int64_t head) const {
-    const int64_t batch = head / p_.num_kv_heads, first_head = head % p_.num_kv_heads * group_;
-    if (t.data == nullptr) return {};
-    const int64_t offset = (batch * t.strides[0] + first_head * t.strides[1]) * size_bytes(t.dtype);
-    // The kernels' struct serves inputs and outputs; queries are only read through it.
-    return {const_cast<char*>(static_cast<const char*>(t.data)) + offset,
-            t.dtype,
-            t.strides[2],
-            t.strides[1],
-            t.strides[3],
-            group_};
-  }
-
   // Packs tile [first_key, first_key + count) of a head to `to`; true where its values are finite.
-  bool pack_tile(int64_t head, int64_t first_key, int64_t count, const Scratch& s, char* to) const {
-    kv_rows(in_.key, head).locate(first_key, count, s.key_rows);
-    kernels_.pack_keys(s.key_rows, in_.key.strides[3], count, p_.head_dim, to);
-    kv_rows(in_.value, head).locate(first_key, count, s.value_rows);
-    return kernels_.pack_values(s.value_rows, in_.value.strides[3], count, p_.value_head_dim,
-                                to + layout_.key_tile_bytes);
+  bool pack_tile(int64_t head, int64_t first_key, int64_t count, const CallMemory::Worker& w, char* to) const {
+    memory_.kv_rows(in_.key, head).locate(first_key, count, w.key_rows);
+    kernels_.pack_keys(w.key_rows, in_.key.strides[3], count, p_.head_dim, to);
+    memory_.kv_rows(in_.value, head).locate(first_key, count, w.value_rows);
+    return kernels_.pack_values(w.value_rows, in_.value.strides[3], count, p_.value_head_dim,
+                                to + memory_.layout.key_tile_bytes);
   }
   void pack_shared_tile(int64_t head, int64_t tile, int worker) const {
     const int64_t first_key = tile * plan_.block_kv;
-    if (head >= p_.batch * p_.num_kv_heads) return;  // the last wave may have fewer heads
-    const int64_t count = std::min(plan_.block_kv, visibility(head / p_.num_kv_heads).kv_len - first_key);
-    if (count <= 0) return;
-    values_finite(head)[tile] = pack_tile(head, first_key, count, scratch_of(worker), packed_tile(head, tile));
+    const int64_t count = std::min(plan_.block_kv, memory_.visibility(head).kv_len - first_key);
+    if (count <= 0) return;  // a shorter sequence of the batch
+    memory_.values_finite(head)[tile] =
+        pack_tile(head, first_key, count, memory_.worker(worker), memory_.packed_tile(head, tile));
   }
 
+  // One block of query rows against one part of the keys.
   void attend_block(int64_t head, int64_t block, int64_t split, int worker) const {
-    if (head >= p_.batch * p_.num_kv_heads) return;
-    Scratch s = scratch_of(worker);
+    const CallMemory::Worker w = memory_.worker(worker);
     const int64_t first_row = block * plan_.block_q;
     QueryBlock q;
-    q.rows = std::min(plan_.block_q, rows_ - first_row);
+    q.rows = std::min(plan_.block_q, memory_.rows - first_row);
     q.head_dim = p_.head_dim;
     q.value_head_dim = p_.value_head_dim;
-    q.query = s.query;
-    q.query_stride = layout_.query_stride;
-    q.state = plan_.kv_splits > 1 ? split_state(head, block, split) : state_at(s.rest);
-    q.acc_stride = layout_.acc_stride;
-    q.exponent_scale = score_scale_ * 1.4426950408889634;
-    q.scores = s.scores;
-    q.scores_stride = layout_.scores_stride;
-    q.visible_begin = s.visible_begin;
-    q.visible_end = s.visible_end;
-    kernels_.begin_block(stacked_rows(in_.query, head), first_row, query_factor_, s.query, q);
+    q.query = w.query;
+    q.query_stride = memory_.layout.query_stride;
+    q.state = plan_.kv_splits > 1 ? memory_.split_state(head, block, split) : w.state;
+    q.acc_stride = memory_.layout.acc_stride;
+    q.exponent_scale = scale_.of_exponent;
+    q.scores = w.scores;
+    q.scores_stride = memory_.layout.scores_stride;
+    q.visible_begin = w.visible_begin;
+    q.visible_end = w.visible_end;
+    kernels_.begin_block(memory_.stacked_rows(in_.query, head), first_row, scale_.of_query, w.query, q);
 
-    const KeyInterval range = {split * plan_.keys_per_split, (split + 1) * plan_.keys_per_split};
-    KvBlocks visible(visibility(head / p_.num_kv_heads), first_row, q.rows, group_, range, plan_.block_kv,
-                     s.visible_begin, s.visible_end);
-    if (plan_.kv_splits == 1) s.rest.take_bytes(layout_.state_bytes);
-    while (const int64_t n = next_tiles(head, visible, s)) attend_tiles(q, s, n, head, block);
+    const KeyInterval part = {split * plan_.keys_per_split, (split + 1) * plan_.keys_per_split};
+    KvBlocks visible(memory_.visibility(head), first_row, q.rows, memory_.group, part, plan_.block_kv, w.visible_begin,
+                     w.visible_end);
+    while (const int64_t n = next_tiles(head, visible, w)) {
+      if (plan_.path == AttentionPath::standard) {
+        kernels_.attend_standard(q, w.tiles, n, memory_.score_matrix(head, block), memory_.layout.matrix_stride);
+      } else if (plan_.kv_access == KvAccess::in_place) {
+        kernels_.attend_in_place(q, w.tiles, n);
+      } else {
+        kernels_.attend(q, w.tiles, n);
+      }
+    }
     if (plan_.kv_splits == 1) finish(head, block, &q.state, 1);
   }
 
-  // Describes (and, where that is this task's work, packs) up to tiles_per_task of the tiles that are left.
-  int64_t next_tiles(int64_t head, KvBlocks& visible, const Scratch& s) const {
-    int64_t n = 0, first_key = 0, count = 0;
-    KvBlocks::Tile tile;
-    Arena arena = s.rest;
-    for (; n < layout_.tiles_per_task && visible.next(&tile); ++n) {
-      KvTile& t = s.tiles[n];
+  // Describes up to tiles_per_task of the visible tiles that are left, and packs them where that is the task's own
+  // work.
+  int64_t next_tiles(int64_t head, KvBlocks& visible, const CallMemory::Worker& w) const {
+    const int64_t tile_bytes = memory_.layout.key_tile_bytes + memory_.layout.value_tile_bytes;
+    Arena arena = w.tiles_memory;
+    int64_t n = 0;
+    for (KvBlocks::Tile tile; n < memory_.layout.tiles_per_task && visible.next(&tile); ++n) {
+      KvTile& t = w.tiles[n];
       t = {};
       t.first_key = tile.first_key;
       t.count = tile.count;
       t.partial = tile.partial;
-      if (n == 0) first_key = tile.first_key;
-      count = tile.first_key + tile.count - first_key;
-      if (plan_.kv_access == KvAccess::in_place) {
-        t.key_rows = s.key_rows + (tile.first_key - first_key);
-        t.value_rows = s.value_rows + (tile.first_key - first_key);
+      if (plan_.kv_access == KvAccess::in_place) continue;
+      char* packed;
+      if (plan_.kv_access == KvAccess::packed_shared) {
+        const int64_t index = tile.first_key / plan_.block_kv;
+        packed = memory_.packed_tile(head, index);
+        t.values_finite = memory_.values_finite(head)[index];
       } else {
-        char* packed;
-        if (plan_.kv_access == KvAccess::packed_shared) {
-          const int64_t index = tile.first_key / plan_.block_kv;
-          packed = packed_tile(head, index);
-          t.values_finite = values_finite(head)[index];
-        } else {
-          packed = static_cast<char*>(arena.take_bytes(layout_.key_tile_bytes + layout_.value_tile_bytes));
-          t.values_finite = pack_tile(head, tile.first_key, tile.count, s, packed);
-        }
-        t.keys = packed;
-        t.values = packed + layout_.key_tile_bytes;
+        packed = static_cast<char*>(arena.take_bytes(tile_bytes));
+        t.values_finite = pack_tile(head, tile.first_key, tile.count, w, packed);
       }
+      t.keys = packed;
+      t.values = packed + memory_.layout.key_tile_bytes;
     }
-    if (plan_.kv_access == KvAccess::in_place && n > 0) {
-      kv_rows(in_.key, head).locate(first_key, count, s.key_rows);
-      kv_rows(in_.value, head).locate(first_key, count, s.value_rows);
-      for (int64_t i = 0; i < n; ++i) {
-        s.tiles[i].rows_ahead = first_key + count - s.tiles[i].first_key - s.tiles[i].count;
-      }
-    }
+    if (plan_.kv_access == KvAccess::in_place && n > 0) locate_rows(head, n, w);
     return n;
   }
 
-  void attend_tiles(const QueryBlock& q, const Scratch& s, int64_t num_tiles, int64_t head, int64_t block) const {
-    if (plan_.path == AttentionPath::standard) {
-      char* matrix = shared_ + layout_.wave_bytes(plan_) + head * layout_.matrix_head_bytes +
-                     block * (layout_.matrix_head_bytes / blocks_);
-      kernels_.attend_standard(q, s.tiles, num_tiles, matrix, layout_.matrix_stride);
-    } else if (plan_.kv_access == KvAccess::in_place) {
-      kernels_.attend_in_place(q, s.tiles, num_tiles);
-    } else {
-      kernels_.attend(q, s.tiles, num_tiles);
+  // Row pointers of n tiles in a row, so that a kernel may look ahead from one to the next.
+  void locate_rows(int64_t head, int64_t n, const CallMemory::Worker& w) const {
+    const int64_t first = w.tiles[0].first_key, end = w.tiles[n - 1].first_key + w.tiles[n - 1].count;
+    memory_.kv_rows(in_.key, head).locate(first, end - first, w.key_rows);
+    memory_.kv_rows(in_.value, head).locate(first, end - first, w.value_rows);
+    for (int64_t i = 0; i < n; ++i) {
+      KvTile& t = w.tiles[i];
+      t.key_rows = w.key_rows + (t.first_key - first);
+      t.value_rows = w.value_rows + (t.first_key - first);
+      t.rows_ahead = end - t.first_key - t.count;
     }
   }
 
   void join_splits(int64_t head, int64_t block) const {
     RowState parts[kMaxSplits];
-    for (int64_t split = 0; split < plan_.kv_splits; ++split) parts[split] = split_state(head, block, split);
+    for (int64_t split = 0; split < plan_.kv_splits; ++split) parts[split] = memory_.split_state(head, block, split);
     finish(head, block, parts, plan_.kv_splits);
   }
 
@@ -286,15 +202,15 @@ class ForwardCall {
     f.parts = parts;
     f.num_parts = num_parts;
     f.first_row = block * plan_.block_q;
-    f.rows = std::min(plan_.block_q, rows_ - f.first_row);
+    f.rows = std::min(plan_.block_q, memory_.rows - f.first_row);
     f.value_head_dim = p_.value_head_dim;
-    f.acc_stride = layout_.acc_stride;
-    f.exponent_scale = score_scale_ * 1.4426950408889634;
-    f.score_scale = score_scale_;
-    f.out = stacked_rows(out_.out, head);
-    f.lse = stacked_rows(out_.softmax_lse, head);
-    f.max = stacked_rows(out_.softmax_max, head);
-    f.sum = stacked_rows(out_.softmax_sum, head);
+    f.acc_stride = memory_.layout.acc_stride;
+    f.exponent_scale = scale_.of_exponent;
+    f.score_scale = scale_.of_score;
+    f.out = memory_.stacked_rows(out_.out, head);
+    f.lse = memory_.stacked_rows(out_.softmax_lse, head);
+    f.max = memory_.stacked_rows(out_.softmax_max, head);
+    f.sum = memory_.stacked_rows(out_.softmax_sum, head);
     kernels_.finish_rows(f);
   }
 
@@ -305,11 +221,8 @@ class ForwardCall {
   const AttentionProblem& p_;
   const AttentionPlan& plan_;
   const Kernels& kernels_;
-  const Layout layout_;
-  const int64_t group_, rows_, blocks_;
-  char* const shared_;
-  char* const workers_;
-  double query_factor_, score_scale_;
+  const CallMemory memory_;
+  const Scale scale_;
   struct Progress {
     Counter packed, attended;
   };
@@ -331,10 +244,7 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
 
     Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
     if (!lease.ok()) return lease.status();
-    char* shared = static_cast<char*>(lease.value().data());
-    attention::ForwardCall call(inputs, outputs, problem.value(), plan, impl.machine, shared,
-                                shared + plan.scratch_bytes_shared);
-    call.run(impl.pool);
+    attention::ForwardCall(inputs, outputs, problem.value(), plan, impl.machine, lease.value().data()).run(impl.pool);
     return {};
   });
 }

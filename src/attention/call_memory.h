@@ -1,0 +1,139 @@
+// CallMemory: where the data of one call is. Rows of the tensors for a (batch, KV head) pair, and the pieces of scratch
+// memory that layout.h adds up.
+//
+//   shared    [buffer of a wave: heads][packed tiles, their finite bits, states of split tasks]  [score matrices]
+//   worker    query rows, scores, visible intervals, row pointers, tile descriptions, state, private tiles
+#pragma once
+
+#include "attention/check.h"
+#include "attention/kernels.h"
+#include "attention/kv_blocks.h"
+#include "attention/layout.h"
+
+namespace opst::attention {
+
+static_assert(sizeof(KvTile) == 64, "layout.h counts on it");
+
+// `head` counts (batch, KV head) pairs throughout.
+class CallMemory {
+ public:
+  CallMemory(const AttentionInputs& inputs, const AttentionProblem& problem, const AttentionPlan& plan,
+             const Geometry& geometry, void* scratch)
+      : in_(inputs),
+        p_(problem),
+        plan_(plan),
+        geometry_(geometry),
+        layout(problem, plan, geometry),
+        group(problem.num_heads / problem.num_kv_heads),
+        rows(problem.query_len * group),
+        blocks(ceil_div(rows, plan.block_q)),
+        heads(problem.batch * problem.num_kv_heads),
+        shared_(static_cast<char*>(scratch)) {}
+
+  Visibility visibility(int64_t head) const {
+    return Visibility::of(p_.options, p_.query_len, kv_length(in_.kv_lengths, head / p_.num_kv_heads, p_.kv_len));
+  }
+
+  // Rows of key or value.
+  KvRows kv_rows(const ConstTensor& t, int64_t head) const {
+    const int64_t batch = head / p_.num_kv_heads, kv_head = head % p_.num_kv_heads, size = size_bytes(t.dtype);
+    const char* data = static_cast<const char*>(t.data);
+    KvRows kv;
+    if (p_.paged) {
+      const ConstTensor& table = in_.block_table;
+      kv.base = data + kv_head * t.strides[2] * size;
+      kv.row_bytes = t.strides[1] * size;
+      kv.page_bytes = t.strides[0] * size;
+      kv.block_size = t.shape[1];
+      kv.pages = static_cast<const char*>(table.data) + batch * table.strides[0] * size_bytes(table.dtype);
+      kv.pages_stride = table.strides[1];
+      kv.pages_i64 = table.dtype == DType::i64;
+    } else {
+      kv.base = data + (batch * t.strides[0] + kv_head * t.strides[1]) * size;
+      kv.row_bytes = t.strides[2] * size;
+    }
+    return kv;
+  }
+
+  // Rows of query, out or a statistic, the head's group stacked. Nothing for a tensor without data.
+  StackedRows stacked_rows(const ConstTensor& t, int64_t head) const {
+    if (t.data == nullptr) return {};
+    const int64_t batch = head / p_.num_kv_heads, first_head = head % p_.num_kv_heads * group;
+    const int64_t offset = (batch * t.strides[0] + first_head * t.strides[1]) * size_bytes(t.dtype);
+    // The kernels' struct serves inputs and outputs; queries are only read through it.
+    char* data = const_cast<char*>(static_cast<const char*>(t.data)) + offset;
+    return {data, t.dtype, t.strides[2], t.strides[1], t.strides[3], group};
+  }
+
+  struct Worker {
+    void* query;
+    void* scores;
+    int64_t* visible_begin;
+    int64_t* visible_end;
+    const void** key_rows;
+    const void** value_rows;
+    KvTile* tiles;
+    RowState state;  // of an unsplit task
+    Arena tiles_memory;
+  };
+  Worker worker(int index) const {
+    char* base = shared_ + plan_.scratch_bytes_shared + index * plan_.scratch_bytes_per_worker;
+    Arena arena(base, plan_.scratch_bytes_per_worker);
+    void* query = arena.take_bytes(layout.query_bytes);
+    void* scores = arena.take_bytes(layout.scores_bytes);
+    int64_t* begin = arena.take<int64_t>(plan_.block_q);
+    int64_t* end = arena.take<int64_t>(plan_.block_q);
+    const void** keys = arena.take<const void*>(layout.pointers_per_call);
+    const void** values = arena.take<const void*>(layout.pointers_per_call);
+    KvTile* tiles = arena.take<KvTile>(layout.tiles_per_task);
+    const RowState state = plan_.kv_splits == 1 ? take_state(arena) : RowState{};
+    return {query, scores, begin, end, keys, values, tiles, state, arena};
+  }
+
+  char* packed_tile(int64_t head, int64_t tile) const {
+    return shared_head(head) + tile * (layout.key_tile_bytes + layout.value_tile_bytes);
+  }
+  bool* values_finite(int64_t head) const { return reinterpret_cast<bool*>(packed_tile(head, layout.tiles_per_head)); }
+
+  RowState split_state(int64_t head, int64_t block, int64_t split) const {
+    const int64_t index = block * plan_.kv_splits + split;
+    char* base = shared_head(head) + layout.packed_head_bytes + index * layout.state_bytes;
+    Arena arena(base, layout.state_bytes);
+    return take_state(arena);
+  }
+
+  // The block's part of the score matrix of the standard path.
+  void* score_matrix(int64_t head, int64_t block) const {
+    return shared_ + layout.wave_bytes(plan_) + head * layout.matrix_head_bytes +
+           block * (layout.matrix_head_bytes / blocks);
+  }
+
+ private:
+  // The head's place in its wave's buffer, of which there are two. Where keys are split there is one wave.
+  char* shared_head(int64_t head) const {
+    return shared_ + head % (2 * plan_.heads_per_wave) * layout.shared_head_bytes;
+  }
+  RowState take_state(Arena& arena) const {
+    const int64_t bytes = geometry_.accumulator_bytes;
+    void* acc = arena.take_bytes(plan_.block_q * layout.acc_stride * bytes);
+    void* max = arena.take_bytes(plan_.block_q * bytes);
+    return {acc, max, arena.take_bytes(plan_.block_q * geometry_.lanes * bytes)};
+  }
+
+  const AttentionInputs& in_;
+  const AttentionProblem& p_;
+  const AttentionPlan& plan_;
+  const Geometry geometry_;
+
+ public:
+  const Layout layout;
+  const int64_t group;   // query heads per KV head
+  const int64_t rows;    // query_len * group
+  const int64_t blocks;  // of rows
+  const int64_t heads;   // batch * num_kv_heads
+
+ private:
+  char* const shared_;
+};
+
+}  // namespace opst::attention
