@@ -1,10 +1,10 @@
 // ShapeCheck: contract, check and message of an operator's tensors in one paragraph.
 //
 //   ShapeCheck check("flash_attention_forward");
-//   check.tensor("query", query).dtype({DType::f32, DType::bf16}).dims({"batch", "num_heads", "query_len",
-//   "head_dim"}); check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
-//   check.require(check["num_heads"] % check["num_kv_heads"] == 0, "num_heads = 9 is not a multiple of ...");
-//   check.output("out", out).same_as...
+//   check.tensor("query", query).dtype({DType::f32}).dims({"batch", "num_heads", "query_len", "head_dim"});
+//   check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
+//   check.output("out", out).dtype({query.dtype}).dims({"batch", "num_heads", "query_len", "head_dim"});
+//   check.require(kv_heads_divide, [&] { return "num_heads = 9 is not a multiple of num_kv_heads = 2"; });
 //   if (!check.ok()) return check.status();
 //
 // A dimension's name is bound to its first size; a later tensor with another size fails with

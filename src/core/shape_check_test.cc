@@ -164,6 +164,31 @@ TEST(ShapeCheck, RequireAndFirstFailureStays) {
   });
 }
 
+TEST(ShapeCheck, LazyMessagesAreMadeOnlyForFailures) {
+  expect_refused("op: made now", [](ShapeCheck& check) {
+    check.require(true, []() -> std::string {
+      ADD_FAILURE() << "made for a condition that holds";
+      return "";
+    });
+    check.require(false, [] { return std::string("made now"); });
+  });
+}
+
+TEST(ShapeCheck, MoreNamesOrTensorsThanItHolds) {
+  std::vector<std::string> names;
+  for (int i = 0; i < 40; ++i) names.push_back(std::string("n").append(std::to_string(i)));
+  expect_refused("op: t dim 2 (n32) is one name more than a check holds", [&](ShapeCheck& check) {
+    for (size_t i = 0; i + 5 <= names.size(); i += 5) {
+      check.tensor("t", view(DType::f32, {1, 1, 1, 1, 1}))
+          .dims({names[i].c_str(), names[i + 1].c_str(), names[i + 2].c_str(), names[i + 3].c_str(),
+                 names[i + 4].c_str()});
+    }
+  });
+  expect_refused("op: n24 is one tensor more than a check holds", [&](ShapeCheck& check) {
+    for (const std::string& name : names) check.tensor(name.c_str(), view(DType::f32, {1}));
+  });
+}
+
 // Ground truth by listing every byte.
 std::set<const char*> bytes_of(const ConstTensor& t) {
   std::set<const char*> bytes;
