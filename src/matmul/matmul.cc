@@ -65,8 +65,8 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
       return std::string(where) + " is " + std::to_string(size) + ", but the weight has " + name + " = " +
              std::to_string(expected);
     };
-    check.require(check["k"] == k, differs("x dim 1 (k)", check["k"], "k", k));
-    check.require(check["n"] == n, differs("out dim 1 (n)", check["n"], "n", n));
+    check.require(check["k"] == k, [&] { return differs("x dim 1 (k)", check["k"], "k", k); });
+    check.require(check["n"] == n, [&] { return differs("out dim 1 (n)", check["n"], "n", n); });
     if (!check.ok()) return check.status();
     if (m == 0 || n == 0) return {};
 

@@ -160,9 +160,10 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
     check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
     check.output("out", out).dtype({DType::f32}).dims({"count", "k"});
-    check.require(!check.ok() || check["k"] == weight.k(),
-                  std::string("out dim 1 (k) is ") + std::to_string(check["k"]) +
-                      ", but the weight has k = " + std::to_string(weight.k()));
+    check.require(check["k"] == weight.k(), [&] {
+      return "out dim 1 (k) is " + std::to_string(check["k"]) +
+             ", but the weight has k = " + std::to_string(weight.k());
+    });
     check_row_indices(check, rows, weight.n());
     if (!check.ok()) return check.status();
     with_format(weight.format(), [&]<class Piece, class Block>(Piece*, const Block*) {

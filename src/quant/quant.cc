@@ -50,9 +50,12 @@ void run(Context& context, const QuantMatrix& matrix, const Tensor& out, int64_t
   });
 }
 
-std::string size_differs(const char* tensor, int dim, const char* name, int64_t size, int64_t matrix_size) {
-  return std::string(tensor) + " dim " + std::to_string(dim) + " (" + name + ") is " + std::to_string(size) +
-         ", but the matrix has " + name + " = " + std::to_string(matrix_size);
+// Dimension `dim` of out, bound as `name`, has the matrix's size.
+void check_size(ShapeCheck& check, int dim, const char* name, int64_t expected) {
+  check.require(check[name] == expected, [&] {
+    return "out dim " + std::to_string(dim) + " (" + name + ") is " + std::to_string(check[name]) +
+           ", but the matrix has " + name + " = " + std::to_string(expected);
+  });
 }
 
 // The matrix's bytes, so that an output which overlaps them is found.
@@ -93,22 +96,28 @@ Result<int64_t> row_bytes(QuantFormat format, int64_t cols) {
 }
 
 void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& matrix) {
-  const std::string prefix(name);
-  check.require(matrix.rows >= 0, prefix + " rows is " + std::to_string(matrix.rows) + ", but must be >= 0");
+  check.require(matrix.rows >= 0,
+                [&] { return std::string(name) + " rows is " + std::to_string(matrix.rows) + ", but must be >= 0"; });
   const FormatInfo& block = info_of(matrix.format);
-  check.require(matrix.cols >= 0 && matrix.cols % block.block_values == 0,
-                prefix + " cols is " + std::to_string(matrix.cols) + ", but " + block.name + " has blocks of " +
-                    std::to_string(block.block_values) + " values");
+  check.require(matrix.cols >= 0 && matrix.cols % block.block_values == 0, [&] {
+    return std::string(name) + " cols is " + std::to_string(matrix.cols) + ", but " + block.name + " has blocks of " +
+           std::to_string(block.block_values) + " values";
+  });
   if (!check.ok()) return;
   int64_t bytes = 0;
   const bool countable = !__builtin_mul_overflow(matrix.cols / block.block_values, block.block_bytes, &bytes) &&
                          !__builtin_mul_overflow(bytes, matrix.rows, &bytes);
-  const std::string shape = std::string("[") + std::to_string(matrix.rows) + ", " + std::to_string(matrix.cols) + "]";
-  check.require(countable, prefix + " " + shape + " has more bytes than can be counted");
+  const auto shape = [&] {
+    return std::string("[") + std::to_string(matrix.rows) + ", " + std::to_string(matrix.cols) + "]";
+  };
+  check.require(countable, [&] { return std::string(name) + " " + shape() + " has more bytes than can be counted"; });
   if (!check.ok()) return;
-  check.require(matrix.size_bytes >= bytes, prefix + " has " + std::to_string(matrix.size_bytes) + " bytes, but " +
-                                                block.name + " " + shape + " needs " + std::to_string(bytes));
-  check.require(bytes == 0 || matrix.data != nullptr, prefix + " has null data, but shape " + shape);
+  check.require(matrix.size_bytes >= bytes, [&] {
+    return std::string(name) + " has " + std::to_string(matrix.size_bytes) + " bytes, but " + block.name + " " +
+           shape() + " needs " + std::to_string(bytes);
+  });
+  check.require(bytes == 0 || matrix.data != nullptr,
+                [&] { return std::string(name) + " has null data, but shape " + shape(); });
 }
 
 void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_rows) {
@@ -137,8 +146,8 @@ Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out
     check_quant_matrix(check, "matrix", matrix);
     check.tensor("matrix", bytes_of(matrix));
     check.output("out", out).dtype({DType::f32}).dims({"rows", "cols"});
-    check.require(check["rows"] == matrix.rows, size_differs("out", 0, "rows", check["rows"], matrix.rows));
-    check.require(check["cols"] == matrix.cols, size_differs("out", 1, "cols", check["cols"], matrix.cols));
+    check_size(check, 0, "rows", matrix.rows);
+    check_size(check, 1, "cols", matrix.cols);
     if (!check.ok()) return check.status();
     run(context, matrix, out, matrix.rows, [](int64_t i) { return i; });
     return {};
@@ -152,7 +161,7 @@ Status dequantize_rows(Context& context, const QuantMatrix& matrix, const ConstT
     check.tensor("matrix", bytes_of(matrix));
     check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
     check.output("out", out).dtype({DType::f32}).dims({"count", "cols"});
-    check.require(check["cols"] == matrix.cols, size_differs("out", 1, "cols", check["cols"], matrix.cols));
+    check_size(check, 1, "cols", matrix.cols);
     check_row_indices(check, rows, matrix.rows);
     if (!check.ok()) return check.status();
     const auto* index = static_cast<const int64_t*>(rows.data);

@@ -65,7 +65,7 @@ Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weigh
     ShapeCheck check("rms_norm");
     check.tensor("weight", weight).dtype({DType::f32, x.dtype}).dims({"features"});
     rowwise::check_same_shape(check, {{"x", x}}, out, "features");
-    check.require(options.eps >= 0, std::string("eps is ") + std::to_string(options.eps) + ", but must be >= 0");
+    check.require(options.eps >= 0, [&] { return "eps is " + std::to_string(options.eps) + ", but must be >= 0"; });
     if (!check.ok()) return check.status();
 
     const rowwise::Kernels& kernels = rowwise::kernels(context.machine().isa);
@@ -88,7 +88,7 @@ Status rope_table(Context& context, const ConstTensor& positions, const Tensor& 
     check.output("cos", cos).dtype({DType::f32}).dims({"tokens", "half"});
     check.output("sin", sin).dtype({DType::f32}).dims({"tokens", "half"});
     check.require(options.theta > 0 && std::isfinite(options.theta),
-                  std::string("theta is ") + std::to_string(options.theta) + ", but must be positive and finite");
+                  [&] { return "theta is " + std::to_string(options.theta) + ", but must be positive and finite"; });
     if (!check.ok()) return check.status();
 
     const int64_t half = check["half"];
@@ -127,9 +127,10 @@ Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, cons
     if (!in_place) check.output("out", out).dtype({x.dtype}).dims({"tokens", "num_heads", "head_dim"});
     const int64_t half = check["half"];
     const int64_t head_dim = check["head_dim"];
-    check.require(half <= head_dim / 2, std::string("cos dim 1 (half) is ") + std::to_string(half) +
-                                            ", but x has head_dim = " + std::to_string(head_dim) + ", which holds " +
-                                            std::to_string(head_dim / 2) + " pairs");
+    check.require(half <= head_dim / 2, [&] {
+      return "cos dim 1 (half) is " + std::to_string(half) + ", but x has head_dim = " + std::to_string(head_dim) +
+             ", which holds " + std::to_string(head_dim / 2) + " pairs";
+    });
     if (!check.ok()) return check.status();
 
     const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[type_index(x.dtype)];
@@ -165,13 +166,14 @@ Status swiglu(Context& context, const ConstTensor& gate_up, const Tensor& out, c
     ShapeCheck check("swiglu");
     check.tensor("gate_up", gate_up);
     if (!check.ok()) return check.status();
-    check.require(gate_up.rank >= 1, "gate_up has rank 0, but must be from 1 to 5");
+    check.require(gate_up.rank >= 1, [] { return "gate_up has rank 0, but must be from 1 to 5"; });
     if (!check.ok()) return check.status();
     const int last = gate_up.rank - 1;
     const int64_t n = gate_up.shape[last] / 2;
-    check.require(gate_up.shape[last] % 2 == 0, std::string("gate_up dim ") + std::to_string(last) + " is " +
-                                                    std::to_string(gate_up.shape[last]) +
-                                                    ", but must be even: gate and up side by side");
+    check.require(gate_up.shape[last] % 2 == 0, [&] {
+      return "gate_up dim " + std::to_string(last) + " is " + std::to_string(gate_up.shape[last]) +
+             ", but must be even: gate and up side by side";
+    });
     if (!check.ok()) return check.status();
     const ConstTensor halves[2] = {gate_up.narrowed(last, 0, n), gate_up.narrowed(last, n, n)};
     return swiglu(context, halves[options.swapped ? 1 : 0], halves[options.swapped ? 0 : 1], out);

@@ -165,15 +165,15 @@ template <class T>
 OPST_INLINE GenericVec<T> abs(GenericVec<T> a) {
   return each(a, [](T x, int) { return static_cast<T>(__builtin_fabs(x)); });
 }
-// To nearest even: above 2^(mantissa bits) there are integers only, so adding that and taking it away drops the fraction.
+// To nearest even: above 2^(mantissa bits) there are integers only, so adding that and taking it away drops the
+// fraction.
 template <class T>
 OPST_INLINE GenericVec<T> round(GenericVec<T> a) {
   constexpr T kWhole = sizeof(T) == 4 ? static_cast<T>(0x1p23) : static_cast<T>(0x1p52);
   const GenericVec<T> whole = GenericVec<T>::set1(kWhole);
   const auto r = ((abs(a) + whole) - whole).lanes();
-  return each(a, [&](T x, int i) {
-    return x > -kWhole && x < kWhole ? static_cast<T>(__builtin_copysign(r.x[i], x)) : x;
-  });
+  return each(
+      a, [&](T x, int i) { return x > -kWhole && x < kWhole ? static_cast<T>(__builtin_copysign(r.x[i], x)) : x; });
 }
 template <class T>
 OPST_INLINE auto operator<(GenericVec<T> a, GenericVec<T> b) {
