@@ -207,6 +207,35 @@ TEST(Llama, AnyChunkAndAnyCacheIsTheSame) {
   }
 }
 
+// Logits after the last of `tokens`, fed in the given pieces.
+std::vector<float> last_logits(Context& context, const Loaded& loaded, SessionOptions options,
+                               const std::vector<int32_t>& tokens, size_t piece) {
+  LlamaSession session = open_session(context, loaded.model, options);
+  std::vector<float> last;
+  for (size_t begin = 0; begin < tokens.size(); begin += piece) {
+    const auto logits = session.feed(std::span(tokens).subspan(begin, std::min(piece, tokens.size() - begin)));
+    EXPECT_TRUE(logits.ok()) << logits.status().message();
+    last.assign(logits.value().begin(), logits.value().end());
+  }
+  return last;
+}
+
+// Sizes of public reports: 520 tokens in chunks of 130; 5 tokens behind a paged prefix of 37 in bf16, grouped heads.
+TEST(Llama, PiecesBehindAPrefixEqualOneShot) {
+  Context context = make_context(2);
+  const Loaded loaded =
+      load(context, {.num_heads = 8, .num_kv_heads = 2, .head_dim = 64, .ffn_size = 96, .context = 600});
+  const auto check = [&](const SessionOptions& options, size_t count, size_t piece) {
+    const std::vector<int32_t> tokens = random_tokens(count, loaded.tiny.vocab_size);
+    const std::vector<float> whole = last_logits(context, loaded, options, tokens, count);
+    const std::vector<float> pieces = last_logits(context, loaded, options, tokens, piece);
+    for (size_t i = 0; i < whole.size(); ++i) ASSERT_NEAR(pieces[i], whole[i], 1e-4) << i;
+  };
+  check({.context = 520, .prefill_chunk = 520}, 520, 130);
+  check({.context = 520, .prefill_chunk = 130}, 520, 520);
+  check({.context = 64, .kv_dtype = DType::bf16, .cache = CacheKind::paged}, 42, 37);
+}
+
 TEST(Llama, OtherShapes) {
   Context context = make_context(2);
   check_against_double(context, load(context, {.num_heads = 4, .num_kv_heads = 2, .head_dim = 64, .ffn_size = 96}),
