@@ -28,6 +28,7 @@ inline constexpr int kFewColumns = kFewVecs * F32::kLanes;
 
 // How far ahead of a panel's stream to fetch.
 inline constexpr int64_t kPrefetchBytes = 2048;
+inline constexpr int64_t kGroupPanels = kFewColumns / kPanelColumns;
 
 // One vector of finished sums: row i, columns from `column` on.
 OPST_INLINE void store_sums(const OutputPart& out, int64_t row, int64_t column, int64_t columns, F32 sums) {
@@ -47,6 +48,7 @@ template <class Piece, int MR>
 OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_t column) {
   constexpr int NV = kFewVecs;
   constexpr int kGroup = Decoder<Piece>::kGroup;
+  constexpr int64_t kAhead = (kPrefetchBytes + sizeof(Piece) - 1) / sizeof(Piece);
   const int64_t pieces = part.k / Piece::kValues;
   const int64_t first_vec = column / F32::kLanes;
   const int64_t last_vec = (part.columns - 1) / F32::kLanes;
@@ -64,9 +66,12 @@ OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_
   F32 acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
   for (int64_t p = 0; p < pieces; ++p) {
+    // At a panel's end the next group's panels are fetched: a panel of 576 inputs is no longer than three such
+    // distances.
+    const int64_t ahead = p + kAhead < pieces ? p + kAhead : p + kAhead + (kGroupPanels - 1) * pieces;
     OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
-      const char* ahead = reinterpret_cast<const char*>(stream[v] + p) + kPrefetchBytes;
-      OPST_UNROLL for (int64_t i = 0; i < static_cast<int64_t>(sizeof(Piece)); i += 64) __builtin_prefetch(ahead + i);
+      const char* const line = reinterpret_cast<const char*>(stream[v] + ahead);
+      OPST_UNROLL for (int64_t i = 0; i < static_cast<int64_t>(sizeof(Piece)); i += 64) __builtin_prefetch(line + i);
     }
     Decoder<Piece> decoder[NV] = {
         {stream[0] + p, lane[0]}, {stream[1] + p, lane[1]}, {stream[2] + p, lane[2]}, {stream[3] + p, lane[3]}};
