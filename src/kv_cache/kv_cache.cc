@@ -6,6 +6,7 @@
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "kv_cache/kernels.h"
+#include "kv_cache/page_layout.h"
 #include "machine/context_impl.h"
 
 namespace opst {
@@ -21,6 +22,9 @@ const kv_cache::Kernels& kernels(Isa isa) {
   static_cast<void>(isa);
   return generic::kv_cache::kKernels;
 }
+
+// Elements of a word of panel32 (PanelStep, for a dtype that is known when the code runs).
+int64_t panel_step(DType dtype) { return dtype == DType::bf16 ? PanelStep<bf16>::kValue : PanelStep<float>::kValue; }
 
 int type_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
@@ -51,26 +55,54 @@ constexpr int64_t kTaskElements = int64_t{1} << 14;
 
 }  // namespace
 
-const char* to_string(PageLayout) { return "norm"; }
+const char* to_string(PageLayout layout) { return layout == PageLayout::norm ? "norm" : "panel32"; }
 
-Status supports(PageLayout layout, DType dtype, int64_t block_size) {
+Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim) {
   return guarded([&]() -> Status {
-    if (block_size < 1) {
-      return Status::unsupported(std::string("page layout ") + to_string(layout) + ": block_size is " +
-                                 std::to_string(block_size) + ", but must be >= 1");
+    const auto refused = [&](const char* what, const std::string& is, const char* must) {
+      return Status::unsupported(std::string("page layout ") + to_string(layout) + ": " + what + " is " + is +
+                                 ", but must be " + must);
+    };
+    if (block_size < 1) return refused("block_size", std::to_string(block_size), ">= 1");
+    if (layout == PageLayout::norm) {
+      if (dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16) return {};
+      return refused("dtype", to_string(dtype), "f32, bf16 or f16");
     }
-    if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
-      return Status::unsupported(std::string("page layout ") + to_string(layout) + ": dtype is " + to_string(dtype) +
-                                 ", but must be f32, bf16 or f16");
+    if (dtype != DType::f32 && dtype != DType::bf16) return refused("dtype", to_string(dtype), "f32 or bf16");
+    if (block_size % kPanelRows != 0) return refused("block_size", std::to_string(block_size), "a multiple of 32");
+    if (dtype == DType::bf16 && head_dim % 2 != 0) {
+      return refused("head_dim", std::to_string(head_dim), "even for bf16");
     }
     return {};
   });
+}
+
+Tensor key_pages(PageLayout layout, DType dtype, const PageSizes& s, void* data) {
+  if (!supports(layout, dtype, s.block_size, s.head_dim).ok()) return {};
+  if (layout == PageLayout::norm) {
+    return Tensor::contiguous(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim}, data);
+  }
+  const int64_t step = panel_step(dtype);
+  return Tensor::contiguous(
+      dtype, {s.num_blocks, s.num_kv_heads, s.block_size / kPanelRows, s.head_dim / step, kPanelRows * step}, data);
+}
+
+Tensor value_pages(PageLayout layout, DType dtype, const PageSizes& s, void* data) {
+  if (!supports(layout, dtype, s.block_size, s.head_dim).ok()) return {};
+  if (layout == PageLayout::norm) {
+    return Tensor::contiguous(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, s.value_head_dim}, data);
+  }
+  const int64_t step = panel_step(dtype);
+  return Tensor::contiguous(dtype, {s.num_blocks, s.num_kv_heads, s.block_size / step, step * s.value_head_dim}, data);
 }
 
 Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const ConstTensor& value,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options) {
   return guarded([&]() -> Status {
+    if (options.layout != PageLayout::norm) {
+      return Status::unsupported("scatter_pa_kv_cache: page layout panel32 cannot be written yet");
+    }
     ShapeCheck check("scatter_pa_kv_cache");
     check.tensor("key", key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "num_kv_heads", "head_dim"});
     check.tensor("value", value).dtype({key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});

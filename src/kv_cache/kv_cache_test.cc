@@ -255,6 +255,35 @@ TEST(PageLayout, SaysWhatItHolds) {
   EXPECT_EQ(supports(PageLayout::norm, DType::i8, 16).code(), StatusCode::unsupported);
   EXPECT_EQ(supports(PageLayout::norm, DType::i8, 16).message(),
             "page layout norm: dtype is i8, but must be f32, bf16 or f16");
+
+  EXPECT_STREQ(to_string(PageLayout::panel32), "panel32");
+  EXPECT_TRUE(supports(PageLayout::panel32, DType::f32, 32, 33).ok());
+  EXPECT_TRUE(supports(PageLayout::panel32, DType::bf16, 96, 64).ok());
+  EXPECT_EQ(supports(PageLayout::panel32, DType::bf16, 32, 33).code(), StatusCode::unsupported);
+  EXPECT_EQ(supports(PageLayout::panel32, DType::bf16, 32, 33).message(),
+            "page layout panel32: head_dim is 33, but must be even for bf16");
+  EXPECT_EQ(supports(PageLayout::panel32, DType::f16, 32).message(),
+            "page layout panel32: dtype is f16, but must be f32 or bf16");
+  EXPECT_EQ(supports(PageLayout::panel32, DType::f32, 16).message(),
+            "page layout panel32: block_size is 16, but must be a multiple of 32");
+  EXPECT_EQ(supports(PageLayout::panel32, DType::f32, 0).message(),
+            "page layout panel32: block_size is 0, but must be >= 1");
+}
+
+TEST(PageLayout, ShapesTheCaches) {
+  const PageSizes sizes = {.num_blocks = 3, .block_size = 64, .num_kv_heads = 2, .head_dim = 6, .value_head_dim = 5};
+  const auto keys = [&](PageLayout layout, DType dtype) { return to_string(key_pages(layout, dtype, sizes, nullptr)); };
+  const auto values = [&](PageLayout layout, DType dtype) {
+    return to_string(value_pages(layout, dtype, sizes, nullptr));
+  };
+  EXPECT_EQ(keys(PageLayout::norm, DType::f16), "f16 [3, 64, 2, 6]");
+  EXPECT_EQ(values(PageLayout::norm, DType::f16), "f16 [3, 64, 2, 5]");
+  EXPECT_EQ(keys(PageLayout::panel32, DType::f32), "f32 [3, 2, 2, 6, 32]");
+  EXPECT_EQ(values(PageLayout::panel32, DType::f32), "f32 [3, 2, 64, 5]");
+  EXPECT_EQ(keys(PageLayout::panel32, DType::bf16), "bf16 [3, 2, 2, 3, 64]");
+  EXPECT_EQ(values(PageLayout::panel32, DType::bf16), "bf16 [3, 2, 32, 10]");
+  EXPECT_EQ(key_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
+  EXPECT_EQ(value_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
 }
 
 TEST(Scatter, ZeroSizesAreLegal) {
