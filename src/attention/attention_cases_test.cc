@@ -60,6 +60,25 @@ TEST(AttentionCases, B09_LseOfNoKeysIsMinusInfinity) {
   }
 }
 
+// An empty sequence beside one so long that its keys are split.
+TEST(AttentionCases, B09_AnEmptySequenceBesideALongOne) {
+  Random random(seed());
+  for (const int64_t query_len : {1, 40}) {
+    ProblemOptions p;
+    p.batch = 2, p.query_len = query_len, p.kv_len = 3000, p.head_dim = 4, p.value_head_dim = 3;
+    Problem problem(p, random);
+    const std::vector<int64_t> lengths = {0, 3000};
+    problem.inputs.kv_lengths = ConstTensor::contiguous(DType::i64, {2}, lengths.data());
+    for (const TestContext& t : contexts_with_threads(2)) {
+      ASSERT_GT(problem.plan(t.context.machine()).kv_splits, 1);
+      const Outcome r = problem.run(t.context);
+      EXPECT_EQ(get(r.lse->tensor(), 0), -kInfinity);
+      EXPECT_EQ(get(r.out->tensor(), 0), 0);
+      ASSERT_EQ(problem.judge(r, t.context, 40), "");
+    }
+  }
+}
+
 TEST(AttentionCases, B11_LseIsANaturalLogarithm) {
   Random random(seed() + 1);
   ProblemOptions p;
