@@ -2,9 +2,10 @@
 //
 // Where token number p of a sequence lives is the caller's affair, told by a slot: slot = block * block_size + row.
 //
-//   float k[blocks * 16 * heads * dim] ...
-//   Tensor key_cache = Tensor::contiguous(DType::f32, {blocks, 16, heads, dim}, k);
-//   Status status = scatter_pa_kv_cache(context, key, value, slot_mapping, key_cache, value_cache);
+//   const PageSizes sizes = {.num_blocks = 100, .block_size = 16, .num_kv_heads = 8, .head_dim = 64, .value_head_dim =
+//   64}; Tensor key_cache = key_pages(PageLayout::norm, DType::f32, sizes, key_memory); Tensor value_cache =
+//   value_pages(PageLayout::norm, DType::f32, sizes, value_memory); Status status = scatter_pa_kv_cache(context, key,
+//   value, slot_mapping, key_cache, value_cache);
 #pragma once
 
 #include <cstdint>
@@ -61,19 +62,66 @@ struct ScatterOptions {
   PageLayout layout = PageLayout::norm;
 };
 
-// Writes the keys and values of new tokens into the cache (reshape_and_cache):
+// Writes the keys and values of new tokens into the cache (reshape_and_cache). In terms of the norm layout:
 //   key_cache[slot / block_size, slot % block_size, h, :] = key[t, h, :]   with slot = slot_mapping[t], value likewise
 //   key           [tokens, num_kv_heads, head_dim]                         f32, bf16 or f16
 //   value         [tokens, num_kv_heads, value_head_dim]                   the dtype of key
-//   slot_mapping  [tokens] i64; -1 skips the token
-//   key_cache     [num_blocks, block_size, num_kv_heads, head_dim]         f32, bf16 or f16: rounded once, to nearest
-//   even value_cache   [num_blocks, block_size, num_kv_heads, value_head_dim]   the dtype of key_cache
-// Any strides; the caches overlap neither each other nor the inputs. Of several tokens with one slot the last wins.
-// Cache rows that no slot names keep their bytes. Errors: invalid_argument for shapes and dtypes that disagree and for
-// a slot outside the cache (the message names token, slot and capacity), unsupported for a layout that cannot hold the
-// blocks; nothing has been written then.
+//   slot_mapping  [tokens] i32 or i64; -1 skips the token
+//   key_cache     pages in options.layout: rounded once, to nearest even
+//   value_cache   the dtype of key_cache
+// Any strides of key, value and slot_mapping; the caches overlap neither each other nor the inputs. Of several tokens
+// with one slot the last wins. Cache rows that no slot names keep their bytes. Errors: invalid_argument for shapes and
+// dtypes that disagree and for a slot outside the cache (the message names token, slot and capacity), unsupported for a
+// layout that cannot hold the blocks; nothing has been written then.
 Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const ConstTensor& value,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options = {});
+
+struct ConvertPagesOptions {
+  PageLayout from = PageLayout::norm;
+  PageLayout to = PageLayout::panel32;
+};
+
+// Copies all pages of a cache into another one of the same sizes, between any two layouts and dtypes: to = from,
+// rounded once, to nearest even; equal dtypes keep their bits. Caches as in scatter_pa_kv_cache; `to` does not overlap
+// `from`. Some blocks only, and a block's private copy within one pool: pass views narrowed in dimension 0, num_blocks.
+//   convert_pages(context, k.narrowed(0, 7, 1), v.narrowed(0, 7, 1), k.narrowed(0, 9, 1), v.narrowed(0, 9, 1), {norm,
+//   norm})
+// Errors: as scatter_pa_kv_cache; both layouts must hold the sizes.
+Status convert_pages(Context& context, const ConstTensor& from_key, const ConstTensor& from_value, const Tensor& to_key,
+                     const Tensor& to_value, const ConvertPagesOptions& options = {});
+
+struct GatherOptions {
+  PageLayout layout = PageLayout::norm;
+  // kv_lengths is [batch + 1]: sequence b has kv_lengths[b + 1] - kv_lengths[b] tokens, kv_lengths[0] is 0.
+  bool cumulative_lengths = false;
+  // i32 or i64 [batch], >= 0: the position of each sequence's first token to read. Absent: 0. (The device takes whole
+  // blocks only and rounds this down to a multiple of block_size.)
+  ConstTensor seq_offset = {};
+  // i32 or i64 [heads]: the KV heads to read, in this order; one may come twice. Absent: all of them.
+  ConstTensor head_indices = {};
+  // Rows whose position lies past the table's columns, or whose block id is outside [0, num_blocks), become zero
+  // instead of an error.
+  bool zero_fill = false;
+};
+
+// Reads cached tokens into contiguous memory (GatherPaKvCache), sequence after sequence:
+//   key[start(b) + i, h, :] = row position % block_size of block block_table[b, position / block_size] of key_cache,
+//   head head_indices[h], where position = seq_offset[b] + i, 0 <= i < length(b), start(b) = the lengths before b;
+//   value likewise
+//   key_cache, value_cache   pages in options.layout
+//   block_table              [batch, max_blocks] i32 or i64; blocks may be shared and repeated. Columns that no
+//   position
+//                            needs are never read.
+//   kv_lengths               [batch] i32 or i64, >= 0 (see cumulative_lengths)
+//   key                      [tokens, heads, head_dim]         f32, bf16 or f16, rounded once; tokens is the sum of the
+//                                                              lengths, heads num_kv_heads or that of head_indices
+//   value                    [tokens, heads, value_head_dim]   the dtype of key
+// Any strides of key, value and the integer tensors. Errors: invalid_argument for shapes, dtypes, lengths and offsets
+// that disagree; a position past the table (the message names sequence, position and capacity) and a block id outside
+// the cache (sequence, position, block id, num_blocks), both unless zero_fill. Nothing has been written then.
+Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const ConstTensor& value_cache,
+                          const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
+                          const Tensor& value, const GatherOptions& options = {});
 
 }  // namespace opst

@@ -6,19 +6,23 @@
 namespace opst {
 namespace kv_cache {
 
-// The heads of one token: num_heads rows of head_dim elements; all strides in elements.
-struct TokenRows {
-  int64_t num_heads, head_dim;
+// num_rows rows of dim elements. Element d of row i lies at  i * row_stride + d / step * word_stride + d % step, all in
+// elements. step is 1, or 2 for the pairs of a transposed page; dim is then even.
+struct RowsView {
+  int64_t row_stride, word_stride, step;
+};
+struct CopyRows {
+  int64_t num_rows, dim;
   const void* from;
-  int64_t from_head_stride, from_dim_stride;
+  RowsView from_view;
   void* to;
-  int64_t to_head_stride, to_dim_stride;
+  RowsView to_view;
 };
 
 // Indexed by storage types: f32, bf16, f16. Equal types are copied as bits; others round once, to nearest even.
 inline constexpr int kNumTypes = 3;
 struct Kernels {
-  void (*write_token[kNumTypes][kNumTypes])(const TokenRows& rows);  // [from][to]
+  void (*copy_rows[kNumTypes][kNumTypes])(const CopyRows& rows);  // [from][to]
 };
 
 }  // namespace kv_cache

@@ -1,153 +1,160 @@
+// scatter_pa_kv_cache, convert_pages: check, then rows dealt out to tasks.
 #include "opst/kv_cache.h"
 
 #include <algorithm>
+#include <string>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
-#include "kv_cache/kernels.h"
-#include "kv_cache/page_layout.h"
+#include "kv_cache/pages.h"
 #include "machine/context_impl.h"
 
 namespace opst {
 namespace {
 
-using kv_cache::TokenRows;
+using kv_cache::CopyRowsKernel;
+using kv_cache::index_at;
+using kv_cache::Pages;
+using kv_cache::PageSide;
 
-const kv_cache::Kernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512) return avx512::kv_cache::kKernels;
-  if (isa >= Isa::avx2) return avx2::kv_cache::kKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::kv_cache::kKernels;
-}
-
-// Elements of a word of panel32 (PanelStep, for a dtype that is known when the code runs).
-int64_t panel_step(DType dtype) { return dtype == DType::bf16 ? PanelStep<bf16>::kValue : PanelStep<float>::kValue; }
-
-int type_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
-
-const void* at(const ConstTensor& tensor, int64_t offset) {
-  return static_cast<const char*>(tensor.data) + offset * size_bytes(tensor.dtype);
-}
-void* at(const Tensor& tensor, int64_t offset) {
-  return static_cast<char*>(tensor.data) + offset * size_bytes(tensor.dtype);
-}
-
-// Token t of `from` [tokens, heads, dim] and row `row` of block `block` of `to` [blocks, rows, heads, dim].
-TokenRows token_rows(const ConstTensor& from, int64_t t, const Tensor& to, int64_t block, int64_t row) {
-  return {.num_heads = from.shape[1],
-          .head_dim = from.shape[2],
-          .from = at(from, t * from.strides[0]),
-          .from_head_stride = from.strides[1],
-          .from_dim_stride = from.strides[2],
-          .to = at(to, block * to.strides[0] + row * to.strides[1]),
-          .to_head_stride = to.strides[2],
-          .to_dim_stride = to.strides[3]};
-}
-
-// Slots are dealt out to tasks in runs, and a task writes its slots in token order: so of several tokens with one slot
-// the last wins, whoever runs the tasks.
-constexpr int64_t kRunSlots = 16;
-constexpr int64_t kMaxTasks = 16;
+// A task should be worth handing out; more tasks than this serve nobody.
 constexpr int64_t kTaskElements = int64_t{1} << 14;
 
+// scatter: slots are dealt out to tasks in runs, and a task writes its slots in token order: so of several tokens with
+// one slot the last wins, whoever runs the tasks. Each task looks at every slot, so they are few.
+constexpr int64_t kRunSlots = 16;
+constexpr int64_t kMaxScatterTasks = 16;
+
+// convert: the rows that a task takes at once, a panel of panel32.
+constexpr int64_t kPieceRows = 32;
+
+const char* start(const ConstTensor& tensor, int64_t offset) {
+  return static_cast<const char*>(tensor.data) + offset * size_bytes(tensor.dtype);
+}
+
+// A piece of a block, head after head: what a head's rows touch in a transposed page stays in the cache.
+void copy_piece(CopyRowsKernel copy_rows, const Pages& from, const Pages& to, int64_t num_heads, int64_t block,
+                int64_t begin, int64_t end) {
+  for (int64_t head = 0; head < num_heads; ++head) {
+    for (int64_t row = begin; row < end; ++row) {
+      copy_rows({.num_rows = 1,
+                 .dim = from.dim(),
+                 .from = from.at(block, row) + from.head_offset_bytes(head),
+                 .from_view = from.view(),
+                 .to = to.writable_at(block, row) + to.head_offset_bytes(head),
+                 .to_view = to.view()});
+    }
+  }
+}
+
 }  // namespace
-
-const char* to_string(PageLayout layout) { return layout == PageLayout::norm ? "norm" : "panel32"; }
-
-Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim) {
-  return guarded([&]() -> Status {
-    const auto refused = [&](const char* what, const std::string& is, const char* must) {
-      return Status::unsupported(std::string("page layout ") + to_string(layout) + ": " + what + " is " + is +
-                                 ", but must be " + must);
-    };
-    if (block_size < 1) return refused("block_size", std::to_string(block_size), ">= 1");
-    if (layout == PageLayout::norm) {
-      if (dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16) return {};
-      return refused("dtype", to_string(dtype), "f32, bf16 or f16");
-    }
-    if (dtype != DType::f32 && dtype != DType::bf16) return refused("dtype", to_string(dtype), "f32 or bf16");
-    if (block_size % kPanelRows != 0) return refused("block_size", std::to_string(block_size), "a multiple of 32");
-    if (dtype == DType::bf16 && head_dim % 2 != 0) {
-      return refused("head_dim", std::to_string(head_dim), "even for bf16");
-    }
-    return {};
-  });
-}
-
-Tensor key_pages(PageLayout layout, DType dtype, const PageSizes& s, void* data) {
-  if (!supports(layout, dtype, s.block_size, s.head_dim).ok()) return {};
-  if (layout == PageLayout::norm) {
-    return Tensor::contiguous(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim}, data);
-  }
-  const int64_t step = panel_step(dtype);
-  return Tensor::contiguous(
-      dtype, {s.num_blocks, s.num_kv_heads, s.block_size / kPanelRows, s.head_dim / step, kPanelRows * step}, data);
-}
-
-Tensor value_pages(PageLayout layout, DType dtype, const PageSizes& s, void* data) {
-  if (!supports(layout, dtype, s.block_size, s.head_dim).ok()) return {};
-  if (layout == PageLayout::norm) {
-    return Tensor::contiguous(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, s.value_head_dim}, data);
-  }
-  const int64_t step = panel_step(dtype);
-  return Tensor::contiguous(dtype, {s.num_blocks, s.num_kv_heads, s.block_size / step, step * s.value_head_dim}, data);
-}
 
 Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const ConstTensor& value,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options) {
   return guarded([&]() -> Status {
-    if (options.layout != PageLayout::norm) {
-      return Status::unsupported("scatter_pa_kv_cache: page layout panel32 cannot be written yet");
+    if (const Status status = kv_cache::check_layout_dtype("scatter_pa_kv_cache", options.layout, key_cache.dtype);
+        !status.ok()) {
+      return status;
     }
     ShapeCheck check("scatter_pa_kv_cache");
     check.tensor("key", key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "num_kv_heads", "head_dim"});
     check.tensor("value", value).dtype({key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
-    check.tensor("slot_mapping", slot_mapping).dtype({DType::i64}).dims({"tokens"});
-    check.output("key_cache", key_cache)
-        .dtype({DType::f32, DType::bf16, DType::f16})
-        .dims({"num_blocks", "block_size", "num_kv_heads", "head_dim"});
-    check.output("value_cache", value_cache)
-        .dtype({key_cache.dtype})
-        .dims({"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
+    check.tensor("slot_mapping", slot_mapping).dtype({DType::i32, DType::i64}).dims({"tokens"});
+    const PageSizes sizes =
+        kv_cache::check_output_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
+    kv_cache::require_size(check, "key_cache", "head_dim", sizes.head_dim, "key", key.shape[2]);
+    kv_cache::require_size(check, "value_cache", "value_head_dim", sizes.value_head_dim, "value", value.shape[2]);
     if (!check.ok()) return check.status();
-    const int64_t num_blocks = check["num_blocks"];
-    const int64_t block_size = check["block_size"];
-    if (const Status status = supports(options.layout, key_cache.dtype, block_size); !status.ok()) {
-      return {status.code(), "scatter_pa_kv_cache: " + status.message()};
+    if (const Status status = kv_cache::check_layout("scatter_pa_kv_cache", options.layout, key_cache.dtype,
+                                                     sizes.block_size, sizes.head_dim);
+        !status.ok()) {
+      return status;
     }
 
     // No overflow: a tensor's elements, hence its slots, were counted above, unless it has no heads.
     const int64_t tokens = check["tokens"];
     int64_t num_slots = 0;
-    if (__builtin_mul_overflow(num_blocks, block_size, &num_slots)) num_slots = INT64_MAX;
-    const auto slot_of = [&](int64_t t) {
-      return static_cast<const int64_t*>(slot_mapping.data)[t * slot_mapping.strides[0]];
-    };
+    if (__builtin_mul_overflow(sizes.num_blocks, sizes.block_size, &num_slots)) num_slots = INT64_MAX;
     for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t slot = slot_of(t);
+      const int64_t slot = index_at(slot_mapping, t);
       if (slot >= -1 && slot < num_slots) continue;
       check.require(false, std::string("slot_mapping[") + std::to_string(t) + "] is " + std::to_string(slot) +
-                               ", but the cache has " + std::to_string(num_blocks) + " blocks of " +
-                               std::to_string(block_size) + " rows = " + std::to_string(num_slots) +
+                               ", but the cache has " + std::to_string(sizes.num_blocks) + " blocks of " +
+                               std::to_string(sizes.block_size) + " rows = " + std::to_string(num_slots) +
                                " slots (-1 skips a token)");
       return check.status();
     }
 
-    const auto write_token =
-        kernels(context.machine().isa).write_token[type_index(key.dtype)][type_index(key_cache.dtype)];
-    const int64_t elements = tokens * check["num_kv_heads"] * (check["head_dim"] + check["value_head_dim"]);
+    const int64_t elements = tokens * sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return {};
-    const int64_t num_tasks = std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks);
+    const CopyRowsKernel copy_rows = kv_cache::copy_rows_kernel(context.machine().isa, key.dtype, key_cache.dtype);
+    const Pages keys(options.layout, PageSide::key, key_cache);
+    const Pages values(options.layout, PageSide::value, value_cache);
+    const auto write = [&](const ConstTensor& from, int64_t t, const Pages& to, int64_t slot) {
+      copy_rows({.num_rows = sizes.num_kv_heads,
+                 .dim = to.dim(),
+                 .from = start(from, t * from.strides[0]),
+                 .from_view = {.row_stride = from.strides[1], .word_stride = from.strides[2], .step = 1},
+                 .to = to.writable_at(slot / sizes.block_size, slot % sizes.block_size),
+                 .to_view = to.view()});
+    };
+    const int64_t num_tasks = std::clamp<int64_t>(elements / kTaskElements, 1, kMaxScatterTasks);
     context.impl().pool.parallel_for(num_tasks, [&](int64_t task, int) {
       for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t slot = slot_of(t);
+        const int64_t slot = index_at(slot_mapping, t);
         if (slot < 0 || slot / kRunSlots % num_tasks != task) continue;
-        write_token(token_rows(key, t, key_cache, slot / block_size, slot % block_size));
-        write_token(token_rows(value, t, value_cache, slot / block_size, slot % block_size));
+        write(key, t, keys, slot);
+        write(value, t, values, slot);
+      }
+    });
+    return {};
+  });
+}
+
+Status convert_pages(Context& context, const ConstTensor& from_key, const ConstTensor& from_value, const Tensor& to_key,
+                     const Tensor& to_value, const ConvertPagesOptions& options) {
+  return guarded([&]() -> Status {
+    constexpr const char* kName = "convert_pages";
+    if (const Status status = kv_cache::check_layout_dtype(kName, options.from, from_key.dtype); !status.ok()) {
+      return status;
+    }
+    if (const Status status = kv_cache::check_layout_dtype(kName, options.to, to_key.dtype); !status.ok()) {
+      return status;
+    }
+    ShapeCheck check(kName);
+    const PageSizes sizes = kv_cache::check_pages(check, options.from, "from_key", from_key, "from_value", from_value);
+    const PageSizes to = kv_cache::check_output_pages(check, options.to, "to_key", to_key, "to_value", to_value);
+    kv_cache::require_size(check, "to_key", "block_size", to.block_size, "from_key", sizes.block_size);
+    kv_cache::require_size(check, "to_key", "head_dim", to.head_dim, "from_key", sizes.head_dim);
+    kv_cache::require_size(check, "to_value", "value_head_dim", to.value_head_dim, "from_value", sizes.value_head_dim);
+    if (!check.ok()) return check.status();
+    for (const bool from : {true, false}) {
+      const Status status =
+          kv_cache::check_layout(kName, from ? options.from : options.to, from ? from_key.dtype : to_key.dtype,
+                                 sizes.block_size, sizes.head_dim);
+      if (!status.ok()) return status;
+    }
+
+    const int64_t row_elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
+    if (sizes.num_blocks == 0 || row_elements == 0) return {};
+    const CopyRowsKernel copy_rows = kv_cache::copy_rows_kernel(context.machine().isa, from_key.dtype, to_key.dtype);
+    const Pages from_keys(options.from, PageSide::key, from_key), to_keys(options.to, PageSide::key, to_key);
+    const Pages from_values(options.from, PageSide::value, from_value),
+        to_values(options.to, PageSide::value, to_value);
+    const int64_t pieces_per_block = ceil_div(sizes.block_size, kPieceRows);
+    const int64_t num_pieces = sizes.num_blocks * pieces_per_block;
+    const int64_t piece_rows = std::min(sizes.block_size, kPieceRows);
+    const int64_t pieces_per_task = ceil_div(kTaskElements, piece_rows * row_elements);
+    context.impl().pool.parallel_for(ceil_div(num_pieces, pieces_per_task), [&](int64_t task, int) {
+      const int64_t last = std::min(num_pieces, (task + 1) * pieces_per_task);
+      for (int64_t piece = task * pieces_per_task; piece < last; ++piece) {
+        const int64_t block = piece / pieces_per_block;
+        const int64_t begin = piece % pieces_per_block * kPieceRows;
+        const int64_t end = std::min(sizes.block_size, begin + kPieceRows);
+        copy_piece(copy_rows, from_keys, to_keys, sizes.num_kv_heads, block, begin, end);
+        copy_piece(copy_rows, from_values, to_values, sizes.num_kv_heads, block, begin, end);
       }
     });
     return {};

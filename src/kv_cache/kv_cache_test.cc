@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kv_cache/reference.h"
+#include "kv_cache/test_cache.h"
 #include "testing/compare.h"
 #include "testing/contexts.h"
 #include "testing/elements.h"
@@ -25,20 +26,22 @@ using test::Fill;
 using test::Guard;
 using test::GuardedBuffer;
 using test::Random;
+using test::TestCache;
 using test::TestContext;
 
 constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 struct Problem {
   DType from = DType::f32, to = DType::f32;
-  int64_t tokens = 1, heads = 1, head_dim = 8, value_head_dim = 8, num_blocks = 4, block_size = 4;
+  PageLayout layout = PageLayout::norm;
+  int64_t tokens = 1;
+  PageSizes sizes = {.num_blocks = 4, .block_size = 4, .num_kv_heads = 1, .head_dim = 8, .value_head_dim = 8};
   bool strided = false;
-  std::vector<int64_t> slots;
+  std::vector<int64_t> slots = {};
 
   std::string text() const {
-    return std::string(to_string(from)) + " -> " + to_string(to) + ", tokens " + std::to_string(tokens) + ", heads " +
-           std::to_string(heads) + ", dims " + std::to_string(head_dim) + " and " + std::to_string(value_head_dim) +
-           ", blocks " + std::to_string(num_blocks) + " x " + std::to_string(block_size) + (strided ? ", strided" : "");
+    return std::string(to_string(from)) + " -> " + to_string(to) + " in " + to_string(layout) + ", tokens " +
+           std::to_string(tokens) + ", " + test::text(sizes) + (strided ? ", strided" : "");
   }
 };
 
@@ -46,66 +49,64 @@ ConstTensor slots_of(const Problem& p) {
   return ConstTensor::contiguous(DType::i64, {static_cast<int64_t>(p.slots.size())}, p.slots.data());
 }
 
-// One of the two caches and its source.
-struct Side {
-  GuardedBuffer source_memory, cache_memory;
-  Tensor source, cache;
+// The keys or the values of the new tokens.
+struct Tokens {
+  GuardedBuffer memory;
+  Tensor tensor;
 
-  Side(const Problem& p, int64_t dim, Random& random)
-      : source_memory(p.tokens * p.heads * dim * size_bytes(p.from), random.chance(0.5) ? Guard::after : Guard::before),
-        cache_memory(p.num_blocks * p.block_size * p.heads * dim * size_bytes(p.to),
-                     random.chance(0.5) ? Guard::after : Guard::before) {
-    if (p.strided) {
-      // Tokens innermost; and [block][head][dim][row], as a transposed page would lie.
-      source = source_memory.tensor(p.from, {p.heads, dim, p.tokens}).transposed(1, 2).transposed(0, 1);
-      cache = cache_memory.tensor(p.to, {p.num_blocks, p.heads, dim, p.block_size}).transposed(2, 3).transposed(1, 2);
-    } else {
-      source = source_memory.tensor(p.from, {p.tokens, p.heads, dim});
-      cache = cache_memory.tensor(p.to, {p.num_blocks, p.block_size, p.heads, dim});
-    }
-    test::fill(source, Fill::normal, random);
-    test::fill(cache, Fill::normal, random);
+  Tokens(const Problem& p, int64_t dim, Random& random)
+      : memory(p.tokens * p.sizes.num_kv_heads * dim * size_bytes(p.from),
+               random.chance(0.5) ? Guard::after : Guard::before) {
+    const int64_t heads = p.sizes.num_kv_heads;
+    // Strided: tokens innermost.
+    tensor = p.strided ? memory.tensor(p.from, {heads, dim, p.tokens}).transposed(1, 2).transposed(0, 1)
+                       : memory.tensor(p.from, {p.tokens, heads, dim});
+    test::fill(tensor, Fill::normal, random);
+    memory.make_read_only();
   }
 
-  // What the cache must hold afterwards, rounded to its dtype.
-  std::vector<double> expected(const Problem& p, int64_t dim) const {
-    std::vector<double> rounded(static_cast<size_t>(p.tokens * p.heads * dim));
-    std::vector<double> cache_values = test::to_doubles(cache);
-    std::vector<char> bytes(rounded.size() * 4);
-    const Tensor to = Tensor::contiguous(p.to, {p.tokens, p.heads, dim}, bytes.data());
-    test::copy(source, to);
-    reference::scatter(test::to_doubles(to), p.heads * dim, p.slots, cache_values);
-    return cache_values;
+  // What a cache that held `before` must hold afterwards, in the order of the norm layout.
+  std::vector<double> expected(const Problem& p, std::vector<double> before) const {
+    std::vector<char> bytes(static_cast<size_t>(tensor.num_elements()) * 4);
+    const Tensor rounded = Tensor::contiguous(p.to, {tensor.shape[0], tensor.shape[1], tensor.shape[2]}, bytes.data());
+    test::copy(tensor, rounded);
+    reference::scatter(test::to_doubles(rounded), tensor.shape[1] * tensor.shape[2], p.slots, before);
+    return before;
   }
 };
 
 void check_problem(const TestContext& t, const Problem& p, Random& random) {
   SCOPED_TRACE(t.name + ", " + p.text());
-  Side key(p, p.head_dim, random), value(p, p.value_head_dim, random);
-  const std::vector<double> expected_key = key.expected(p, p.head_dim);
-  const std::vector<double> expected_value = value.expected(p, p.value_head_dim);
-  const Status status = scatter_pa_kv_cache(t.context, key.source, value.source, slots_of(p), key.cache, value.cache);
+  const Tokens key(p, p.sizes.head_dim, random), value(p, p.sizes.value_head_dim, random);
+  const TestCache cache(p.layout, p.to, p.sizes, p.strided, random);
+  const std::vector<double> expected_keys = key.expected(p, cache.keys());
+  const std::vector<double> expected_values = value.expected(p, cache.values());
+  const Status status = scatter_pa_kv_cache(t.context, key.tensor, value.tensor, slots_of(p), cache.key, cache.value,
+                                            {.layout = p.layout});
   ASSERT_TRUE(status.ok()) << status.message();
-  ASSERT_EQ(test::to_doubles(key.cache), expected_key);
-  ASSERT_EQ(test::to_doubles(value.cache), expected_value);
-  EXPECT_TRUE(key.cache_memory.slack_intact() && value.cache_memory.slack_intact());
+  ASSERT_EQ(cache.keys(), expected_keys);
+  ASSERT_EQ(cache.values(), expected_values);
+  EXPECT_TRUE(cache.slack_intact());
 }
 
 TEST(Scatter, EqualsTheReferenceInEveryContext) {
   Random random(test::seed());
   for (const TestContext& t : contexts()) {
-    for (int64_t dim : {0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 67}) {
+    for (int64_t dim : {0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 67, 129}) {
       Problem p;
       p.from = kTypes[random.integer(0, 2)];
       p.to = kTypes[random.integer(0, 2)];
+      p.layout = p.to != DType::f16 && random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
+      const bool panels = p.layout == PageLayout::panel32;
       p.tokens = random.pick<int64_t>({0, 1, 2, 5, 13});
-      p.heads = random.pick<int64_t>({1, 2, 3});
-      p.head_dim = dim;
-      p.value_head_dim = random.chance(0.5) ? dim : random.integer(0, 40);
-      p.num_blocks = random.integer(1, 7);
-      p.block_size = random.pick<int64_t>({1, 2, 3, 16, 17});
+      p.sizes = {.num_blocks = random.integer(1, 7),
+                 .block_size = panels ? random.pick<int64_t>({32, 64, 96}) : random.pick<int64_t>({1, 2, 3, 16, 17}),
+                 .num_kv_heads = random.pick<int64_t>({1, 2, 3}),
+                 .head_dim = panels && p.to == DType::bf16 ? dim / 2 * 2 : dim,
+                 .value_head_dim = random.chance(0.5) ? dim : random.integer(0, 40)};
       p.strided = random.chance(0.3);
-      for (int64_t i = 0; i < p.tokens; ++i) p.slots.push_back(random.integer(-1, p.num_blocks * p.block_size - 1));
+      const int64_t num_slots = p.sizes.num_blocks * p.sizes.block_size;
+      for (int64_t i = 0; i < p.tokens; ++i) p.slots.push_back(random.integer(-1, num_slots - 1));
       check_problem(t, p, random);
       if (HasFatalFailure()) return;
     }
@@ -117,15 +118,16 @@ TEST(Scatter, TheLastOfSeveralTokensWins) {
   Random random(test::seed());
   for (int num_threads : {1, 2, 5}) {
     for (const TestContext& t : contexts_with_threads(num_threads)) {
-      Problem p;
-      p.tokens = 2000;
-      p.heads = 3;
-      p.head_dim = p.value_head_dim = 64;
-      p.num_blocks = 9;
-      p.block_size = 17;
-      for (int64_t i = 0; i < p.tokens; ++i) p.slots.push_back(random.integer(-1, 9 * 17 - 1));
-      check_problem(t, p, random);
-      if (HasFatalFailure()) return;
+      for (PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
+        Problem p;
+        p.layout = layout;
+        p.to = random.pick<DType>({DType::f32, DType::bf16});
+        p.tokens = 1000;
+        p.sizes = {.num_blocks = 3, .block_size = 32, .num_kv_heads = 3, .head_dim = 64, .value_head_dim = 64};
+        for (int64_t i = 0; i < p.tokens; ++i) p.slots.push_back(random.integer(-1, 3 * 32 - 1));
+        check_problem(t, p, random);
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }
@@ -166,39 +168,46 @@ TEST(Scatter, RoundsOnceAndKeepsSpecialValues) {
   }
 }
 
-// More elements than 2^31: offsets are 64 bits wide (a pool of 140,001 blocks of [16, 8, 128]).
+// More elements than 2^31: offsets are 64 bits wide (a pool of 140,001 blocks of [16, 8, 128], or half as many of 32
+// rows).
 TEST(Scatter, WritesBeyond32BitOffsets) {
-  constexpr int64_t kBlocks = 140001, kBlockSize = 16, kHeads = 8, kDim = 128, kTokens = 5;
-  test::LazyMapping keys(kBlocks * kBlockSize * kHeads * kDim * 2), values(kBlocks * kBlockSize * kHeads * kDim * 2);
-  if (keys.data() == nullptr || values.data() == nullptr) {
-    GTEST_SKIP() << "no address space for 2 x " << keys.size_bytes() << " bytes";
-  }
-  const auto cache = [&](void* data) {
-    return Tensor::contiguous(DType::bf16, {kBlocks, kBlockSize, kHeads, kDim}, data);
-  };
-  std::vector<float> key(kTokens * kHeads * kDim), value(key.size());
-  const auto tokens = [&](std::vector<float>& v) {
-    return Tensor::contiguous(DType::f32, {kTokens, kHeads, kDim}, v.data());
-  };
-  Random random(test::seed());
-  test::fill(tokens(key), Fill::small_integers, random);
-  test::fill(tokens(value), Fill::small_integers, random);
-  for (const TestContext& t : contexts_with_threads(2)) {
-    const auto write = [&](int64_t block) {
-      std::vector<int64_t> slots;
-      for (int64_t i = 0; i < kTokens; ++i) slots.push_back(block * kBlockSize + i);
-      return scatter_pa_kv_cache(t.context, tokens(key), tokens(value),
-                                 ConstTensor::contiguous(DType::i64, {kTokens}, slots.data()), cache(keys.data()),
-                                 cache(values.data()));
+  constexpr int64_t kTokens = 5;
+  for (PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
+    SCOPED_TRACE(to_string(layout));
+    PageSizes sizes = {
+        .num_blocks = 140001, .block_size = 16, .num_kv_heads = 8, .head_dim = 128, .value_head_dim = 128};
+    if (layout == PageLayout::panel32) sizes.num_blocks = 70001, sizes.block_size = 32;
+    const int64_t last = sizes.num_blocks - 1;
+    const int64_t page_bytes = sizes.block_size * sizes.num_kv_heads * sizes.head_dim * 2;
+    test::LazyMapping keys(sizes.num_blocks * page_bytes), values(sizes.num_blocks * page_bytes);
+    if (keys.data() == nullptr || values.data() == nullptr) {
+      GTEST_SKIP() << "no address space for 2 x " << keys.size_bytes() << " bytes";
+    }
+    const Tensor key_cache = key_pages(layout, DType::bf16, sizes, keys.data());
+    const Tensor value_cache = value_pages(layout, DType::bf16, sizes, values.data());
+    std::vector<float> key(kTokens * 8 * 128), value(key.size());
+    const auto tokens = [&](std::vector<float>& v) {
+      return Tensor::contiguous(DType::f32, {kTokens, 8, 128}, v.data());
     };
-    ASSERT_TRUE(write(0).ok());
-    ASSERT_TRUE(write(140000).ok());
-    for (void* data : {keys.data(), values.data()}) {
-      const std::vector<double> far = test::to_doubles(cache(data).selected(0, 140000));
-      EXPECT_EQ(far, test::to_doubles(cache(data).selected(0, 0)));
-      const std::vector<double> expected = test::to_doubles(tokens(data == keys.data() ? key : value));
-      EXPECT_TRUE(std::equal(expected.begin(), expected.end(), far.begin()));
-      std::memset(cache(data).selected(0, 140000).data, 0, kBlockSize * kHeads * kDim * 2);
+    Random random(test::seed());
+    test::fill(tokens(key), Fill::small_integers, random);
+    test::fill(tokens(value), Fill::small_integers, random);
+    for (const TestContext& t : contexts_with_threads(2)) {
+      const auto write = [&](int64_t block) {
+        std::vector<int64_t> slots;
+        for (int64_t i = 0; i < kTokens; ++i) slots.push_back(block * sizes.block_size + i);
+        return scatter_pa_kv_cache(t.context, tokens(key), tokens(value),
+                                   ConstTensor::contiguous(DType::i64, {kTokens}, slots.data()), key_cache, value_cache,
+                                   {.layout = layout});
+      };
+      ASSERT_TRUE(write(0).ok());
+      ASSERT_TRUE(write(last).ok());
+      for (const Tensor& cache : {key_cache, value_cache}) {
+        const std::vector<double> far = test::to_doubles(cache.selected(0, last));
+        EXPECT_EQ(far, test::to_doubles(cache.selected(0, 0)));
+        EXPECT_NE(std::count_if(far.begin(), far.end(), [](double x) { return x != 0; }), 0);
+        std::memset(cache.selected(0, last).data, 0, static_cast<size_t>(page_bytes));
+      }
     }
   }
 }
@@ -233,6 +242,8 @@ TEST(Scatter, NamesWhatIsWrong) {
     return scatter_pa_kv_cache(context, a, b, c, d, e).message();
   };
   EXPECT_EQ(message(k, v, s, kc, vc), "");
+  EXPECT_EQ(message(k, v, ConstTensor::contiguous(DType::f32, {2}, slots), kc, vc),
+            "scatter_pa_kv_cache: slot_mapping is f32, but must be i32 or i64");
   EXPECT_EQ(message(k, v, s.narrowed(0, 0, 1), kc, vc),
             "scatter_pa_kv_cache: slot_mapping dim 0 (tokens) is 1, but key set tokens = 2");
   EXPECT_EQ(message(k, v, s, kc, vc.narrowed(3, 0, 3)),
@@ -247,6 +258,52 @@ TEST(Scatter, NamesWhatIsWrong) {
             std::string::npos);
   EXPECT_EQ(message(k, v, s, kc.narrowed(1, 0, 0), vc.narrowed(1, 0, 0)),
             "scatter_pa_kv_cache: page layout norm: block_size is 0, but must be >= 1");
+}
+
+TEST(Scatter, NamesWhatIsWrongWithPanels) {
+  Context& context = contexts_with_threads(1).back().context;
+  std::vector<float> memory(4 * 8192);
+  const auto at = [&](int64_t i) { return memory.data() + i * 8192; };
+  const int64_t slots[2] = {0, 1};
+  const ConstTensor s = ConstTensor::contiguous(DType::i64, {2}, slots);
+  PageSizes sizes = {.num_blocks = 2, .block_size = 64, .num_kv_heads = 2, .head_dim = 8, .value_head_dim = 4};
+  const auto message = [&](const Tensor& kc, const Tensor& vc) {
+    const Tensor k = Tensor::contiguous(DType::f32, {2, 2, 8}, at(0)),
+                 v = Tensor::contiguous(DType::f32, {2, 2, 4}, at(1));
+    return scatter_pa_kv_cache(context, k, v, s, kc, vc, {.layout = PageLayout::panel32}).message();
+  };
+  const auto keys = [&](DType dtype) { return key_pages(PageLayout::panel32, dtype, sizes, at(2)); };
+  const auto values = [&](DType dtype) { return value_pages(PageLayout::panel32, dtype, sizes, at(3)); };
+  EXPECT_EQ(message(keys(DType::f32), values(DType::f32)), "");
+  EXPECT_EQ(message(keys(DType::bf16), values(DType::bf16)), "");
+  EXPECT_EQ(message(Tensor::contiguous(DType::f16, {2, 2, 2, 8, 32}, at(2)), values(DType::f32)),
+            "scatter_pa_kv_cache: page layout panel32: dtype is f16, but must be f32 or bf16");
+  EXPECT_EQ(message(keys(DType::bf16), values(DType::f32)),
+            "scatter_pa_kv_cache: value_cache is f32, but must be bf16");
+  EXPECT_EQ(message(Tensor::contiguous(DType::f32, {2, 64, 2, 8}, at(2)), values(DType::f32)),
+            "scatter_pa_kv_cache: key_cache has rank 4, but [num_blocks, num_kv_heads, block_size / 32, head_dim, 32] "
+            "has rank 5");
+  EXPECT_EQ(message(Tensor::contiguous(DType::bf16, {2, 2, 2, 8, 32}, at(2)), values(DType::bf16)),
+            "scatter_pa_kv_cache: key_cache dim 4 is 32, but must be 64");
+  EXPECT_EQ(message(keys(DType::f32).narrowed(2, 0, 0), values(DType::f32).narrowed(2, 0, 0)),
+            "scatter_pa_kv_cache: page layout panel32: block_size is 0, but must be >= 1");
+  EXPECT_EQ(message(keys(DType::f32), values(DType::f32).narrowed(2, 0, 63)),
+            "scatter_pa_kv_cache: value_cache dim 2 is 63, of block_size = 63, but key_cache set block_size = 64");
+  EXPECT_EQ(message(keys(DType::f32).narrowed(3, 0, 7), values(DType::f32)),
+            "scatter_pa_kv_cache: key_cache stride 2 is 256, but must be 224: page layout panel32 is contiguous after "
+            "num_kv_heads");
+  EXPECT_EQ(message(keys(DType::bf16), values(DType::bf16).narrowed(3, 0, 7)),
+            "scatter_pa_kv_cache: value_cache stride 2 is 8, but must be 7: page layout panel32 is contiguous after "
+            "num_kv_heads");
+  EXPECT_EQ(message(keys(DType::bf16), Tensor::contiguous(DType::bf16, {2, 2, 32, 7}, at(3))),
+            "scatter_pa_kv_cache: value_cache dim 3 (2 * value_head_dim) is 7, but must be even");
+  EXPECT_EQ(message(keys(DType::bf16), Tensor::contiguous(DType::bf16, {2, 2, 16, 8}, at(3))),
+            "scatter_pa_kv_cache: value_cache dim 2 is 16, of block_size = 32, but key_cache set block_size = 64");
+  sizes.head_dim = 6;
+  EXPECT_EQ(message(keys(DType::bf16), values(DType::bf16)),
+            "scatter_pa_kv_cache: key_cache holds head_dim = 6, but key set head_dim = 8");
+  EXPECT_EQ(message(keys(DType::f32), values(DType::f32)),
+            "scatter_pa_kv_cache: key_cache dim 3 (head_dim) is 6, but key set head_dim = 8");
 }
 
 TEST(PageLayout, SaysWhatItHolds) {
@@ -286,6 +343,21 @@ TEST(PageLayout, ShapesTheCaches) {
   EXPECT_EQ(value_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
 }
 
+// The device's tables are i32; here every other of them is one.
+TEST(Scatter, TakesSlotsOf32Bits) {
+  Context& context = contexts_with_threads(1).back().context;
+  const int32_t slots[4] = {2, 99, -1, 99};
+  ConstTensor mapping = ConstTensor::contiguous(DType::i32, {2}, slots);
+  mapping.strides[0] = 2;
+  const float key[2] = {5, 6};
+  float keys[4] = {}, values[4] = {};
+  const ConstTensor tokens = ConstTensor::contiguous(DType::f32, {2, 1, 1}, key);
+  ASSERT_TRUE(scatter_pa_kv_cache(context, tokens, tokens, mapping, Tensor::contiguous(DType::f32, {2, 2, 1, 1}, keys),
+                                  Tensor::contiguous(DType::f32, {2, 2, 1, 1}, values))
+                  .ok());
+  EXPECT_EQ(std::vector<float>(keys, keys + 4), (std::vector<float>{0, 0, 5, 0}));
+}
+
 TEST(Scatter, ZeroSizesAreLegal) {
   Context& context = contexts_with_threads(2).back().context;
   const auto empty = [](std::initializer_list<int64_t> shape) {
@@ -300,6 +372,130 @@ TEST(Scatter, ZeroSizesAreLegal) {
   EXPECT_TRUE(
       scatter_pa_kv_cache(context, empty({1, 0, 8}), empty({1, 0, 8}), one, empty({1, 16, 0, 8}), empty({1, 16, 0, 8}))
           .ok());
+}
+
+void check_convert(const TestContext& t, const TestCache& from, const TestCache& to) {
+  SCOPED_TRACE(t.name + ", " + to_string(from.key.dtype) + " in " + to_string(from.layout) + " -> " +
+               to_string(to.key.dtype) + " in " + to_string(to.layout) + ", " + test::text(from.sizes) +
+               (from.strided ? ", from strided" : "") + (to.strided ? ", to strided" : ""));
+  const std::vector<double> keys = from.keys(), values = from.values();
+  const Status status =
+      convert_pages(t.context, from.key, from.value, to.key, to.value, {.from = from.layout, .to = to.layout});
+  ASSERT_TRUE(status.ok()) << status.message();
+  const auto rounded = [&](const std::vector<double>& exact) {
+    std::vector<char> bytes(exact.size() * 4);
+    const auto n = static_cast<int64_t>(exact.size());
+    const Tensor result = Tensor::contiguous(to.key.dtype, {n}, bytes.data());
+    test::copy(ConstTensor::contiguous(DType::f64, {n}, exact.data()), result);
+    return test::to_doubles(result);
+  };
+  ASSERT_EQ(to.keys(), rounded(keys));
+  ASSERT_EQ(to.values(), rounded(values));
+  EXPECT_TRUE(to.slack_intact());
+}
+
+TEST(Convert, EqualsTheReferenceInEveryContext) {
+  Random random(test::seed());
+  for (const TestContext& t : contexts()) {
+    for (int i = 0; i < 12; ++i) {
+      const auto layout = [&](DType dtype) {
+        return dtype != DType::f16 && random.chance(0.6) ? PageLayout::panel32 : PageLayout::norm;
+      };
+      const DType from = kTypes[random.integer(0, 2)], to = kTypes[random.integer(0, 2)];
+      const PageLayout from_layout = layout(from), to_layout = layout(to);
+      const bool panels = from_layout == PageLayout::panel32 || to_layout == PageLayout::panel32;
+      const int64_t dim = random.pick<int64_t>({0, 1, 2, 7, 16, 33, 64, 66, 130});
+      const PageSizes sizes = {
+          .num_blocks = random.integer(0, 5),
+          .block_size = panels ? random.pick<int64_t>({32, 64, 96}) : random.pick<int64_t>({1, 5, 16, 33, 70}),
+          .num_kv_heads = random.integer(1, 3),
+          .head_dim = panels && (from == DType::bf16 || to == DType::bf16) ? dim / 2 * 2 : dim,
+          .value_head_dim = random.chance(0.5) ? dim : random.integer(0, 40)};
+      const TestCache source(from_layout, from, sizes, random.chance(0.4), random);
+      const TestCache target(to_layout, to, sizes, random.chance(0.4), random);
+      check_convert(t, source, target);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// There and back: every bit pattern, also those of NaN.
+TEST(Convert, ThereAndBackKeepsAllBits) {
+  const PageSizes sizes = {.num_blocks = 16, .block_size = 64, .num_kv_heads = 2, .head_dim = 32, .value_head_dim = 32};
+  for (const TestContext& t : contexts_with_threads(2)) {
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      std::vector<uint32_t> keys(65536), values(65536), panel_keys(65536), panel_values(65536), back_keys(65536),
+          back_values(65536);
+      Random random(test::seed());
+      for (uint32_t i = 0; i < 65536; ++i) {
+        keys[i] = static_cast<uint32_t>(random.bits());
+        values[i] = i << 16 | i;
+      }
+      const auto norm = [&](std::vector<uint32_t>& v) { return key_pages(PageLayout::norm, dtype, sizes, v.data()); };
+      const Tensor pk = key_pages(PageLayout::panel32, dtype, sizes, panel_keys.data());
+      const Tensor pv = value_pages(PageLayout::panel32, dtype, sizes, panel_values.data());
+      ASSERT_TRUE(convert_pages(t.context, norm(keys), norm(values), pk, pv).ok());
+      ASSERT_TRUE(convert_pages(t.context, pk, pv, norm(back_keys), norm(back_values),
+                                {.from = PageLayout::panel32, .to = PageLayout::norm})
+                      .ok());
+      const auto bytes = static_cast<size_t>(norm(keys).num_elements() * size_bytes(dtype));
+      EXPECT_EQ(std::memcmp(back_keys.data(), keys.data(), bytes), 0);
+      EXPECT_EQ(std::memcmp(back_values.data(), values.data(), bytes), 0);
+    }
+  }
+}
+
+// A private copy of one block within the pool.
+TEST(Convert, CopiesOneBlockWithinAPool) {
+  Random random(test::seed());
+  const PageSizes sizes = {.num_blocks = 5, .block_size = 32, .num_kv_heads = 2, .head_dim = 6, .value_head_dim = 3};
+  const TestCache cache(PageLayout::panel32, DType::bf16, sizes, true, random);
+  std::vector<double> keys = cache.keys(), values = cache.values();
+  const auto block = [](const Tensor& tensor, int64_t b) { return tensor.narrowed(0, b, 1); };
+  const Status status = convert_pages(contexts_with_threads(2).back().context, block(cache.key, 1),
+                                      block(cache.value, 1), block(cache.key, 3), block(cache.value, 3),
+                                      {.from = PageLayout::panel32, .to = PageLayout::panel32});
+  ASSERT_TRUE(status.ok()) << status.message();
+  std::copy_n(keys.begin() + 32 * 12, 32 * 12, keys.begin() + 3 * 32 * 12);
+  std::copy_n(values.begin() + 32 * 6, 32 * 6, values.begin() + 3 * 32 * 6);
+  EXPECT_EQ(cache.keys(), keys);
+  EXPECT_EQ(cache.values(), values);
+}
+
+TEST(Convert, NamesWhatIsWrong) {
+  Context& context = contexts_with_threads(1).back().context;
+  std::vector<float> memory(4 * 4096);
+  PageSizes sizes = {.num_blocks = 2, .block_size = 32, .num_kv_heads = 2, .head_dim = 8, .value_head_dim = 4};
+  struct Pair {
+    Tensor key, value;
+  };
+  const auto pages = [&](PageLayout layout, DType dtype, int64_t place) {
+    return Pair{key_pages(layout, dtype, sizes, memory.data() + place * 4096),
+                value_pages(layout, dtype, sizes, memory.data() + (place + 1) * 4096)};
+  };
+  const auto convert = [&](const Pair& from, const Pair& to) {
+    return convert_pages(context, from.key, from.value, to.key, to.value);
+  };
+  const Pair norm = pages(PageLayout::norm, DType::f32, 0), panels = pages(PageLayout::panel32, DType::bf16, 2);
+  EXPECT_TRUE(convert(norm, panels).ok());
+  sizes.block_size = 64;
+  EXPECT_EQ(convert(norm, pages(PageLayout::panel32, DType::bf16, 2)).message(),
+            "convert_pages: to_key holds block_size = 64, but from_key set block_size = 32");
+  sizes.block_size = 32;
+  sizes.head_dim = 6;
+  EXPECT_EQ(convert(norm, pages(PageLayout::panel32, DType::bf16, 2)).message(),
+            "convert_pages: to_key holds head_dim = 6, but from_key set head_dim = 8");
+  sizes.head_dim = 8;
+  sizes.value_head_dim = 5;
+  EXPECT_EQ(convert(norm, pages(PageLayout::panel32, DType::bf16, 2)).message(),
+            "convert_pages: to_value holds value_head_dim = 5, but from_value set value_head_dim = 4");
+  EXPECT_EQ(convert(norm, {pages(PageLayout::panel32, DType::bf16, 2).key, norm.value}).code(),
+            StatusCode::invalid_argument);
+  const Status f16 = convert(norm, {Tensor::contiguous(DType::f16, {2, 2, 1, 8, 32}, memory.data()), panels.value});
+  EXPECT_EQ(f16.code(), StatusCode::unsupported);
+  EXPECT_EQ(f16.message(), "convert_pages: page layout panel32: dtype is f16, but must be f32 or bf16");
+  sizes.value_head_dim = 4;
+  EXPECT_NE(convert(norm, pages(PageLayout::panel32, DType::f32, 0)).message().find("overlaps"), std::string::npos);
 }
 
 }  // namespace

@@ -1,0 +1,76 @@
+// The pages of a cache, whatever their layout: check, and addresses of rows.
+//
+//   ShapeCheck check("scatter_pa_kv_cache");
+//   const PageSizes sizes = check_pages(check, layout, "key_cache", key_cache, "value_cache", value_cache);
+//   if (!check.ok()) return check.status();
+//   const Pages keys(layout, PageSide::key, key_cache);
+//   keys.at(block, row)      // the row's first element in head 0; the other heads and elements as keys.view() says
+#pragma once
+
+#include <cstdint>
+
+#include "core/shape_check.h"
+#include "kv_cache/kernels.h"
+#include "opst/kv_cache.h"
+
+namespace opst::kv_cache {
+
+// Checks a cache as a pair of inputs or (check_output_pages) outputs: dtypes that agree, ranks, sizes that agree, what
+// the layout asks of strides. Binds num_blocks and num_kv_heads, and the other names of PageSizes where the layout has
+// them as dimensions. Sizes mean nothing where the check fails.
+PageSizes check_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const ConstTensor& key,
+                      const char* value_name, const ConstTensor& value);
+PageSizes check_output_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const Tensor& key,
+                             const char* value_name, const Tensor& value);
+
+// One size must be what another tensor set: "key_cache holds head_dim = 8, but key set head_dim = 16".
+void require_size(ShapeCheck& check, const char* tensor, const char* name, int64_t size, const char* setter,
+                  int64_t expected);
+
+// supports(), with the operator's name in front.
+Status check_layout(const char* operator_name, PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim);
+// The part of it that must come before check_pages, since the shapes depend on it.
+Status check_layout_dtype(const char* operator_name, PageLayout layout, DType dtype);
+
+// Elements of a word of panel32 (PanelStep, for a dtype known when the code runs).
+int64_t panel_step(DType dtype);
+
+enum class PageSide : uint8_t { key, value };
+
+// Addresses in one tensor of a checked cache.
+class Pages {
+ public:
+  Pages(PageLayout layout, PageSide side, const ConstTensor& tensor);
+
+  // Element 0 of a row, head 0.
+  const char* at(int64_t block, int64_t row) const {
+    return data_ + element_bytes_ * (block * block_stride_ + row / group_ * group_stride_ + row % group_ * row_stride_);
+  }
+  // In memory that may be written: the tensor was a Tensor.
+  char* writable_at(int64_t block, int64_t row) const { return const_cast<char*>(at(block, row)); }
+  // The heads of a row.
+  const RowsView& view() const { return view_; }
+  int64_t head_offset_bytes(int64_t head) const { return element_bytes_ * head * view_.row_stride; }
+  int64_t dim() const { return dim_; }
+  DType dtype() const { return dtype_; }
+
+ private:
+  const char* data_;
+  DType dtype_;
+  int64_t element_bytes_, dim_, block_stride_;
+  // Rows lie in groups: a panel of keys, a pair of values.
+  int64_t group_, group_stride_, row_stride_;
+  RowsView view_;
+};
+
+// The kernel that copies rows between two dtypes.
+using CopyRowsKernel = void (*)(const CopyRows& rows);
+CopyRowsKernel copy_rows_kernel(Isa isa, DType from, DType to);
+
+// Element i of an index tensor, i32 or i64 [n].
+inline int64_t index_at(const ConstTensor& tensor, int64_t i) {
+  return tensor.dtype == DType::i64 ? static_cast<const int64_t*>(tensor.data)[i * tensor.strides[0]]
+                                    : static_cast<const int32_t*>(tensor.data)[i * tensor.strides[0]];
+}
+
+}  // namespace opst::kv_cache
