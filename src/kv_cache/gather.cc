@@ -45,11 +45,11 @@ struct Sequences {
 // The sum of the lengths; nothing after a failure. Cumulative lengths are taken as they are: each is compared with the
 // one before, so that no difference overflows.
 std::optional<int64_t> check_lengths(ShapeCheck& check, const Sequences& s) {
-  const auto name = [](const char* tensor, int64_t i) { return std::string(tensor) + "[" + std::to_string(i) + "]"; };
+  const auto name = [](const char* tensor, int64_t i) { return std::string(tensor) + '[' + std::to_string(i) + ']'; };
   if (s.options.cumulative_lengths) {
     const int64_t first = index_at(s.kv_lengths, 0);
     check.require(first == 0, [&] {
-      return "kv_lengths[0] is " + std::to_string(first) + ", but cumulative lengths start with 0";
+      return std::string("kv_lengths[0] is ") + std::to_string(first) + ", but cumulative lengths start with 0";
     });
   }
   int64_t total = 0;
@@ -88,7 +88,7 @@ void check_blocks(ShapeCheck& check, const Sequences& s) {
     const int64_t length = s.length(b), begin = s.offset(b), end = begin + length;
     if (length == 0) continue;
     check.require(s.has_column(end - 1), [&] {
-      return "sequence " + std::to_string(b) + " reads positions " + std::to_string(begin) + " to " +
+      return std::string("sequence ") + std::to_string(b) + " reads positions " + std::to_string(begin) + " to " +
              std::to_string(end - 1) + ", but block_table has " + std::to_string(max_blocks) + " blocks of " +
              std::to_string(s.block_size) + " rows for it, positions 0 to " +
              std::to_string(max_blocks * s.block_size - 1);
@@ -97,8 +97,8 @@ void check_blocks(ShapeCheck& check, const Sequences& s) {
       const int64_t position = std::max(begin, column * s.block_size);
       const int64_t block = s.block(b, position);
       check.require(s.in_cache(block), [&] {
-        return "block_table[" + std::to_string(b) + ", " + std::to_string(column) + "] (sequence " + std::to_string(b) +
-               ", position " + std::to_string(position) + ") is block " + std::to_string(block) +
+        return std::string("block_table[") + std::to_string(b) + ", " + std::to_string(column) + "] (sequence " +
+               std::to_string(b) + ", position " + std::to_string(position) + ") is block " + std::to_string(block) +
                ", but the cache has num_blocks = " + std::to_string(s.num_blocks);
       });
     }
@@ -117,9 +117,9 @@ struct Side {
 
   // Rows [row, row + count) of a block become tokens from `token` on.
   void copy(int64_t block, int64_t first_row, int64_t count, int64_t token, const ConstTensor& head_indices,
-            bool rows_are_contiguous) const {
+            bool heads_innermost) const {
     const int64_t num_heads = to.shape[1];
-    if (head_indices.data == nullptr && rows_are_contiguous) {
+    if (head_indices.data == nullptr && heads_innermost) {
       for (int64_t i = 0; i < count; ++i) {
         copy_rows({num_heads, from.dim(), from.at(block, first_row + i), from.view(), row(token + i, 0), to_view()});
       }
@@ -170,7 +170,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     kv_cache::require_size(check, "value", "value_head_dim", value.shape[2], "value_cache", sizes.value_head_dim);
     if (options.cumulative_lengths) {
       check.require(kv_lengths.shape[0] == check["batch"] + 1, [&] {
-        return "kv_lengths dim 0 is " + std::to_string(kv_lengths.shape[0]) +
+        return std::string("kv_lengths dim 0 is ") + std::to_string(kv_lengths.shape[0]) +
                ", but cumulative lengths of block_table's batch = " + std::to_string(check["batch"]) + " are " +
                std::to_string(check["batch"] + 1);
       });
@@ -187,13 +187,13 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     for (int64_t h = 0; h < num_heads && !all_heads && check.ok(); ++h) {
       const int64_t head = index_at(head_indices, h);
       check.require(head >= 0 && head < sizes.num_kv_heads, [&] {
-        return "head_indices[" + std::to_string(h) + "] is " + std::to_string(head) +
+        return std::string("head_indices[") + std::to_string(h) + "] is " + std::to_string(head) +
                ", but the cache has num_kv_heads = " + std::to_string(sizes.num_kv_heads);
       });
     }
     if (const std::optional<int64_t> total = check_lengths(check, sequences)) {
       check.require(key.shape[0] == *total, [&] {
-        return "key dim 0 (tokens) is " + std::to_string(key.shape[0]) + ", but the lengths of " +
+        return std::string("key dim 0 (tokens) is ") + std::to_string(key.shape[0]) + ", but the lengths of " +
                std::to_string(sequences.batch) + " sequences sum to " + std::to_string(*total);
       });
     }
@@ -206,7 +206,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     const CopyRowsKernel copy_rows = kv_cache::copy_rows_kernel(context.machine().isa, key_cache.dtype, key.dtype);
     const Side sides[2] = {{Pages(options.layout, PageSide::key, key_cache), key, copy_rows},
                            {Pages(options.layout, PageSide::value, value_cache), value, copy_rows}};
-    const bool rows_are_contiguous = options.layout == PageLayout::norm;
+    const bool heads_innermost = options.layout == PageLayout::norm;
     const int64_t num_tasks = std::min(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks), tokens);
     const int64_t tokens_per_task = ceil_div(tokens, num_tasks);
     context.impl().pool.parallel_for(ceil_div(tokens, tokens_per_task), [&](int64_t task, int) {
@@ -222,7 +222,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
           const int64_t block = sequences.has_column(position) ? sequences.block(b, position) : -1;
           for (const Side& side : sides) {
             if (sequences.in_cache(block)) {
-              side.copy(block, row, count, token, head_indices, rows_are_contiguous);
+              side.copy(block, row, count, token, head_indices, heads_innermost);
             } else {
               side.zero(count, token);
             }

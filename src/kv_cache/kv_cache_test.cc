@@ -289,8 +289,11 @@ TEST(Scatter, NamesWhatIsWrongWithPanels) {
             "scatter_pa_kv_cache: page layout panel32: block_size is 0, but must be >= 1");
   EXPECT_EQ(message(keys(DType::f32), values(DType::f32).narrowed(2, 0, 63)),
             "scatter_pa_kv_cache: value_cache dim 2 is 63, of block_size = 63, but key_cache set block_size = 64");
-  EXPECT_EQ(message(keys(DType::f32).narrowed(3, 0, 7), values(DType::f32)),
-            "scatter_pa_kv_cache: key_cache stride 2 is 256, but must be 224: page layout panel32 is contiguous after "
+  Tensor gap = keys(DType::f32).narrowed(0, 0, 1);
+  gap.strides[2] = 512;
+  gap.strides[1] = 1024;
+  EXPECT_EQ(message(gap, values(DType::f32).narrowed(0, 0, 1)),
+            "scatter_pa_kv_cache: key_cache stride 2 is 512, but must be 256: page layout panel32 is contiguous after "
             "num_kv_heads");
   EXPECT_EQ(message(keys(DType::bf16), values(DType::bf16).narrowed(3, 0, 7)),
             "scatter_pa_kv_cache: value_cache stride 2 is 8, but must be 7: page layout panel32 is contiguous after "
