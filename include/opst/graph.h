@@ -1,0 +1,257 @@
+// Graph: operators as nodes with named tensors, planned once, executed often.
+//
+//   Graph graph = std::move(Graph::create("ffn").value());
+//   const Dim rows = graph.dim("rows", 512);                          // any number of rows up to 512
+//   const Value x = graph.input("x", DType::f32, {rows, 576});
+//   const Value normed = graph.rms_norm("norm", x, graph.input("norm.weight", DType::f32, {576}));
+//   const Value gate = graph.matmul("gate", normed, graph.weight("gate.weight", 1536, 576));
+//   const Value up = graph.matmul("up", normed, graph.weight("up.weight", 1536, 576));
+//   graph.output("y", graph.swiglu("act", gate, up));
+//   Status status = graph.setup(context.machine());                   // checks, lays out the workspace
+//   status = graph.bind("x", x_tensor); ...                           // inputs, weights, outputs, by name
+//   status = graph.set(rows, 17);
+//   status = graph.execute(context);                                  // allocates nothing
+//
+// Building. Each call that adds something names it and gives the Value or Dim for later calls; the shapes of results
+// follow from those of the inputs. The first contradiction is kept and reported by setup(), so that building needs no
+// checks in between. Nodes run in the order in which they were added.
+//
+// Memory. What a node makes lives in one workspace that the graph owns, from the node that makes it to the last one
+// that reads it; what does not live at the same time shares memory, and where an operator may write onto its input and
+// nobody reads that input later, it does. Inputs, weights, caches and outputs are external: bound by name, and bound
+// anew whenever the caller likes, at the price of copying a Tensor. What is bound must outlive its executions.
+//
+// Sizes. A Dim is a number, or a name with an upper bound whose size is set before an execution. setup() lays out
+// memory for the upper bounds; a new size needs no new setup. Tensors of the workspace are contiguous at their size of
+// the moment. An external tensor may be larger than a named size: its first elements are used.
+//
+// Errors: invalid_argument, naming graph, node, tensor, dimension and both values; those of the operators, behind the
+// names of graph and node; out_of_memory. A Graph is used by one thread at a time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "opst/attention.h"
+#include "opst/context.h"
+#include "opst/kv_cache.h"
+#include "opst/matmul.h"
+#include "opst/rowwise.h"
+#include "opst/status.h"
+#include "opst/tensor.h"
+
+namespace opst {
+
+struct GraphImpl;
+
+class Dim {
+ public:
+  Dim() = default;
+  Dim(int64_t size) : bound_(size) {}
+  // The number, or the largest that it may become.
+  int64_t bound() const { return bound_; }
+  bool operator==(const Dim&) const = default;
+
+ private:
+  friend struct GraphImpl;
+  int64_t bound_ = 0;
+  int symbol_ = -1;  // index of the name; -1: a number
+};
+
+struct Shape {
+  Shape() = default;
+  // More than kMaxRank dimensions are refused where the shape is used.
+  Shape(std::initializer_list<Dim> sizes);
+  int rank = 0;
+  Dim dims[kMaxRank] = {};
+  bool operator==(const Shape&) const = default;
+};
+
+// A tensor or weight of a graph. Default: none.
+class Value {
+ public:
+  Value() = default;
+  bool exists() const { return index_ >= 0; }
+  bool operator==(const Value&) const = default;
+
+ private:
+  friend struct GraphImpl;
+  explicit Value(int index) : index_(index) {}
+  int index_ = -1;
+};
+
+// What a node costs at the sizes of the moment.
+struct NodeCost {
+  double flops = 0;          // 2 per multiply-add of matrix products and attention; others count 0
+  int64_t weight_bytes = 0;  // weights read
+  int64_t cache_bytes = 0;   // cached keys and values read or written
+  int64_t tensor_bytes = 0;  // other inputs and outputs, each once
+  NodeCost& operator+=(const NodeCost& other);
+};
+
+// The tensors of a node that runs, in the order of its NodeSpec, at the sizes of the moment.
+class NodeTensors {
+ public:
+  const Tensor& input(int i) const;
+  const PackedWeight& weight(int i) const;  // an input that is a weight
+  const Tensor& output(int i) const;
+  int64_t size(Dim dim) const;
+
+ private:
+  friend struct GraphImpl;
+  NodeTensors(const GraphImpl& graph, int node) : graph_(&graph), node_(node) {}
+  const GraphImpl* graph_;
+  int node_;
+};
+
+// Any operator as a node; the methods of Graph below are made of this.
+struct NodeSpec {
+  struct Output {
+    std::string name;
+    DType dtype = DType::f32;
+    Shape shape;
+  };
+  struct InPlace {
+    int input = 0, output = 0;  // `output` may be written onto `input`
+  };
+  std::string name;
+  const char* op = "";               // kept as a pointer
+  std::vector<Value> inputs = {};    // read; caches may be written as well
+  std::vector<Output> outputs = {};  // written, every element
+  std::vector<InPlace> in_place = {};
+  std::function<Status(Context&, const NodeTensors&)> run;                   // must not allocate
+  std::function<NodeCost(const NodeTensors&)> cost = {};                     // default: tensor_bytes alone
+  std::function<std::string(const Machine&, const NodeTensors&)> plan = {};  // one line
+};
+
+struct NodeInfo {
+  std::string name;
+  const char* op = "";
+  std::vector<std::string> inputs;  // "norm f32 [rows, 576]"
+  std::vector<std::string> outputs;
+  std::vector<int64_t> offsets;  // of the outputs in the workspace; -1: external
+  std::string plan;
+  NodeCost cost;
+};
+
+struct GraphMemory {
+  int64_t workspace_bytes = 0;
+  int64_t sum_bytes = 0;        // of all intermediates, if none shared memory
+  int64_t peak_live_bytes = 0;  // most that is needed at one node
+};
+
+// Is told about every node that ran.
+class NodeListener {
+ public:
+  using Clock = std::chrono::steady_clock;
+  virtual ~NodeListener() = default;
+  virtual void on_node(const char* op, const std::string& name, Clock::time_point begin, Clock::time_point end) = 0;
+};
+
+class Graph {
+ public:
+  static Result<Graph> create(std::string name);
+  ~Graph();
+  Graph(Graph&&) noexcept;
+  Graph& operator=(Graph&&) noexcept;
+
+  // --- Building
+
+  // A size with a name, 1 to `bound`; at first it is `bound`.
+  Dim dim(std::string name, int64_t bound);
+  // External tensors: read, or (caches) read and written in place.
+  Value input(std::string name, DType dtype, const Shape& shape);
+  Value cache(std::string name, DType dtype, const Shape& shape);
+  // A packed weight [n, k].
+  Value weight(std::string name, int64_t n, int64_t k);
+  // The first elements of a contiguous tensor in another shape.
+  Value view(Value base, const Shape& shape);
+  // The result of a node becomes external, under a name of its own.
+  void output(std::string name, Value value);
+
+  // Operators: see their headers for what they compute. `name` is the node's and its result's.
+  //   x [rows, k], weight [n, k] -> [rows, n] f32
+  Value matmul(std::string name, Value x, Value weight);
+  //   weight [n, k], rows [count] i64 -> [count, k] f32
+  Value lookup_rows(std::string name, Value weight, Value rows);
+  //   x [.., features], weight [features] -> as x
+  Value rms_norm(std::string name, Value x, Value weight, const RmsNormOptions& options = {});
+  //   positions [tokens] i64 -> cos and sin, [tokens, half] f32 each
+  struct RopeTable {
+    Value cos, sin;
+  };
+  RopeTable rope_table(std::string name, Value positions, int64_t half, const RopeTableOptions& options = {});
+  //   x [tokens, num_heads, head_dim] -> as x
+  Value rope(std::string name, Value x, const RopeTable& table, const RopeOptions& options = {});
+  //   a, b -> as a
+  Value swiglu(std::string name, Value gate, Value up);
+  Value add(std::string name, Value a, Value b);
+  //   key, value [tokens, num_kv_heads, head_dim], slots [tokens] i64,
+  //   caches [num_blocks, block_size, num_kv_heads, head_dim]: written in place
+  void scatter_pa_kv_cache(std::string name, Value key, Value value, Value slots, Value key_cache, Value value_cache);
+  // One sequence:
+  //   query  [tokens, num_heads, head_dim] -> [tokens, num_heads, value_head_dim] of its dtype
+  //   key    [kv_len, num_kv_heads, head_dim], value [kv_len, num_kv_heads, value_head_dim]
+  Value attention(std::string name, Value query, Value key, Value value, const AttentionOptions& options = {});
+  // The same over pages: caches as above, block_table [1, max_blocks] and kv_lengths [1] i64. kv_len is the size by
+  // which the node is planned and counted; it should be what kv_lengths will hold.
+  struct Pages {
+    Value block_table, kv_lengths;
+    Dim kv_len;
+  };
+  Value paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,
+                        const AttentionOptions& options = {});
+
+  // Any operator: gives the outputs, in order.
+  std::vector<Value> node(NodeSpec spec);
+
+  // What a value was declared or inferred to be; f32 [] of none.
+  DType dtype(Value value) const;
+  Shape shape(Value value) const;
+  // The value of this name; none if there is none.
+  Value find(std::string_view name) const;
+
+  // --- Running
+
+  // Reports the first contradiction of building, lays out the workspace and allocates it. Adding something asks for a
+  // new setup; what was bound stays bound.
+  Status setup(const Machine& machine);
+
+  // Before or after setup. Rank, dtype and numbers must agree; whether a tensor has room for named sizes is seen when
+  // it is used. Inputs may be const; caches and outputs are written.
+  Status bind(Value value, const Tensor& tensor);
+  Status bind(Value value, const ConstTensor& tensor);
+  Status bind(Value value, const PackedWeight& weight);
+  template <class T>
+  Status bind(std::string_view name, const T& bound) {
+    const Value value = find(name);
+    return value.exists() ? bind(value, bound) : no_such_value(name);
+  }
+  Status set(Dim dim, int64_t size);
+
+  Status execute(Context& context, NodeListener* listener = nullptr);
+
+  // --- Explaining, at the sizes of the moment
+
+  const std::string& name() const;
+  int num_nodes() const;
+  NodeInfo describe(int node) const;
+  NodeCost cost() const;  // of all nodes
+  GraphMemory memory() const;
+
+ private:
+  explicit Graph(std::unique_ptr<GraphImpl> impl);
+  Status no_such_value(std::string_view name) const;
+  std::unique_ptr<GraphImpl> impl_;
+};
+
+// A table of the nodes: name, operator, result, place in the workspace, cost, plan.
+std::string to_string(const Graph& graph);
+
+}  // namespace opst

@@ -1,0 +1,520 @@
+#include "opst/graph.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <map>
+#include <new>
+#include <random>
+
+namespace {
+std::atomic<int64_t> num_news = 0;
+}
+
+// Not inlined: the compiler would see memory of `new` go to `free`.
+[[gnu::noinline]] void* operator new(size_t size, const std::nothrow_t&) noexcept {
+  ++num_news;
+  return std::malloc(size);
+}
+[[gnu::noinline]] void* operator new(size_t size) {
+  void* memory = operator new(size, std::nothrow);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+namespace opst {
+namespace {
+
+Context make_context() { return std::move(Context::create({.num_threads = 2}).value()); }
+
+Graph make_graph() { return std::move(Graph::create("test").value()); }
+
+std::vector<float> random_floats(int64_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<float> numbers(static_cast<size_t>(count));
+  for (float& x : numbers) x = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 500.0f;
+  return numbers;
+}
+
+Tensor view(std::vector<float>& numbers, std::initializer_list<int64_t> shape) {
+  return Tensor::contiguous(DType::f32, shape, numbers.data());
+}
+
+#define ASSERT_OK(call)                             \
+  do {                                              \
+    const Status status_ = (call);                  \
+    ASSERT_TRUE(status_.ok()) << status_.message(); \
+  } while (false)
+
+// y = Wdown swiglu(Wgate norm(x), Wup norm(x)) + x, as a graph and as calls.
+class FeedForward {
+ public:
+  static constexpr int64_t kWidth = 32, kSize = 48, kMaxRows = 9;
+
+  FeedForward() {
+    for (auto* weight : {&gate_, &up_}) *weight = pack(kSize, kWidth, weight == &gate_ ? 1 : 2);
+    down_ = pack(kWidth, kSize, 3);
+  }
+
+  Graph graph() const {
+    Graph g = make_graph();
+    rows = g.dim("rows", kMaxRows);
+    const Value x = g.input("x", DType::f32, {rows, kWidth});
+    const Value normed = g.rms_norm("norm", x, g.input("norm.weight", DType::f32, {kWidth}));
+    const Value gate = g.matmul("gate", normed, g.weight("gate.weight", kSize, kWidth));
+    const Value up = g.matmul("up", normed, g.weight("up.weight", kSize, kWidth));
+    const Value down = g.matmul("down", g.swiglu("act", gate, up), g.weight("down.weight", kWidth, kSize));
+    g.output("y", g.add("sum", x, down));
+    return g;
+  }
+
+  void bind(Graph& g) {
+    ASSERT_OK(g.bind("gate.weight", gate_));
+    ASSERT_OK(g.bind("up.weight", up_));
+    ASSERT_OK(g.bind("down.weight", down_));
+    ASSERT_OK(g.bind("norm.weight", ConstTensor(view(norm_, {kWidth}))));
+  }
+
+  std::vector<float> expected(const ConstTensor& x) {
+    const int64_t n = x.shape[0];
+    const auto narrow = static_cast<size_t>(n * kWidth), wide = static_cast<size_t>(n * kSize);
+    std::vector<float> normed(narrow), gate(wide), up(wide), down(narrow), y(narrow);
+    EXPECT_TRUE(rms_norm(context, x, view(norm_, {kWidth}), view(normed, {n, kWidth})).ok());
+    EXPECT_TRUE(matmul(context, view(normed, {n, kWidth}), gate_, view(gate, {n, kSize})).ok());
+    EXPECT_TRUE(matmul(context, view(normed, {n, kWidth}), up_, view(up, {n, kSize})).ok());
+    EXPECT_TRUE(swiglu(context, view(gate, {n, kSize}), view(up, {n, kSize}), view(gate, {n, kSize})).ok());
+    EXPECT_TRUE(matmul(context, view(gate, {n, kSize}), down_, view(down, {n, kWidth})).ok());
+    EXPECT_TRUE(add(context, x, view(down, {n, kWidth}), view(y, {n, kWidth})).ok());
+    return y;
+  }
+
+  Context context = make_context();
+  mutable Dim rows;
+
+ private:
+  PackedWeight pack(int64_t n, int64_t k, uint32_t seed) {
+    std::vector<float> numbers = random_floats(n * k, seed);
+    return std::move(PackedWeight::pack(context, view(numbers, {n, k})).value());
+  }
+  PackedWeight gate_, up_, down_;
+  std::vector<float> norm_ = random_floats(kWidth, 4);
+};
+
+TEST(Graph, EqualsTheOperatorsBitForBitAtAnySizeAndBinding) {
+  FeedForward net;
+  Graph graph = net.graph();
+  net.bind(graph);
+  ASSERT_OK(graph.setup(net.context.machine()));
+  for (const int64_t n : {9, 1, 4, 9, 2}) {
+    std::vector<float> x = random_floats(n * net.kWidth, static_cast<uint32_t>(n)), y(x.size() + 1, -7.0f);
+    ASSERT_OK(graph.bind("x", ConstTensor(view(x, {n, net.kWidth}))));
+    ASSERT_OK(graph.bind("y", view(y, {n, net.kWidth})));
+    ASSERT_OK(graph.set(net.rows, n));
+    ASSERT_OK(graph.execute(net.context));
+    EXPECT_EQ(y.back(), -7.0f);
+    y.pop_back();
+    EXPECT_EQ(y, net.expected(view(x, {n, net.kWidth})));
+  }
+  // Larger tensors than needed, with strides: the first rows are used.
+  std::vector<float> x = random_floats(6 * 40, 8), y(6 * 50, -7.0f);
+  const Tensor strided_x = view(x, {6, 40}).narrowed(1, 3, net.kWidth);
+  const Tensor strided_y = view(y, {6, 50}).narrowed(1, 5, net.kWidth);
+  ASSERT_OK(graph.bind("x", strided_x));
+  ASSERT_OK(graph.bind("y", strided_y));
+  ASSERT_OK(graph.set(net.rows, 3));
+  ASSERT_OK(graph.execute(net.context));
+  const std::vector<float> expected = net.expected(strided_x.narrowed(0, 0, 3));
+  for (int64_t row = 0; row < 6; ++row) {
+    for (int64_t i = 0; i < 50; ++i) {
+      const bool inside = row < 3 && i >= 5 && i < 5 + net.kWidth;
+      EXPECT_EQ(y[static_cast<size_t>(row * 50 + i)],
+                inside ? expected[static_cast<size_t>(row * net.kWidth + i - 5)] : -7.0f);
+    }
+  }
+}
+
+TEST(Graph, ExecutingAndRebindingAllocateNothing) {
+  FeedForward net;
+  Graph graph = net.graph();
+  net.bind(graph);
+  ASSERT_OK(graph.setup(net.context.machine()));
+  std::vector<float> x = random_floats(9 * net.kWidth, 1), y(x.size());
+  const Value x_value = graph.find("x"), y_value = graph.find("y");
+  const auto run = [&](int64_t n) {
+    return graph.bind(x_value, view(x, {n, net.kWidth})).ok() && graph.bind(y_value, view(y, {n, net.kWidth})).ok() &&
+           graph.set(net.rows, n).ok() && graph.execute(net.context).ok();
+  };
+  ASSERT_TRUE(run(9) && run(1));
+  const int64_t news = num_news, allocations = net.context.workspace_allocations();
+  bool ok = true;
+  for (const int64_t n : {1, 9, 5, 1, 1, 8}) ok = run(n) && ok;
+  EXPECT_EQ(num_news, news);
+  EXPECT_TRUE(ok);
+  EXPECT_EQ(net.context.workspace_allocations(), allocations);
+}
+
+TEST(Graph, MemoryIsSharedAndWrittenInPlace) {
+  FeedForward net;
+  Graph graph = net.graph();
+  ASSERT_OK(graph.setup(net.context.machine()));
+  // norm beside gate and up; the activation lies on the gate; down where norm was.
+  const int64_t width = 9 * 32 * 4, size = (9 * 48 * 4 + 63) / 64 * 64;
+  EXPECT_EQ(graph.memory().workspace_bytes, width + 2 * size);
+  EXPECT_EQ(graph.memory().peak_live_bytes, width + 2 * size);
+  EXPECT_EQ(graph.memory().sum_bytes, 2 * width + 2 * size);
+  EXPECT_EQ(graph.describe(3).op, std::string("swiglu"));
+  EXPECT_EQ(graph.describe(3).offsets, graph.describe(1).offsets);
+  EXPECT_EQ(graph.describe(5).offsets, std::vector<int64_t>{-1});
+}
+
+TEST(Graph, CostsFollowTheSizes) {
+  FeedForward net;
+  Graph graph = net.graph();
+  net.bind(graph);
+  ASSERT_OK(graph.setup(net.context.machine()));
+  ASSERT_OK(graph.set(net.rows, 4));
+  EXPECT_EQ(graph.cost().flops, 2.0 * 4 * 3 * 32 * 48);
+  EXPECT_EQ(graph.cost().weight_bytes, 4 * (3 * 32 * 48 + 32));
+  EXPECT_EQ(graph.describe(0).cost.tensor_bytes, 2 * 4 * 32 * 4);
+  EXPECT_NE(to_string(graph).find("down"), std::string::npos);
+  EXPECT_NE(to_string(graph).find("sum"), std::string::npos);
+  EXPECT_NE(to_string(graph).find("y f32 [rows, 32]"), std::string::npos) << to_string(graph);
+}
+
+// Nodes c = 2 a - b with random inputs, views and permissions to write in place, against the same in memory of its own
+// for every value. What is overwritten too early shows in a result.
+TEST(Graph, RandomGraphsComputeWhatTheyShould) {
+  Context context = make_context();
+  std::mt19937 random(11);
+  const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+  double used = 0, naive = 0;
+  for (int round = 0; round < 3000; ++round) {
+    Graph graph = make_graph();
+    const size_t longest = 4 + below(40);
+    const Dim n = graph.dim("n", static_cast<int64_t>(longest));
+    struct Known {
+      Value value;
+      bool doubled;  // [2, n] or [n, 2], else [n]
+      std::vector<float> expected;
+    };
+    std::vector<Known> known;
+    std::vector<std::vector<float>> memory;
+    const auto size = static_cast<int64_t>(1 + below(longest));
+    ASSERT_OK(graph.set(n, size));
+    const auto shape_of = [&](bool doubled) { return doubled ? Shape{2, n} : Shape{n}; };
+    const auto external = [&](bool doubled) {
+      return doubled ? Tensor::contiguous(DType::f32, {2, size}, memory.back().data())
+                     : Tensor::contiguous(DType::f32, {size}, memory.back().data());
+    };
+    for (const bool doubled : {false, true}) {
+      const std::string name = doubled ? "in2" : "in1";
+      memory.push_back(random_floats(size * (doubled ? 2 : 1), static_cast<uint32_t>(round)));
+      known.push_back({graph.input(name, DType::f32, shape_of(doubled)), doubled, memory.back()});
+      ASSERT_OK(graph.bind(name, ConstTensor(external(doubled))));
+    }
+    const size_t num_nodes = 1 + below(40);
+    std::vector<std::pair<size_t, size_t>> outputs;  // known, memory
+    for (size_t i = 0; i < num_nodes; ++i) {
+      const bool doubled = below(2) == 1;
+      // Mostly recent values, so that others die.
+      const auto pick = [&]() -> size_t {
+        for (;;) {
+          const size_t k =
+              below(2) == 0 ? below(known.size()) : known.size() - 1 - below(std::min<size_t>(known.size(), 4));
+          if (known[k].doubled == doubled) return k;
+        }
+      };
+      const size_t a = pick(), b = pick();
+      Known c{{}, doubled, std::vector<float>(known[a].expected.size())};
+      // An input that may not be written onto is read backwards.
+      const bool onto_a = below(2) == 0, onto_b = below(2) == 0;
+      for (size_t j = 0, end = c.expected.size(); j < end; ++j) {
+        const float x = known[a].expected[onto_a ? j : end - 1 - j], y = known[b].expected[onto_b ? j : end - 1 - j];
+        c.expected[j] = std::remainder(2 * x - y, 64.0f);
+      }
+      NodeSpec spec;
+      spec.name = "c" + std::to_string(i);
+      spec.op = "mix";
+      // The input through a view now and then.
+      const auto seen = [&](size_t k) {
+        const bool as_is = below(3) > 0;
+        return as_is ? known[k].value : graph.view(known[k].value, doubled ? Shape{n, 2} : Shape{1, n});
+      };
+      spec.inputs = {seen(a), seen(b)};
+      spec.outputs = {{spec.name, DType::f32, shape_of(doubled)}};
+      if (onto_a) spec.in_place.push_back({0, 0});
+      if (onto_b) spec.in_place.push_back({1, 0});
+      spec.run = [onto_a, onto_b](Context&, const NodeTensors& t) {
+        const auto* x = static_cast<const float*>(t.input(0).data);
+        const auto* y = static_cast<const float*>(t.input(1).data);
+        auto* z = static_cast<float*>(t.output(0).data);
+        for (int64_t j = 0, end = t.output(0).num_elements(); j < end; ++j) {
+          z[j] = std::remainder(2 * x[onto_a ? j : end - 1 - j] - y[onto_b ? j : end - 1 - j], 64.0f);
+        }
+        return Status();
+      };
+      const std::vector<Value> results = graph.node(std::move(spec));
+      ASSERT_EQ(results.size(), 1u);
+      c.value = results[0];
+      if (below(6) == 0 || i + 1 == num_nodes) {
+        memory.emplace_back(c.expected.size(), -1.0f);
+        outputs.emplace_back(known.size(), memory.size() - 1);
+        const std::string name = std::string("out") + std::to_string(i);
+        graph.output(name, c.value);
+        ASSERT_OK(graph.bind(name, external(doubled)));
+      }
+      known.push_back(std::move(c));
+    }
+    ASSERT_OK(graph.setup(context.machine()));
+    ASSERT_OK(graph.execute(context));
+    for (const auto& [k, m] : outputs) ASSERT_EQ(memory[m], known[k].expected) << "round " << round;
+    used += static_cast<double>(graph.memory().workspace_bytes);
+    naive += static_cast<double>(graph.memory().sum_bytes);
+    ASSERT_LE(graph.memory().workspace_bytes, graph.memory().sum_bytes);
+  }
+  std::printf("workspaces: %.3f of the sum\n", used / naive);
+}
+
+TEST(Graph, AttentionOverPagesAndRows) {
+  Context context = make_context();
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 8, kContext = 12;
+  Graph graph = make_graph();
+  const Dim tokens = graph.dim("tokens", 5), kv_len = graph.dim("kv_len", kContext);
+  const Value query = graph.input("query", DType::f32, {tokens, kHeads, kDim});
+  const Value key = graph.input("key", DType::f32, {tokens, kKvHeads, kDim});
+  const Value slots = graph.input("slots", DType::i64, {tokens});
+  const Graph::RopeTable table = graph.rope_table("rope", graph.input("positions", DType::i64, {tokens}), kDim / 2);
+  const Value turned_query = graph.rope("turned_query", query, table),
+              turned_key = graph.rope("turned_key", key, table);
+  for (const bool paged : {false, true}) {
+    const std::string p = paged ? "paged." : "rows.";
+    const Shape shape = paged ? Shape{3, 4, kKvHeads, kDim} : Shape{1, kContext, kKvHeads, kDim};
+    const Value keys = graph.cache(p + "keys", DType::f32, shape),
+                values = graph.cache(p + "values", DType::f32, shape);
+    graph.scatter_pa_kv_cache(p + "write", turned_key, key, slots, keys, values);
+    const Shape rows = {kv_len, kKvHeads, kDim};
+    graph.output(p + "out", paged ? graph.paged_attention(p + "attend", turned_query, keys, values,
+                                                          {graph.input("table", DType::i64, {1, 3}),
+                                                           graph.input("lengths", DType::i64, {1}), kv_len},
+                                                          {.causal = true})
+                                  : graph.attention(p + "attend", turned_query, graph.view(keys, rows),
+                                                    graph.view(values, rows), {.causal = true}));
+  }
+  std::vector<float> q = random_floats(5 * kHeads * kDim, 1), k = random_floats(5 * kKvHeads * kDim, 2);
+  std::map<std::string, std::vector<float>> caches, outs;
+  for (const std::string p : {"rows.", "paged."}) {
+    for (const std::string which : {"keys", "values"}) {
+      std::vector<float>& cache = caches[p + which];
+      cache.assign(kContext * kKvHeads * kDim, NAN);
+      ASSERT_OK(graph.bind(
+          p + which, p == "rows." ? view(cache, {1, kContext, kKvHeads, kDim}) : view(cache, {3, 4, kKvHeads, kDim})));
+    }
+    outs[p].resize(q.size());
+    ASSERT_OK(graph.bind(p + "out", view(outs[p], {5, kHeads, kDim})));
+  }
+  int64_t positions[5], length = 0;
+  const int64_t blocks[] = {0, 1, 2};
+  const auto i64 = [](const int64_t* data, std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::i64, shape, data);
+  };
+  ASSERT_OK(graph.bind("query", view(q, {5, kHeads, kDim})));
+  ASSERT_OK(graph.bind("key", view(k, {5, kKvHeads, kDim})));
+  ASSERT_OK(graph.bind("positions", i64(positions, {5})));
+  ASSERT_OK(graph.bind("slots", i64(positions, {5})));
+  ASSERT_OK(graph.bind("table", i64(blocks, {1, 3})));
+  ASSERT_OK(graph.bind("lengths", i64(&length, {1})));
+  ASSERT_OK(graph.setup(context.machine()));
+  for (const int64_t n : {5, 1, 4, 1}) {
+    for (int64_t i = 0; i < n; ++i) positions[i] = length + i;
+    length += n;
+    ASSERT_OK(graph.set(tokens, n));
+    ASSERT_OK(graph.set(kv_len, length));
+    ASSERT_OK(graph.execute(context));
+    EXPECT_EQ(caches["rows.keys"].size(), caches["paged.keys"].size());
+    for (size_t i = 0; i < static_cast<size_t>(n * kHeads * kDim); ++i) {
+      ASSERT_EQ(outs["rows."][i], outs["paged."][i]) << length << ", " << i;
+      ASSERT_TRUE(std::isfinite(outs["rows."][i]));
+    }
+    // Causal, the last query sees all: (length - n + 1) + .. + length pairs.
+    const double pairs = static_cast<double>(n * (2 * length - n + 1)) / 2;
+    for (int node = 0; node < graph.num_nodes(); ++node) {
+      const NodeInfo info = graph.describe(node);
+      if (info.name.find("attend") == std::string::npos) continue;
+      EXPECT_EQ(info.cost.flops, 4.0 * kDim * kHeads * pairs);
+      EXPECT_EQ(info.cost.cache_bytes, length * 2 * kKvHeads * kDim * 4);
+      EXPECT_NE(info.plan.find("block_kv"), std::string::npos);
+    }
+  }
+  // The first row of the whole sequence sees one key: its own value.
+  const std::vector<float>& values = caches["rows.values"];
+  EXPECT_EQ(std::vector<float>(values.begin(), values.begin() + kDim), std::vector<float>(k.begin(), k.begin() + kDim));
+}
+
+class Recorder : public NodeListener {
+ public:
+  void on_node(const char* op, const std::string& name, Clock::time_point begin, Clock::time_point end) override {
+    EXPECT_LE(begin, end);
+    EXPECT_LE(last_, begin);
+    last_ = end;
+    seen.push_back(name + ":" + op);
+  }
+  std::vector<std::string> seen;
+
+ private:
+  Clock::time_point last_ = {};
+};
+
+TEST(Graph, AListenerHearsEveryNodeInOrder) {
+  FeedForward net;
+  Graph graph = net.graph();
+  net.bind(graph);
+  ASSERT_OK(graph.setup(net.context.machine()));
+  std::vector<float> x = random_floats(9 * net.kWidth, 1), y(x.size());
+  ASSERT_OK(graph.bind("x", view(x, {9, net.kWidth})));
+  ASSERT_OK(graph.bind("y", view(y, {9, net.kWidth})));
+  Recorder recorder;
+  ASSERT_OK(graph.execute(net.context, &recorder));
+  EXPECT_EQ(recorder.seen, (std::vector<std::string>{"norm:rms_norm", "gate:matmul", "up:matmul", "act:swiglu",
+                                                     "down:matmul", "sum:add"}));
+}
+
+// --- Messages
+
+std::string setup_message(const std::function<void(Graph&, Dim)>& build) {
+  Graph graph = make_graph();
+  const Dim rows = graph.dim("rows", 8);
+  build(graph, rows);
+  const Status status = graph.setup(Machine());
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  return status.message();
+}
+
+TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.matmul("gate", g.input("x", DType::f32, {rows, 32}), g.weight("w", 48, 31));
+            }),
+            "graph test: gate (matmul): weight 'w' dim 1 (k) is 31, but x 'x' has k = 32");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.matmul("gate", g.input("x", DType::f16, {rows, 32}), g.weight("w", 48, 32));
+            }),
+            "graph test: gate (matmul): x 'x' is f16, expected f32");
+  EXPECT_EQ(setup_message(
+                [](Graph& g, Dim rows) { g.matmul("gate", g.input("x", DType::f32, {rows}), g.weight("w", 48, 32)); }),
+            "graph test: gate (matmul): x 'x' is [rows], expected [rows, k]");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.matmul("gate", g.input("x", DType::f32, {rows, 32}), g.input("w", DType::f32, {48, 32}));
+            }),
+            "graph test: gate (matmul): weight 'w' is a tensor, expected a packed weight");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              const Value x = g.input("x", DType::f32, {rows, 32});
+              g.add("sum", x, g.input("z", DType::f32, {8, 32}));
+            }),
+            "graph test: sum (add): b 'z' is f32 [8, 32], but a 'x' is f32 [rows, 32]");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.rms_norm("norm", g.input("x", DType::f32, {rows, 32}), g.input("w", DType::f32, {31}));
+            }),
+            "graph test: norm (rms_norm): weight 'w' dim 0 (features) is 31, but x 'x' has features = 32");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              const Value kv = g.input("kv", DType::f32, {rows, 2, 8});
+              g.attention("attend", g.input("q", DType::f32, {rows, 5, 8}), kv, kv);
+            }),
+            "graph test: attend (attention): query dim 1 (num_heads) is 5, not a multiple of num_kv_heads = 2");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              const Graph::RopeTable table = g.rope_table("t", g.input("p", DType::i64, {rows}), 5);
+              g.rope("turn", g.input("x", DType::f32, {rows, 2, 8}), table);
+            }),
+            "graph test: turn (rope): cos dim 1 (half) is 5, more than half of head_dim = 8");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              const Value k = g.input("k", DType::f32, {rows, 2, 8}), c = g.input("c", DType::f32, {1, 9, 2, 8});
+              g.scatter_pa_kv_cache("write", k, k, g.input("s", DType::i64, {rows}), c, c);
+            }),
+            "graph test: write (scatter_pa_kv_cache): key_cache 'c' is written, but is no cache");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.input("x", DType::f32, {rows});
+              g.input("x", DType::f32, {rows});
+            }),
+            "graph test: two tensors are named 'x'");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.view(g.input("x", DType::f32, {rows, 4}), {rows, 5});
+            }),
+            "graph test: view [rows, 5] of x f32 [rows, 4] has up to 160 bytes, but there are 128");
+  EXPECT_EQ(setup_message([](Graph& g, Dim) { g.input("x", DType::f32, {-1}); }),
+            "graph test: 'x' dim 0 is -1, must be >= 0");
+  EXPECT_EQ(setup_message([](Graph& g, Dim) {
+              g.input("x", DType::f32, {1 << 30, 1 << 30, 8});
+            }),
+            "graph test: 'x' dim 2 is 8, too large");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) { g.output("y", g.input("x", DType::f32, {rows})); }),
+            "graph test: output 'y': 'x' is not the result of a node");
+  EXPECT_EQ(setup_message([](Graph& g, Dim) { g.swiglu("act", Value(), Value()); }),
+            "graph test: act (swiglu): up is no tensor of this graph");
+  EXPECT_EQ(setup_message([](Graph& g, Dim) { g.dim("n", 0); }), "graph test: size 'n' has the bound 0, must be >= 1");
+  EXPECT_EQ(setup_message([](Graph& g, Dim) { g.node({.name = "mine", .op = "op", .run = {}}); }),
+            "graph test: mine (op): nothing to run");
+}
+
+TEST(GraphContract, BindingAndRunningNameTensorDimensionAndBothValues) {
+  FeedForward net;
+  Graph graph = net.graph();
+  std::vector<float> x(9 * net.kWidth), y(x.size());
+  const auto message = [](const Status& status) { return status.message(); };
+  EXPECT_EQ(message(graph.execute(net.context)), "graph test: executed without a setup");
+  ASSERT_OK(graph.setup(net.context.machine()));
+  EXPECT_EQ(message(graph.execute(net.context)), "graph test: tensor 'x' is not bound");
+  EXPECT_EQ(message(graph.bind("z", view(x, {9, 32}))), "graph test: no tensor is named 'z'");
+  EXPECT_EQ(message(graph.bind("x", view(x, {9, 31}))), "graph test: tensor 'x' dim 1 is 31, expected 32");
+  EXPECT_EQ(message(graph.bind("x", view(x, {9}))), "graph test: tensor 'x' has 1 dimensions, expected [rows, 32]");
+  EXPECT_EQ(message(graph.bind("x", Tensor::contiguous(DType::bf16, {9, 32}, x.data()))),
+            "graph test: tensor 'x' is bf16, expected f32");
+  EXPECT_EQ(message(graph.bind("y", ConstTensor(view(y, {9, 32})))),
+            "graph test: tensor 'y' is written, but bound to a const tensor");
+  EXPECT_EQ(message(graph.bind("gate.weight", view(x, {9, 32}))),
+            "graph test: tensor 'gate.weight' is not one that is bound to a tensor");
+  EXPECT_EQ(message(graph.bind("norm", view(x, {9, 32}))),
+            "graph test: tensor 'norm' is not one that is bound to a tensor");
+  const PackedWeight narrow = std::move(PackedWeight::pack(net.context, view(x, {9, 32})).value());
+  EXPECT_EQ(message(graph.bind("gate.weight", narrow)), "graph test: weight 'gate.weight' dim 0 (n) is 9, expected 48");
+  EXPECT_EQ(message(graph.bind("x", narrow)), "graph test: tensor 'x' is not a packed weight");
+  EXPECT_EQ(message(graph.set(net.rows, 10)), "graph test: size 'rows' is 10, expected 1 to 9");
+  EXPECT_EQ(message(graph.set(net.rows, 0)), "graph test: size 'rows' is 0, expected 1 to 9");
+  EXPECT_EQ(message(graph.set(Dim(4), 4)), "graph test: no such size to set");
+  ASSERT_OK(graph.bind("x", view(x, {3, 32})));
+  ASSERT_OK(graph.bind("y", view(y, {9, 32})));
+  EXPECT_EQ(message(graph.execute(net.context)), "graph test: tensor 'x' dim 0 is 3, but rows is 9");
+  ASSERT_OK(graph.set(net.rows, 3));
+  EXPECT_EQ(message(graph.execute(net.context)), "graph test: tensor 'norm.weight' is not bound");
+  net.bind(graph);
+  ASSERT_OK(graph.execute(net.context));
+  // What an operator refuses comes with the node's name: here the output lies on the input.
+  ASSERT_OK(graph.bind("y", view(x, {9, 32}).narrowed(0, 1, 8)));
+  const Status overlap = graph.execute(net.context);
+  EXPECT_EQ(overlap.code(), StatusCode::invalid_argument);
+  EXPECT_EQ(overlap.message().rfind("graph test: sum: add: ", 0), 0u) << overlap.message();
+}
+
+TEST(GraphContract, AViewNeedsContiguousMemoryAndEnoughOfIt) {
+  Context context = make_context();
+  Graph graph = make_graph();
+  const Dim n = graph.dim("n", 8), m = graph.dim("m", 8);
+  const Value x = graph.input("x", DType::f32, {n, 2});
+  graph.output("y", graph.add("sum", graph.view(x, {m, 2}), graph.view(x, {m, 2})));
+  std::vector<float> data(64, 1.0f), y(16);
+  ASSERT_OK(graph.bind("y", view(y, {8, 2})));
+  ASSERT_OK(graph.bind("x", view(data, {8, 4}).narrowed(1, 0, 2)));
+  ASSERT_OK(graph.setup(context.machine()));
+  EXPECT_EQ(graph.execute(context).message(),
+            "graph test: tensor 'x' is viewed in another shape, but is not contiguous");
+  ASSERT_OK(graph.bind("x", view(data, {8, 2})));
+  ASSERT_OK(graph.set(n, 3));
+  EXPECT_EQ(graph.execute(context).message(), "graph test: tensor 'x' has 6 elements, but its view [m, 2] has 16");
+  ASSERT_OK(graph.set(m, 3));
+  ASSERT_OK(graph.execute(context));
+  EXPECT_EQ(y[5], 2.0f);
+}
+
+}  // namespace
+}  // namespace opst

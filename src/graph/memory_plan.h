@@ -1,0 +1,29 @@
+// Where the intermediates of a graph lie in one workspace: those that live at the same time do not overlap, the others
+// share memory. A pure function of sizes and lifetimes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace opst::graph {
+
+// Needed from node `first` to node `last`, both included.
+struct Lifetime {
+  int64_t bytes = 0;
+  int first = 0;
+  int last = 0;
+};
+
+struct MemoryPlan {
+  std::vector<int64_t> offsets;  // of each lifetime, multiples of kAlignment
+  int64_t bytes = 0;             // of the workspace
+  int64_t sum_bytes = 0;         // if nothing were shared
+  int64_t peak_live_bytes = 0;   // most bytes alive at one node: no plan can take less
+};
+
+inline constexpr int64_t kAlignment = 64;  // a cache line, the widest vector
+
+// The largest first, each into the smallest gap between what lives beside it. Sizes are rounded up to kAlignment.
+MemoryPlan plan_memory(const std::vector<Lifetime>& lifetimes);
+
+}  // namespace opst::graph
