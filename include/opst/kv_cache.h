@@ -9,6 +9,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "opst/context.h"
 #include "opst/status.h"
@@ -123,5 +125,55 @@ struct GatherOptions {
 Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const ConstTensor& value_cache,
                           const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
                           const Tensor& value, const GatherOptions& options = {});
+
+// Which blocks of a cache are in use, and by how many sequences. It holds block ids, not memory: the cache is the
+// caller's. Not thread-safe: calls on one pool come one after the other.
+//
+// A block has as many references as sequences hold it. Sequences that share a prefix share its blocks: fork() adds a
+// reference to each. Whoever is about to write a row calls prepare_write(): a shared block gives way to a private one,
+// into which the caller copies the rows (copy-on-write).
+//
+//   Result<BlockPool> pool = BlockPool::create(100);
+//   int64_t blocks[3];
+//   Status status = pool.value().allocate(blocks);                    // a sequence of three blocks
+//   status = pool.value().fork(blocks);                               // another one with the same past
+//   Result<BlockWrite> write = pool.value().prepare_write(blocks[2]); // the other one goes on
+//   // write.value().copy_from >= 0: copy that block to write.value().block (convert_pages does), and use the latter
+//
+// A refused call changes nothing. Time: O(1) a block; only create() allocates memory.
+struct BlockWrite {
+  int64_t block = -1;      // the one to write
+  int64_t copy_from = -1;  // the block whose rows must be copied into it first; -1: none, `block` is the one asked for
+};
+
+class BlockPool {
+ public:
+  // Blocks 0 to num_blocks - 1, all free. invalid_argument where num_blocks < 0.
+  static Result<BlockPool> create(int64_t num_blocks);
+
+  int64_t num_blocks() const { return static_cast<int64_t>(references_.size()); }
+  int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
+  // 0 of a free block and of an id that is no block.
+  int64_t references(int64_t block) const;
+
+  // Takes blocks.size() free blocks, each with one reference then. What was freed last is given first; a new pool gives
+  // 0, 1, 2, ... out_of_memory where too few are free: the message says how many.
+  Status allocate(std::span<int64_t> blocks);
+  // One more reference each. A block that comes twice gets two.
+  Status fork(std::span<const int64_t> blocks);
+  // One reference less each; a block without any is free again. A block that comes twice loses two. invalid_argument,
+  // and nothing is freed, where one is free already or is no block.
+  Status free(std::span<const int64_t> blocks);
+  // For the holder of one reference to `block`: that same block where it is the only one, else a new block in exchange
+  // for the reference. out_of_memory where none is free.
+  Result<BlockWrite> prepare_write(int64_t block);
+
+ private:
+  BlockPool() = default;
+  Status refuse(const char* call, size_t index, int64_t block) const;
+
+  std::vector<int64_t> references_;  // of each block
+  std::vector<int64_t> free_;        // the next one to give is the last
+};
 
 }  // namespace opst

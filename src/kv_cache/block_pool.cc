@@ -1,0 +1,92 @@
+#include <string>
+
+#include "core/guarded.h"
+#include "opst/kv_cache.h"
+
+namespace opst {
+
+Result<BlockPool> BlockPool::create(int64_t num_blocks) {
+  return guarded([&]() -> Result<BlockPool> {
+    if (num_blocks < 0) {
+      return Status::invalid_argument(std::string("BlockPool: num_blocks is ") + std::to_string(num_blocks) +
+                                      ", but must be >= 0");
+    }
+    BlockPool pool;
+    if (static_cast<uint64_t>(num_blocks) > pool.free_.max_size()) return Status::out_of_memory();
+    pool.references_.resize(static_cast<size_t>(num_blocks));
+    pool.free_.reserve(static_cast<size_t>(num_blocks));
+    for (int64_t block = num_blocks - 1; block >= 0; --block) pool.free_.push_back(block);
+    return pool;
+  });
+}
+
+int64_t BlockPool::references(int64_t block) const {
+  return block >= 0 && block < num_blocks() ? references_[static_cast<size_t>(block)] : 0;
+}
+
+Status BlockPool::refuse(const char* call, size_t index, int64_t block) const {
+  const std::string what = std::string("BlockPool::") + call + ": block " + std::to_string(block) + " (number " +
+                           std::to_string(index) + ") ";
+  if (block < 0 || block >= num_blocks()) {
+    return Status::invalid_argument(what + "is none of num_blocks = " + std::to_string(num_blocks()));
+  }
+  return Status::invalid_argument(
+      what + (references(block) == 0 ? "is free"
+                                     : "comes more often than its references, " + std::to_string(references(block))));
+}
+
+Status BlockPool::allocate(std::span<int64_t> blocks) {
+  if (blocks.size() > free_.size()) {
+    return guarded([&] {
+      return Status(StatusCode::out_of_memory, std::string("BlockPool::allocate: ") + std::to_string(blocks.size()) +
+                                                   " blocks asked for, but " + std::to_string(num_free()) + " of " +
+                                                   std::to_string(num_blocks()) + " are free");
+    });
+  }
+  for (int64_t& block : blocks) {
+    block = free_.back();
+    free_.pop_back();
+    references_[static_cast<size_t>(block)] = 1;
+  }
+  return {};
+}
+
+Status BlockPool::fork(std::span<const int64_t> blocks) {
+  return guarded([&]() -> Status {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (references(blocks[i]) == 0) return refuse("fork", i, blocks[i]);
+    }
+    for (int64_t block : blocks) ++references_[static_cast<size_t>(block)];
+    return {};
+  });
+}
+
+Status BlockPool::free(std::span<const int64_t> blocks) {
+  return guarded([&]() -> Status {
+    // Counting down finds the block that comes more often than it has references; then everything is as it was.
+    size_t counted = 0;
+    while (counted < blocks.size() && references(blocks[counted]) > 0) {
+      --references_[static_cast<size_t>(blocks[counted++])];
+    }
+    for (size_t i = 0; i < counted; ++i) ++references_[static_cast<size_t>(blocks[i])];
+    if (counted < blocks.size()) return refuse("free", counted, blocks[counted]);
+    // From the last one on, so that the next sequence gets them in this order again.
+    for (size_t i = blocks.size(); i-- > 0;) {
+      if (--references_[static_cast<size_t>(blocks[i])] == 0) free_.push_back(blocks[i]);
+    }
+    return {};
+  });
+}
+
+Result<BlockWrite> BlockPool::prepare_write(int64_t block) {
+  return guarded([&]() -> Result<BlockWrite> {
+    if (references(block) == 0) return refuse("prepare_write", 0, block);
+    if (references(block) == 1) return BlockWrite{.block = block};
+    BlockWrite write = {.copy_from = block};
+    if (Status status = allocate({&write.block, 1}); !status.ok()) return status;
+    --references_[static_cast<size_t>(block)];
+    return write;
+  });
+}
+
+}  // namespace opst
