@@ -12,13 +12,14 @@
 // The output must not overlap itself or an input.
 //
 // Paged keys and values: with a block_table,
-//   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim ("norm" pages)
+//   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
+//          the shapes of another PageLayout (kv_cache.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it.
 //
 // Rules: a row that sees no key gives out = 0 and softmax_lse = -inf. NaN and Inf in an input reach exactly the rows
 // that depend on it; the bytes of a hidden key never matter. Accumulation is in f32 (f64 for f64). The same bits for
-// any number of threads, and for contiguous and paged keys of the same values.
+// any number of threads, and for contiguous keys and norm pages of the same values.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
 // packed copy of the keys and values and a fixed amount per thread (plan_attention tells).
@@ -34,6 +35,7 @@
 #include <string>
 
 #include "opst/context.h"
+#include "opst/kv_cache.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
@@ -59,6 +61,7 @@ struct AttentionInputs {
   ConstTensor block_table = {};
   // i32 or i64 [batch]: keys of each sequence. Required with a block_table; absent: kv_len for all.
   ConstTensor kv_lengths = {};
+  PageLayout page_layout = PageLayout::norm;  // with a block_table
 };
 
 struct AttentionOutputs {
@@ -94,6 +97,8 @@ struct AttentionProblem {
   int64_t head_dim = 1;
   int64_t value_head_dim = 1;
   bool paged = false;
+  PageLayout page_layout = PageLayout::norm;
+  int64_t block_size = 0;      // paged: keys of a page
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
   AttentionOptions options = {};
 };
@@ -101,6 +106,7 @@ struct AttentionProblem {
 // How keys and values reach the micro-kernels.
 enum class KvAccess : uint8_t {
   in_place,         // rows are read where they are: few query rows, bound by memory
+  panel_pages,      // panel32 pages are multiplied as they are
   packed_per_task,  // each task packs the tile that it is about to use: one block of query rows per KV head
   packed_shared,    // packed once per KV head, read by all its blocks of query rows
 };

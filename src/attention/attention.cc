@@ -67,7 +67,8 @@ class ForwardCall {
         plan_(plan),
         kernels_(kernels_for(machine.isa, plan.product, problem.kv_dtype)),
         memory_(inputs, problem, plan, geometry_of(machine.isa, plan.product), scratch),
-        scale_(problem) {}
+        scale_(problem),
+        in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages) {}
 
   void run(ThreadPool& pool) {
     const int64_t wave_heads = plan_.heads_per_wave, tiles_per_head = memory_.layout.tiles_per_head;
@@ -142,6 +143,8 @@ class ForwardCall {
         kernels_.attend_standard(q, w.tiles, n, memory_.score_matrix(head, block), memory_.layout.matrix_stride);
       } else if (plan_.kv_access == KvAccess::in_place) {
         kernels_.attend_in_place(q, w.tiles, n);
+      } else if (plan_.kv_access == KvAccess::panel_pages) {
+        kernels_.attend_pages(q, w.tiles, n);
       } else {
         kernels_.attend(q, w.tiles, n);
       }
@@ -161,7 +164,7 @@ class ForwardCall {
       t.first_key = tile.first_key;
       t.count = tile.count;
       t.partial = tile.partial;
-      if (plan_.kv_access == KvAccess::in_place) continue;
+      if (in_place_) continue;
       char* packed;
       if (plan_.kv_access == KvAccess::packed_shared) {
         const int64_t index = tile.first_key / plan_.block_kv;
@@ -174,19 +177,27 @@ class ForwardCall {
       t.keys = packed;
       t.values = packed + memory_.layout.key_tile_bytes;
     }
-    if (plan_.kv_access == KvAccess::in_place && n > 0) locate_rows(head, n, w);
+    if (in_place_ && n > 0) locate_rows(head, n, w);
     return n;
   }
 
-  // Row pointers of n tiles in a row, so that a kernel may look ahead from one to the next.
+  // Pointers to the rows of n tiles (panel32 pages: to every 32 of them), all in one array so that a kernel may look
+  // ahead from one tile to the next.
   void locate_rows(int64_t head, int64_t n, const CallMemory::Worker& w) const {
     const int64_t first = w.tiles[0].first_key, end = w.tiles[n - 1].first_key + w.tiles[n - 1].count;
-    memory_.kv_rows(in_.key, head).locate(first, end - first, w.key_rows);
-    memory_.kv_rows(in_.value, head).locate(first, end - first, w.value_rows);
+    const KvRows keys = memory_.kv_rows(in_.key, head), values = memory_.kv_rows(in_.value, head);
+    const int64_t step = plan_.kv_access == KvAccess::panel_pages ? kPanelRows : 1;
+    if (step == 1) {
+      keys.locate(first, end - first, w.key_rows);
+      values.locate(first, end - first, w.value_rows);
+    } else {
+      keys.locate_groups(first, end - first, step, w.key_rows);
+      values.locate_groups(first, end - first, step, w.value_rows);
+    }
     for (int64_t i = 0; i < n; ++i) {
       KvTile& t = w.tiles[i];
-      t.key_rows = w.key_rows + (t.first_key - first);
-      t.value_rows = w.value_rows + (t.first_key - first);
+      t.key_rows = w.key_rows + (t.first_key - first) / step;
+      t.value_rows = w.value_rows + (t.first_key - first) / step;
       t.rows_ahead = end - t.first_key - t.count;
     }
   }
@@ -223,6 +234,7 @@ class ForwardCall {
   const Kernels& kernels_;
   const CallMemory memory_;
   const Scale scale_;
+  const bool in_place_;
   struct Progress {
     Counter packed, attended;
   };

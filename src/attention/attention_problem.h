@@ -204,6 +204,8 @@ class Problem {
                            .kv_len = kv_len,
                            .head_dim = p_.head_dim,
                            .value_head_dim = p_.value_head_dim,
+                           .paged = layout == PageLayout::panel32,
+                           .page_layout = layout,
                            .unit_stride_kv = inputs.key.strides[3] == 1 && inputs.value.strides[3] == 1,
                            .options = p_.options},
                           machine);
@@ -369,6 +371,7 @@ class Problem {
   }
 
   AttentionInputs inputs;
+  PageLayout layout = PageLayout::norm;  // of the pages that the judged outcome was computed from
   double worst_ratio = 0;  // largest error / bound that judge saw
 
  private:

@@ -39,15 +39,17 @@ class CallMemory {
     const int64_t batch = head / p_.num_kv_heads, kv_head = head % p_.num_kv_heads, size = size_bytes(t.dtype);
     const char* data = static_cast<const char*>(t.data);
     KvRows kv;
-    if (p_.paged) {
-      const ConstTensor& table = in_.block_table;
+    if (p_.paged && p_.page_layout == PageLayout::panel32) {
+      const bool keys = &t == &in_.key;
+      kv = pages_of(head);
+      kv.base = data + kv_head * t.strides[1] * size;
+      kv.row_bytes = (keys ? p_.head_dim : p_.value_head_dim) * size;  // 32 rows begin at a multiple of it
+      kv.page_bytes = t.strides[0] * size;
+    } else if (p_.paged) {
+      kv = pages_of(head);
       kv.base = data + kv_head * t.strides[2] * size;
       kv.row_bytes = t.strides[1] * size;
       kv.page_bytes = t.strides[0] * size;
-      kv.block_size = t.shape[1];
-      kv.pages = static_cast<const char*>(table.data) + batch * table.strides[0] * size_bytes(table.dtype);
-      kv.pages_stride = table.strides[1];
-      kv.pages_i64 = table.dtype == DType::i64;
     } else {
       kv.base = data + (batch * t.strides[0] + kv_head * t.strides[1]) * size;
       kv.row_bytes = t.strides[2] * size;
@@ -109,6 +111,17 @@ class CallMemory {
   }
 
  private:
+  // The block table's part of a KvRows.
+  KvRows pages_of(int64_t head) const {
+    const ConstTensor& table = in_.block_table;
+    const int64_t batch = head / p_.num_kv_heads;
+    KvRows kv;
+    kv.block_size = p_.block_size;
+    kv.pages = static_cast<const char*>(table.data) + batch * table.strides[0] * size_bytes(table.dtype);
+    kv.pages_stride = table.strides[1];
+    kv.pages_i64 = table.dtype == DType::i64;
+    return kv;
+  }
   // The head's place in its wave's buffer, of which there are two. Where keys are split there is one wave.
   char* shared_head(int64_t head) const {
     return shared_ + head % (2 * plan_.heads_per_wave) * layout.shared_head_bytes;

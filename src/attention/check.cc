@@ -7,6 +7,8 @@
 
 #include "core/int_math.h"
 #include "core/shape_check.h"
+#include "kv_cache/page_layout.h"
+#include "kv_cache/pages.h"
 
 namespace opst::attention {
 
@@ -58,7 +60,7 @@ int64_t check_lengths(ShapeCheck& check, const ConstTensor& lengths, int64_t cap
   return longest;
 }
 
-void check_pages(ShapeCheck& check, const AttentionInputs& in, int64_t num_blocks, int64_t block_size) {
+void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num_blocks, int64_t block_size) {
   const ConstTensor& table = in.block_table;
   for (int64_t b = 0; check.ok() && b < table.shape[0]; ++b) {
     const int64_t used = ceil_div(kv_length(in.kv_lengths, b, 0), block_size);
@@ -82,17 +84,26 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
   ShapeCheck check("flash_attention_forward");
   const bool paged = in.block_table.data != nullptr;
   const bool has_lengths = in.kv_lengths.data != nullptr;
+  const bool panels = paged && in.page_layout == PageLayout::panel32;
   const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
 
   check.tensor("query", in.query).dtype(floats).dims({"batch", "num_heads", "query_len", "head_dim"});
-  if (paged) {
+  PageSizes pages;
+  if (panels) {
+    Status dtype = kv_cache::check_layout_dtype("flash_attention_forward", in.page_layout, in.key.dtype);
+    if (!dtype.ok()) return dtype;
+    pages = kv_cache::check_pages(check, in.page_layout, "key", in.key, "value", in.value);
+    kv_cache::require_size(check, "key", "head_dim", pages.head_dim, "query", check["head_dim"]);
+  } else if (paged) {
     check.tensor("key", in.key).dtype(floats).dims({"num_blocks", "block_size", "num_kv_heads", "head_dim"});
     check.tensor("value", in.value).dtype(floats).dims({"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
-    check.tensor("block_table", in.block_table).dtype({DType::i32, DType::i64}).dims({"batch", "max_blocks"});
-    check.require(has_lengths, [] { return std::string("block_table is given, but kv_lengths is not"); });
   } else {
     check.tensor("key", in.key).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
     check.tensor("value", in.value).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "value_head_dim"});
+  }
+  if (paged) {
+    check.tensor("block_table", in.block_table).dtype({DType::i32, DType::i64}).dims({"batch", "max_blocks"});
+    check.require(has_lengths, [] { return std::string("block_table is given, but kv_lengths is not"); });
   }
   if (has_lengths) check.tensor("kv_lengths", in.kv_lengths).dtype({DType::i32, DType::i64}).dims({"batch"});
   check.output("out", out.out).dtype(floats).dims({"batch", "num_heads", "query_len", "value_head_dim"});
@@ -103,6 +114,14 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
   statistic("softmax_lse", out.softmax_lse);
   statistic("softmax_max", out.softmax_max);
   statistic("softmax_sum", out.softmax_sum);
+  if (panels) {
+    kv_cache::require_size(check, "value", "value_head_dim", pages.value_head_dim, "out", check["value_head_dim"]);
+    check.require(options.path != AttentionPath::standard,
+                  [] { return std::string("path = standard does not read panel32 pages"); });
+    check.require(options.block_kv % kPanelRows == 0, [&] {
+      return "block_kv is " + str(options.block_kv) + ", must be a multiple of 32 for panel32 pages";
+    });
+  }
   check_dtypes(check, in, out);
   check_options(check, options);
 
@@ -118,14 +137,14 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
 
   int64_t kv_len = check["kv_len"];
   if (paged) {
-    const int64_t block_size = check["block_size"], max_blocks = check["max_blocks"];
+    const int64_t block_size = panels ? pages.block_size : check["block_size"], max_blocks = check["max_blocks"];
     check.require(block_size >= 1, [&] { return "block_size is " + str(block_size) + ", must be at least 1"; });
     if (!check.ok()) return check.status();
     int64_t capacity = 0;
     if (__builtin_mul_overflow(max_blocks, block_size, &capacity)) capacity = std::numeric_limits<int64_t>::max();
     kv_len = check_lengths(check, in.kv_lengths, capacity,
                            [&] { return str(max_blocks) + " blocks of " + str(block_size) + " keys in block_table"; });
-    if (check.ok()) check_pages(check, in, check["num_blocks"], block_size);
+    if (check.ok()) check_block_table(check, in, check["num_blocks"], block_size);
   } else if (has_lengths) {
     kv_len = check_lengths(check, in.kv_lengths, kv_len, [] { return std::string("kv_len of key"); });
   }
@@ -142,6 +161,8 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
   p.head_dim = check["head_dim"];
   p.value_head_dim = check["value_head_dim"];
   p.paged = paged;
+  p.page_layout = in.page_layout;
+  p.block_size = panels ? pages.block_size : paged ? check["block_size"] : 0;
   p.unit_stride_kv = in.key.strides[3] == 1 && in.value.strides[3] == 1;
   p.options = options;
   return p;

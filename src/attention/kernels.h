@@ -54,7 +54,8 @@ struct KvTile {
   // Packed: column panels of the keys and value panels (tile/pack.h).
   const void* keys;
   const void* values;
-  // In place: count row pointers, dimensions next to each other; rows_ahead more follow that may be prefetched.
+  // In place: count row pointers, dimensions next to each other; rows_ahead more follow that may be prefetched. Of
+  // panel32 pages: a pointer per 32 keys.
   const void* const* key_rows;
   const void* const* value_rows;
   int64_t rows_ahead;
@@ -90,6 +91,7 @@ struct Kernels {
 
   void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);           // packed tiles
   void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // at most tile_rows rows
+  void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);     // panel32 pages
   // `matrix` [rows][matrix_stride]: scores of the tiles side by side, each rounded up to panels.
   void (*attend_standard)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles, void* matrix,
                           int64_t matrix_stride);
@@ -98,7 +100,8 @@ struct Kernels {
 };
 
 // The kernels of a level for one product and one storage type of keys and values; null where the level has none.
-// attend_in_place is null for the bf16 dot product (few rows are bound by memory: the f32 kernels read bf16 as well).
+// attend_in_place is null for the bf16 dot product (few rows are bound by memory: the f32 kernels read bf16 as well),
+// attend_pages for what panel32 cannot hold.
 struct KernelTable {
   Kernels f32_product[3];  // keys stored as f32, bf16, f16
   Kernels bf16_dot;        // keys and queries stored as bf16

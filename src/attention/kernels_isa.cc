@@ -1,6 +1,7 @@
 // The attention kernels of one instruction set level: a table, no logic.
 #include "attention/forward.h"
 #include "attention/forward_in_place.h"
+#include "attention/forward_pages.h"
 #include "attention/kernels.h"
 #include "tile/pack.h"
 
@@ -31,6 +32,7 @@ constexpr Kernels packed_kernels() {
           .pack_values = pack_values<P, T>,
           .attend = Forward<P>::attend,
           .attend_in_place = nullptr,
+          .attend_pages = nullptr,
           .attend_standard = Forward<P>::attend_standard,
           .finish_rows = Forward<P>::finish_rows};
 }
@@ -41,12 +43,19 @@ constexpr Kernels all_kernels() {
   return k;
 }
 
+template <class P>
+constexpr Kernels with_pages(Kernels k) {
+  k.attend_pages = ForwardPages<P>::attend;
+  return k;
+}
+
 extern const KernelTable kTable;
 constinit const KernelTable kTable = {
-    .f32_product = {all_kernels<tile::ProductF32, float>(), all_kernels<tile::ProductF32, bf16>(),
+    .f32_product = {with_pages<tile::ProductF32>(all_kernels<tile::ProductF32, float>()),
+                    with_pages<tile::ProductWiden>(all_kernels<tile::ProductF32, bf16>()),
                     all_kernels<tile::ProductF32, f16>()},
 #if defined(__AVX512BF16__)
-    .bf16_dot = packed_kernels<tile::ProductBf16Dot, bf16>(),
+    .bf16_dot = with_pages<tile::ProductBf16Dot>(packed_kernels<tile::ProductBf16Dot, bf16>()),
     .has_bf16_dot = true,
 #else
     .bf16_dot = {},

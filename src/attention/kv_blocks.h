@@ -94,6 +94,13 @@ struct KvRows {
     return pages_i64 ? static_cast<const int64_t*>(pages)[at] : static_cast<const int32_t*>(pages)[at];
   }
 
+  // Pointers to every `step`-th of keys [first, first + count). In a page, `step` rows follow one another.
+  void locate_groups(int64_t first, int64_t count, int64_t step, const void** groups) const {
+    for (int64_t key = first; key < first + count; key += step) {
+      *groups++ = base + page(key / block_size) * page_bytes + key % block_size * row_bytes;
+    }
+  }
+
   // Pointers to keys [first, first + count).
   void locate(int64_t first, int64_t count, const void** rows) const {
     if (block_size == 0) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/int_math.h"
+#include "kv_cache/page_layout.h"
 #include "machine/workspace.h"
 #include "opst/attention.h"
 
@@ -73,9 +74,12 @@ struct Layout {
     matrix_head_bytes = standard ? blocks * Arena::round_up(plan.block_q * matrix_stride * g.accumulator_bytes) : 0;
     query_bytes = Arena::round_up(plan.block_q * query_stride * g.word_bytes);
     scores_bytes = standard ? 0 : Arena::round_up(g.tile_rows * scores_stride * g.accumulator_bytes);
-    // Row pointers of one tile (packing) or of all tiles of a call (in place).
+    // Pointers to the rows of one tile (packing) or of all tiles of a call (in place; of panel32 pages, one per 32
+    // keys).
     const bool in_place = plan.kv_access == KvAccess::in_place;
+    const bool pages = plan.kv_access == KvAccess::panel_pages;
     pointers_per_call = plan.block_kv * (in_place ? kTilesPerCall : 1);
+    if (pages) pointers_per_call = plan.block_kv / kPanelRows * kTilesPerCall;
     worker_bytes = query_bytes + scores_bytes + 2 * Arena::size_of<int64_t>(plan.block_q) +
                    2 * Arena::size_of<void*>(pointers_per_call);
     if (split_states == 0) worker_bytes += state_bytes;
@@ -84,7 +88,7 @@ struct Layout {
       private_tiles = standard ? tiles_per_head : 1;
       worker_bytes += private_tiles * (key_tile_bytes + value_tile_bytes);
     }
-    tiles_per_task = standard ? tiles_per_head : in_place ? kTilesPerCall : shared ? kTilesPerCall : 1;
+    tiles_per_task = standard ? tiles_per_head : in_place || pages ? kTilesPerCall : shared ? kTilesPerCall : 1;
     worker_bytes += Arena::round_up(tiles_per_task * kTileDescriptionBytes);
   }
 

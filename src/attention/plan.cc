@@ -4,6 +4,7 @@
 
 #include "attention/layout.h"
 #include "core/int_math.h"
+#include "kv_cache/page_layout.h"
 #include "opst/attention.h"
 
 namespace opst {
@@ -27,6 +28,8 @@ const char* to_string(KvAccess access) {
   switch (access) {
     case KvAccess::in_place:
       return "in_place";
+    case KvAccess::panel_pages:
+      return "panel_pages";
     case KvAccess::packed_per_task:
       return "packed_per_task";
     case KvAccess::packed_shared:
@@ -104,7 +107,9 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
 
   // Access: packing a key costs about as much as multiplying it with a dozen rows.
   Geometry g = geometry_of(machine.isa, plan.product);
-  const bool few_rows = rows <= g.tile_rows && p.unit_stride_kv && p.options.path != AttentionPath::standard &&
+  const bool pages = p.paged && p.page_layout == PageLayout::panel32;
+  const bool few_rows = !pages && rows <= g.tile_rows && p.unit_stride_kv &&
+                        p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows);
   if (few_rows) {
     if (plan.product == AttentionProduct::bf16_dot) plan.product = AttentionProduct::f32;  // bound by memory anyway
@@ -114,11 +119,15 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
   plan.block_q = std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows));
   const int64_t blocks = ceil_div(rows, plan.block_q);
+  if (pages) plan.block_kv = round_up(plan.block_kv, kPanelRows);
 
   // Path: measured from 1 to 4096 keys, full and causal, f32 and bf16, the standard form was nowhere faster. Where the
   // whole score matrix fits the cache, flash has a single tile and is the same computation with less memory.
   plan.path = p.options.path == AttentionPath::standard ? AttentionPath::standard : AttentionPath::flash;
-  if (few_rows) {
+  if (pages) {
+    plan.kv_access = KvAccess::panel_pages;
+    plan.reason = "the cache's pages are packed";
+  } else if (few_rows) {
     plan.kv_access = KvAccess::in_place;
     plan.reason = "few query rows share a KV head: keys and values are read once, in place";
     // A tile is what is prefetched ahead: 64 keys of each kind.
@@ -126,16 +135,15 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
       plan.block_kv = std::min<int64_t>(64, round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
   } else if (blocks == 1) {
     plan.kv_access = KvAccess::packed_per_task;
-    plan.reason = plan.path == AttentionPath::standard
-                      ? "the whole score matrix fits in L2; one block of rows per KV head"
-                      : "one block of rows per KV head: each tile is packed when used";
+    plan.reason = "one block of rows per KV head: each tile is packed when used";
   } else {
     plan.kv_access = KvAccess::packed_shared;
     plan.reason = "several blocks of rows share packed keys and values";
   }
 
   // Splits of the keys, where the blocks of rows are too few to share out.
-  const int64_t min_keys = few_rows ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
+  const bool by_memory = rows <= g.tile_rows && (few_rows || pages);
+  const int64_t min_keys = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
   if (plan.path == AttentionPath::flash && heads * blocks < kWantedTasks && p.kv_len >= 2 * min_keys) {
     plan.kv_splits = std::min(ceil_div(kWantedTasks, heads * blocks), p.kv_len / min_keys);
   }

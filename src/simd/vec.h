@@ -18,7 +18,8 @@
 //   across       hsum(v), hmax(v) in a fixed order; hsum_each(v[kLanes]): lane i = hsum of v[i];
 //                transpose(v[kLanes]) in place
 //
-// bf16 pairs (levels with the dot instruction only): Bf16Pairs in vec_avx512.h.
+// Bf16Words: a vector of pairs of bf16, load(p), load_n(p, n); low() and high() widen the lower and the upper values.
+// Levels with the pairwise dot instruction multiply them as they are (dot_pairs in vec_avx512.h).
 //
 // All of it lives in namespace opst::OPST_ISA_NS (see cmake/OpstBuild.cmake): the linker can never exchange the code of
 // two levels. Nothing here, and nothing that kernel code includes, uses a function of the standard library.

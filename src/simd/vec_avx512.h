@@ -154,7 +154,15 @@ struct Bf16Words {
   __m512i v;
 
   static OPST_INLINE Bf16Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
+    return {_mm512_maskz_loadu_epi32(F32::first_lanes(n), p)};
+  }
   static OPST_INLINE Bf16Words set1(uint32_t word) { return {_mm512_set1_epi32(static_cast<int32_t>(word))}; }
+  // The lower and the upper value of each word, widened.
+  OPST_INLINE F32 low() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16))}; }
+  OPST_INLINE F32 high() const {
+    return {_mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+  }
 };
 
 #if defined(__AVX512BF16__)

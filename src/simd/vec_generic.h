@@ -252,6 +252,29 @@ OPST_INLINE GenericVec<T> exp2_scale(GenericVec<T> p, GenericVec<T> x) {
   });
 }
 
+// Words of two bf16 values.
+struct Bf16Words {
+  uint32_t word[F32::kLanes];
+
+  static OPST_INLINE Bf16Words load(const uint32_t* p) { return load_n(p, F32::kLanes); }
+  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
+    Bf16Words out = {};
+    for (int64_t i = 0; i < n; ++i) out.word[i] = p[i];
+    return out;
+  }
+  // The lower and the upper value of each word, widened.
+  OPST_INLINE F32 low() const {
+    F32::Lanes out;
+    for (int i = 0; i < F32::kLanes; ++i) out.x[i] = as_float(word[i] << 16);
+    return F32::of(out);
+  }
+  OPST_INLINE F32 high() const {
+    F32::Lanes out;
+    for (int i = 0; i < F32::kLanes; ++i) out.x[i] = as_float(word[i] & 0xffff0000u);
+    return F32::of(out);
+  }
+};
+
 template <class T>
 OPST_INLINE T hsum(GenericVec<T> a) {
   const auto x = a.lanes();

@@ -8,7 +8,8 @@
 //            (a panel: ldb = NV * lanes), streamed from L1 or L2. C in registers: MR * NV accumulators.
 // Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word.
 //
-// A word is what the product instruction consumes per lane: a float, a double, or a pair of bf16 (k, k + 1).
+// A word is what the product instruction consumes per lane: a float, a double, or a pair of bf16 (k, k + 1). Where B is
+// narrower than A, a word of B goes with kParts words of A.
 //
 // MR x NV: 12 x 2 on 32 registers (24 accumulators hide the latency of two FMA units; loads per FMA 0.58), 6 x 2 on 16.
 // Each instantiation is a function of its own: inlined into a larger loop, g++ keeps that loop's constants in registers
@@ -34,22 +35,44 @@ inline constexpr int kTileVecs = 2;
 struct ProductF32 {
   using V = F32;
   using Word = float;
-  static constexpr int kStep = 1;  // elements per word
+  using WordB = float;
+  static constexpr int kStep = 1;   // elements per word of A
+  static constexpr int kParts = 1;  // words of A per word of B
   using Operand = F32;
+  using OperandB = F32;
   static OPST_INLINE Operand broadcast(const Word* p) { return F32::set1(*p); }
-  static OPST_INLINE Operand load(const Word* p) { return F32::load(p); }
-  static OPST_INLINE V multiply_add(Operand a, Operand b, V c) { return simd::fma(a, b, c); }
+  static OPST_INLINE OperandB load(const WordB* p) { return F32::load(p); }
+  static OPST_INLINE V multiply_add(Operand a, OperandB b, int, V c) { return simd::fma(a, b, c); }
+};
+
+// f32 times pairs of bf16, which are widened in registers.
+struct ProductWiden {
+  using V = F32;
+  using Word = float;
+  using WordB = uint32_t;
+  static constexpr int kStep = 1;
+  static constexpr int kParts = 2;
+  using Operand = F32;
+  using OperandB = simd::Bf16Words;
+  static OPST_INLINE Operand broadcast(const Word* p) { return F32::set1(*p); }
+  static OPST_INLINE OperandB load(const WordB* p) { return OperandB::load(p); }
+  static OPST_INLINE V multiply_add(Operand a, OperandB b, int part, V c) {
+    return simd::fma(a, part == 0 ? b.low() : b.high(), c);
+  }
 };
 
 #if defined(__AVX512BF16__)
 struct ProductBf16Dot {
   using V = F32;
   using Word = uint32_t;
+  using WordB = uint32_t;
   static constexpr int kStep = 2;
+  static constexpr int kParts = 1;
   using Operand = simd::Bf16Words;
+  using OperandB = simd::Bf16Words;
   static OPST_INLINE Operand broadcast(const Word* p) { return Operand::set1(*p); }
-  static OPST_INLINE Operand load(const Word* p) { return Operand::load(p); }
-  static OPST_INLINE V multiply_add(Operand a, Operand b, V c) { return simd::dot_pairs(c, a, b); }
+  static OPST_INLINE OperandB load(const WordB* p) { return OperandB::load(p); }
+  static OPST_INLINE V multiply_add(Operand a, OperandB b, int, V c) { return simd::dot_pairs(c, a, b); }
 };
 #endif
 
@@ -57,17 +80,20 @@ struct ProductBf16Dot {
 struct ProductF64 {
   using V = simd::F64;
   using Word = double;
+  using WordB = double;
   static constexpr int kStep = 1;
+  static constexpr int kParts = 1;
   using Operand = V;
+  using OperandB = V;
   static OPST_INLINE Operand broadcast(const Word* p) { return V::set1(*p); }
-  static OPST_INLINE Operand load(const Word* p) { return V::load(p); }
-  static OPST_INLINE V multiply_add(Operand a, Operand b, V c) { return simd::fma(a, b, c); }
+  static OPST_INLINE OperandB load(const WordB* p) { return V::load(p); }
+  static OPST_INLINE V multiply_add(Operand a, OperandB b, int, V c) { return simd::fma(a, b, c); }
 };
 #endif
 
 // acc += A B. While it runs, one cache line at `prefetch` and onwards is fetched per four steps of k.
 template <class P, int MR, int NV>
-OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
+OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                    int64_t ldb, const char* prefetch, typename P::V (&acc)[MR][NV]) {
   constexpr int kLanes = P::V::kLanes;
   // Rows in groups of four: each address is one base plus 0, 1, 2 or 3 times lda, which the hardware adds for free.
@@ -75,11 +101,17 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
   const typename P::Word* group[kGroups];
   OPST_UNROLL for (int g = 0; g < kGroups; ++g) group[g] = a + 4 * g * lda;
   const auto step = [&](int64_t k) OPST_INLINE_LAMBDA {
-    typename P::Operand bs[NV];
-    OPST_UNROLL for (int j = 0; j < NV; ++j) bs[j] = P::load(b + k * ldb + j * kLanes);
-    OPST_UNROLL for (int i = 0; i < MR; ++i) {
-      const typename P::Operand ai = P::broadcast(group[i / 4] + (i % 4) * lda + k);
-      OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = P::multiply_add(ai, bs[j], acc[i][j]);
+    typename P::OperandB bs[NV];
+    OPST_UNROLL for (int j = 0; j < NV; ++j) {
+      bs[j] = P::load(b + k * ldb + j * kLanes);
+      // Few rows are bound by the stream of B.
+      if constexpr (MR <= 4) __builtin_prefetch(reinterpret_cast<const char*>(b + k * ldb + j * kLanes) + 4096);
+    }
+    OPST_UNROLL for (int part = 0; part < P::kParts; ++part) {
+      OPST_UNROLL for (int i = 0; i < MR; ++i) {
+        const typename P::Operand ai = P::broadcast(group[i / 4] + (i % 4) * lda + k * P::kParts + part);
+        OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = P::multiply_add(ai, bs[j], part, acc[i][j]);
+      }
     }
   };
   int64_t k = 0;
@@ -96,7 +128,7 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
 
 // C = A B, and row_max[i] (one vector per row) takes the maximum over C's vectors.
 template <class P, int MR, int NV>
-OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
+OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                     int64_t ldb, typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
                                     const char* prefetch) {
   using V = typename P::V;
@@ -115,7 +147,7 @@ OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, in
 
 // C = factor[i] * C + A B.
 template <class P, int MR, int NV>
-OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::Word* b,
+OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                      int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
                                      const typename P::V::Scalar* factor, const char* prefetch) {
   using V = typename P::V;
@@ -130,10 +162,10 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
 }
 
 template <class P>
-using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,
+using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::WordB*, int64_t,
                                 typename P::V::Scalar*, int64_t, typename P::V::Scalar*, const char*);
 template <class P>
-using ScaledAccumulate = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::Word*, int64_t,
+using ScaledAccumulate = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::WordB*, int64_t,
                                   typename P::V::Scalar*, int64_t, const typename P::V::Scalar*, const char*);
 
 // The instantiation for `rows` rows, 1 <= rows <= kTileRows.

@@ -1,0 +1,182 @@
+// Attention forward over panel32 pages: keys and values are multiplied where they are, for any number of query rows.
+//
+// Computes   what forward.h computes; only where the operands of the two products come from differs
+// Shapes     a tile's keys in groups of 32, each somewhere in a page (kv_cache/page_layout.h):
+//              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32) or 2 (bf16)
+//              value_rows[g]  [32 / e][value_head_dim] words
+// Loop nest  as forward.h. Values are multiplied in runs of groups that follow one another in memory (a page)
+// Memory     nothing is packed. Up to four rows the products are bound by the stream of pages (tile/gemm_tile.h fetches
+// it
+//            4 KB ahead)
+// Numerics   as forward.h. What lies in a page beyond the context never counts: its keys are hidden, its values are not
+//            multiplied, and half a pair is taken from a copy whose other half is 0. Whether the values of a partial
+//            tile are finite is looked up here, since no packing has seen them.
+#pragma once
+
+#include "attention/forward.h"
+#include "kv_cache/page_layout.h"
+
+namespace opst::OPST_ISA_NS::attention {
+
+template <class P>
+struct ForwardPages {
+  using Tiled = Forward<P>;
+  using V = typename P::V;
+  using S = typename V::Scalar;
+  using Word = typename P::Word;
+  using Stored = typename P::WordB;
+  static constexpr int kLanes = V::kLanes;
+  static constexpr int kPanel = kTileVecs * kLanes;
+  static constexpr int64_t kGroup = kPanelRows;
+  static constexpr int64_t kElements = P::kStep * P::kParts;  // of a stored word
+
+  static OPST_INLINE const Stored* group(const void* const* rows, int64_t key) {
+    return static_cast<const Stored*>(rows[key / kGroup]);
+  }
+
+  // scores[r][0 .. width) = Q K^T and the row maxima.
+  static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+                                int64_t stride, S* row_max) {
+    const int64_t depth = q.head_dim / kElements;
+    const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
+    for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
+    for (int64_t j = 0; j < span.width; j += kPanel) {
+      const int64_t key = span.begin + j;
+      const Stored* b = group(tile.key_rows, key) + key % kGroup;
+      const auto product = span.width - j > kLanes ? tile::product_with_max_for<P, kTileVecs>(rb.rows)
+                                                   : tile::product_with_max_for<P, 1>(rb.rows);
+      product(depth, a, q.query_stride, b, kGroup, scores + j, stride, row_max, reinterpret_cast<const char*>(b));
+    }
+  }
+
+  // O = alpha O + P V over columns [span.begin, span.end) of the tile.
+  static OPST_INLINE void weigh(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, const S* scores,
+                                int64_t stride, const S* alpha) {
+    S ones[kTileRows];
+    for (S& one : ones) one = 1;
+    const int64_t row_words = q.value_head_dim;
+    const int64_t whole_end = span.end / kElements * kElements;
+    const auto p_of = [&](int64_t key) OPST_INLINE_LAMBDA {
+      return reinterpret_cast<const Word*>(scores) + (key - span.begin) / P::kStep;
+    };
+    for (int64_t key = span.begin; key < whole_end;) {
+      const Stored* values = group(tile.value_rows, key);
+      int64_t end = (key / kGroup + 1) * kGroup;
+      while (end < whole_end &&
+             group(tile.value_rows, end) == values + (end - key / kGroup * kGroup) / kElements * row_words) {
+        end += kGroup;
+      }
+      end = end < whole_end ? end : whole_end;
+      values += key % kGroup / kElements * row_words;
+      multiply(q, rb, p_of(key), stride, values, (end - key) / kElements, alpha);
+      alpha = ones;
+      key = end;
+    }
+    if (whole_end < span.end) {  // half a pair
+      Stored row[kMaxColumns];
+      const Stored* values = group(tile.value_rows, whole_end) + whole_end % kGroup / kElements * row_words;
+      for (int64_t d = 0; d < row_words; ++d) row[d] = lower_half(values[d]);
+      multiply(q, rb, p_of(whole_end), stride, row, 1, alpha);
+    }
+  }
+  static constexpr int kMaxColumns = 768;
+  static OPST_INLINE float lower_half(float word) { return word; }  // never called: a float is no pair
+  static OPST_INLINE uint32_t lower_half(uint32_t word) { return word & 0xffffu; }
+
+  // O = alpha O + P V for `depth` rows of stored words at `values`, all columns.
+  static OPST_INLINE void multiply(const QueryBlock& q, RowBlock rb, const Word* p, int64_t stride,
+                                   const Stored* values, int64_t depth, const S* alpha) {
+    const int64_t columns = q.value_head_dim;
+    S* out = static_cast<S*>(q.state.acc) + rb.first * q.acc_stride;
+    int64_t c = 0;
+    for (; c + kLanes <= columns; c += columns - c >= kPanel ? kPanel : kLanes) {
+      const auto accumulate = columns - c >= kPanel ? tile::scaled_accumulate_for<P, kTileVecs>(rb.rows)
+                                                    : tile::scaled_accumulate_for<P, 1>(rb.rows);
+      accumulate(depth, p, stride, values + c, columns, out + c, q.acc_stride, alpha,
+                 reinterpret_cast<const char*>(values));
+    }
+    if (c == columns) return;
+    // The last columns are less than a vector: from a padded copy, a few rows at a time.
+    constexpr int64_t kRows = 16;
+    Stored padded[kRows * kLanes] = {};
+    S ones[kTileRows];
+    for (S& one : ones) one = 1;
+    for (int64_t k = 0; k < depth; k += kRows) {
+      const int64_t n = depth - k < kRows ? depth - k : kRows;
+      for (int64_t r = 0; r < n; ++r) {
+        __builtin_memcpy(padded + r * kLanes, values + (k + r) * columns + c,
+                         static_cast<size_t>(columns - c) * sizeof(Stored));
+      }
+      tile::scaled_accumulate_for<P, 1>(rb.rows)(n, p + k * P::kParts, stride, padded, kLanes, out + c, q.acc_stride,
+                                                 k == 0 ? alpha : ones, reinterpret_cast<const char*>(padded));
+    }
+  }
+
+  // Value row of one key, widened.
+  static OPST_INLINE V value_of_key(const KvTile& tile, int64_t key, int64_t column, int64_t columns) {
+    const Stored* row = group(tile.value_rows, key) + key % kGroup / kElements * columns + column;
+    const int64_t n = columns - column < kLanes ? columns - column : kLanes;
+    if constexpr (kElements == 1) {
+      return V::load_n(row, n);
+    } else {
+      const auto pair = simd::Bf16Words::load_n(row, n);
+      return key % 2 == 0 ? pair.low() : pair.high();
+    }
+  }
+
+  static OPST_NOINLINE bool values_finite(const KvTile& tile, int64_t columns) {
+    V not_finite = V::zero();  // 0 * x is NaN for the others
+    for (int64_t key = 0; key < tile.count; ++key) {
+      for (int64_t d = 0; d < columns; d += kLanes) {
+        not_finite = simd::fma(value_of_key(tile, key, d, columns), V::zero(), not_finite);
+      }
+    }
+    return simd::hsum(not_finite) == 0;
+  }
+
+  // As weigh, for a partial tile with non-finite values: each row over the keys that it sees.
+  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+                                          const S* scores, int64_t stride, const S* alpha) {
+    for (int i = 0; i < rb.rows; ++i) {
+      const int64_t r = rb.first + i;
+      int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
+      begin = begin < 0 ? 0 : begin;
+      end = end > tile.count ? tile.count : end;
+      S* out = static_cast<S*>(q.state.acc) + r * q.acc_stride;
+      for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
+        V acc = V::load(out + column) * V::set1(alpha[i]);
+        for (int64_t j = begin; j < end; ++j) {
+          acc = simd::fma(Tiled::probability(scores + i * stride, j - span.begin),
+                          value_of_key(tile, j, column, q.value_head_dim), acc);
+        }
+        acc.store(out + column);
+      }
+    }
+  }
+
+  static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
+    S* scores = static_cast<S*>(q.scores);
+    const int64_t stride = q.scores_stride;
+    alignas(64) S row_max[kTileRows * kLanes];
+    typename Tiled::Exponents e;
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const KvTile& tile = tiles[t];
+      const bool by_row = tile.partial && !values_finite(tile, q.value_head_dim);
+      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
+        const RowBlock rb = row_block(q.rows, b);
+        const KeySpan span = Tiled::key_span(q, rb, tile);
+        if (span.width == 0) continue;
+        score(q, rb, tile, span, scores, stride, row_max);
+        if (span.ragged()) Tiled::hide(q, rb, tile, span, scores, stride, row_max);
+        Tiled::raise_maxima(q, rb, row_max, e);
+        Tiled::exponentiate(q, rb, span.width, scores, stride, e);
+        if (by_row)
+          weigh_visible(q, rb, tile, span, scores, stride, e.alpha);
+        else
+          weigh(q, rb, tile, span, scores, stride, e.alpha);
+      }
+    }
+  }
+};
+
+}  // namespace opst::OPST_ISA_NS::attention
