@@ -455,6 +455,34 @@ TEST(Bf16Pairs, InterleaveRowsOfAnyLength) {
   });
 }
 
+TEST(Bf16Pairs, WordsWidenToTheirTwoValues) {
+  for_each_level([](const LevelTables& level) {
+    const int64_t lanes = level.f32.lanes;
+    Random random(test::seed());
+    for (Guard guard : {Guard::after, Guard::before}) {
+      for (int64_t n = 0; n <= lanes; ++n) {
+        GuardedBuffer source(4 * n, guard);
+        auto* const words = static_cast<uint32_t*>(source.data());
+        for (int64_t i = 0; i < n; ++i) words[i] = static_cast<uint32_t>(random.bits());
+        std::vector<float> low(static_cast<size_t>(lanes), 9.0f), high(low);
+        const auto expect = [&] {
+          for (int64_t i = 0; i < lanes; ++i) {
+            const uint32_t word = i < n ? words[i] : 0;
+            const auto at = static_cast<size_t>(i);
+            ASSERT_TRUE(same(low[at], std::bit_cast<float>(word << 16))) << "n " << n << ", lane " << i;
+            ASSERT_TRUE(same(high[at], std::bit_cast<float>(word & 0xffff0000u))) << "n " << n << ", lane " << i;
+          }
+        };
+        level.storage.load_n_words(words, n, low.data(), high.data());
+        expect();
+        if (n < lanes) continue;
+        level.storage.load_words(words, low.data(), high.data());
+        expect();
+      }
+    }
+  });
+}
+
 TEST(Bf16Pairs, DotAddsBothProducts) {
   for_each_level([](const LevelTables& level) {
     if (level.storage.dot_pairs == nullptr) return;

@@ -120,6 +120,17 @@ void nibbles(const uint32_t* words, float* out) {
 }
 void load_i8(const int8_t* p, float* out) { simd::load_i8(p).store(out); }
 
+void load_words(const uint32_t* p, float* low, float* high) {
+  const simd::Bf16Words words = simd::Bf16Words::load(p);
+  words.low().store(low);
+  words.high().store(high);
+}
+void load_n_words(const uint32_t* p, int64_t n, float* low, float* high) {
+  const simd::Bf16Words words = simd::Bf16Words::load_n(p, n);
+  words.low().store(low);
+  words.high().store(high);
+}
+
 #if defined(__AVX512F__)
 void interleave_words(const bf16* even, const bf16* odd, int64_t n, bool has_odd, uint32_t* out) {
   simd::interleave_words(even, odd, n, has_odd, out);
@@ -134,8 +145,8 @@ void store_bf16_fast(const float* x, bf16* p) { simd::store_bf16_fast(F32::load(
 #endif
 
 constexpr StorageTable storage_table() {
-  StorageTable t = {load_bf16,   load_n_bf16, store_bf16, store_n_bf16, load_f16, load_n_f16, store_f16,
-                    store_n_f16, nibbles,     load_i8,    nullptr,      nullptr,  nullptr};
+  StorageTable t = {load_bf16, load_n_bf16, store_bf16, store_n_bf16, load_f16, load_n_f16, store_f16, store_n_f16,
+                    nibbles,   load_i8,     load_words, load_n_words, nullptr,  nullptr,    nullptr};
 #if defined(__AVX512F__)
   t.interleave_words = interleave_words;
 #endif

@@ -51,6 +51,8 @@ struct StorageTable {
   void (*store_n_f16)(const float* x, f16* p, int64_t n);
   void (*nibbles)(const uint32_t* words, float* out);  // [8][lanes]
   void (*load_i8)(const int8_t* p, float* out);
+  void (*load_words)(const uint32_t* p, float* low, float* high);  // Bf16Words
+  void (*load_n_words)(const uint32_t* p, int64_t n, float* low, float* high);
   // Null below the levels that have them.
   void (*interleave_words)(const bf16* even, const bf16* odd, int64_t n, bool has_odd, uint32_t* out);
   void (*dot_pairs)(const float* acc, const uint32_t* a, const uint32_t* b, uint32_t repeated_b, float* out);
