@@ -1,5 +1,6 @@
 #include "model/generate.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "model/utf8.h"
@@ -14,14 +15,32 @@ const char* to_string(FinishReason reason) {
       return "length";
     case FinishReason::context:
       return "context";
+    case FinishReason::interrupted:
+      return "interrupted";
   }
   return "unknown";
 }
 
+namespace {
+
+// Between two of these a prompt can be interrupted: a fraction of a second.
+constexpr size_t kInterruptibleTokens = 64;
+
+std::string str(int64_t value) { return std::to_string(value); }
+
+}  // namespace
+
 Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, std::span<const int32_t> prompt,
-                            const GenerateOptions& options,
-                            const std::function<Status(std::string_view text)>& on_text) {
-  const auto str = [](auto value) { return std::to_string(value); };
+                            const GenerateOptions& options, const TextReader& on_text) {
+  Result<Sampler> sampler = Sampler::create(options.sampling);
+  if (!sampler.ok()) return sampler.status();
+  session.reset();
+  return continue_sequence(session, tokenizer, sampler.value(), prompt, options, on_text, {});
+}
+
+Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tokenizer, Sampler& sampler,
+                                     std::span<const int32_t> tokens, const GenerateOptions& options,
+                                     const TextReader& on_text, const std::function<bool()>& interrupted) {
   if (tokenizer.vocab_size() != session.config().vocab_size) {
     return Status::invalid_argument("the tokenizer has " + str(tokenizer.vocab_size()) + " tokens, but the model has " +
                                     str(session.config().vocab_size));
@@ -29,14 +48,12 @@ Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, s
   if (options.max_tokens < 1) {
     return Status::invalid_argument("max_tokens is " + str(options.max_tokens) + ", must be >= 1");
   }
-  const auto prompt_tokens = static_cast<int64_t>(prompt.size());
-  if (prompt_tokens >= session.context()) {
-    return Status::invalid_argument("the prompt has " + str(prompt_tokens) +
-                                    " tokens, which leaves no room in a context of " + str(session.context()));
+  const auto prompt_tokens = static_cast<int64_t>(tokens.size());
+  if (session.position() + prompt_tokens >= session.context()) {
+    const std::string behind = session.position() > 0 ? " behind " + str(session.position()) + " others" : "";
+    return Status::invalid_argument("the prompt has " + str(prompt_tokens) + " tokens" + behind +
+                                    ", which leaves no room in a context of " + str(session.context()));
   }
-  Result<Sampler> created = Sampler::create(options.sampling);
-  if (!created.ok()) return created.status();
-  Sampler& sampler = created.value();
 
   using Clock = std::chrono::steady_clock;
   const auto ms = [](Clock::duration duration) { return std::chrono::duration<double, std::milli>(duration).count(); };
@@ -47,10 +64,18 @@ Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, s
     return text.empty() ? Status() : on_text(text);
   };
 
-  session.reset();
   const Clock::time_point start = Clock::now();
-  Result<std::span<const float>> logits = session.feed(prompt);
-  if (!logits.ok()) return logits.status();
+  Result<std::span<const float>> logits = Status::invalid_argument("no tokens to feed");
+  do {
+    if (interrupted && interrupted()) {
+      generation.finish_reason = FinishReason::interrupted;
+      return generation;
+    }
+    const auto piece = interrupted ? tokens.first(std::min(tokens.size(), kInterruptibleTokens)) : tokens;
+    logits = session.feed(piece);
+    if (!logits.ok()) return logits.status();
+    tokens = tokens.subspan(piece.size());
+  } while (!tokens.empty());
   generation.prefill_tokens_per_s = static_cast<double>(prompt_tokens) * 1000.0 / ms(Clock::now() - start);
   Clock::time_point first_token, last_token;
   for (;;) {
@@ -62,17 +87,20 @@ Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, s
     if (!tokenizer.is_special(token.value())) {
       if (Status status = emit(stream.push(tokenizer.piece(token.value()))); !status.ok()) return status;
     }
-    const auto generated = static_cast<int64_t>(generation.tokens.size());
     if (token.value() == tokenizer.end_token() && !options.ignore_end) {
       generation.finish_reason = FinishReason::stop;
       break;
     }
-    if (generated == options.max_tokens) {
+    if (static_cast<int64_t>(generation.tokens.size()) == options.max_tokens) {
       generation.finish_reason = FinishReason::length;
       break;
     }
-    if (prompt_tokens + generated == session.context()) {
+    if (session.position() + 1 == session.context()) {
       generation.finish_reason = FinishReason::context;
+      break;
+    }
+    if (interrupted && interrupted()) {
+      generation.finish_reason = FinishReason::interrupted;
       break;
     }
     logits = session.feed({&generation.tokens.back(), 1});

@@ -21,8 +21,7 @@ Result<std::vector<int32_t>> raw_prompt(const Tokenizer& tokenizer, std::string_
   return ids;
 }
 
-Result<std::vector<int32_t>> chat_prompt(const GgufFile& file, const Tokenizer& tokenizer,
-                                         const std::vector<ChatMessage>& messages) {
+Result<ChatTemplate> ChatTemplate::from_gguf(const GgufFile& file, const Tokenizer& tokenizer) {
   const Result<std::string_view> chat_template = file.string("tokenizer.chat_template");
   if (!chat_template.ok()) return chat_template.status();
   if (chat_template.value() != kSmolLm2Template) {
@@ -31,30 +30,52 @@ Result<std::vector<int32_t>> chat_prompt(const GgufFile& file, const Tokenizer& 
   }
   const auto turn_begin = tokenizer.find_special("<|im_start|>"), turn_end = tokenizer.find_special("<|im_end|>");
   if (!turn_begin || !turn_end) return file.error("the special tokens <|im_start|> and <|im_end|> are missing");
+  return ChatTemplate(tokenizer, *turn_begin, *turn_end);
+}
 
+Result<std::vector<int32_t>> ChatTemplate::prompt(const std::vector<ChatMessage>& messages) const {
   std::vector<int32_t> ids;
-  if (tokenizer.leading_token()) ids.push_back(*tokenizer.leading_token());
-  Status status;
-  const auto append_plain = [&](const std::string& text) {
-    const Result<std::vector<int32_t>> more = tokenizer.encode(text, false);
-    if (more.ok()) {
-      ids.insert(ids.end(), more.value().begin(), more.value().end());
-    } else {
-      status = more.status();
-    }
-  };
-  const auto append_turn = [&](const ChatMessage& message) {
-    ids.push_back(*turn_begin);
-    append_plain(message.role + "\n" + message.content);
-    ids.push_back(*turn_end);
-    append_plain("\n");
-  };
-  if (messages.empty() || messages[0].role != "system") append_turn({"system", kSmolLm2System});
-  for (const ChatMessage& message : messages) append_turn(message);
-  ids.push_back(*turn_begin);
-  append_plain("assistant\n");
-  if (!status.ok()) return status;
+  if (tokenizer_->leading_token()) ids.push_back(*tokenizer_->leading_token());
+  if (messages.empty() || messages[0].role != "system") {
+    if (Status status = append_turn({"system", kSmolLm2System}, ids); !status.ok()) return status;
+  }
+  return up_to_answer(std::move(ids), messages);
+}
+
+Result<std::vector<int32_t>> ChatTemplate::next(const ChatMessage& message) const {
+  std::vector<int32_t> ids = {turn_end_};
+  if (Status status = append_plain("\n", ids); !status.ok()) return status;
+  return up_to_answer(std::move(ids), {message});
+}
+
+Result<std::vector<int32_t>> ChatTemplate::up_to_answer(std::vector<int32_t> ids,
+                                                        const std::vector<ChatMessage>& messages) const {
+  for (const ChatMessage& message : messages) {
+    if (Status status = append_turn(message, ids); !status.ok()) return status;
+  }
+  ids.push_back(turn_begin_);
+  if (Status status = append_plain("assistant\n", ids); !status.ok()) return status;
   return ids;
+}
+
+Status ChatTemplate::append_turn(const ChatMessage& message, std::vector<int32_t>& ids) const {
+  ids.push_back(turn_begin_);
+  if (Status status = append_plain(message.role + "\n" + message.content, ids); !status.ok()) return status;
+  ids.push_back(turn_end_);
+  return append_plain("\n", ids);
+}
+
+Status ChatTemplate::append_plain(std::string_view text, std::vector<int32_t>& ids) const {
+  const Result<std::vector<int32_t>> more = tokenizer_->encode(text, false);
+  if (more.ok()) ids.insert(ids.end(), more.value().begin(), more.value().end());
+  return more.status();
+}
+
+Result<std::vector<int32_t>> chat_prompt(const GgufFile& file, const Tokenizer& tokenizer,
+                                         const std::vector<ChatMessage>& messages) {
+  const Result<ChatTemplate> chat_template = ChatTemplate::from_gguf(file, tokenizer);
+  if (!chat_template.ok()) return chat_template.status();
+  return chat_template.value().prompt(messages);
 }
 
 }  // namespace opst::model

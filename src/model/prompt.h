@@ -21,8 +21,31 @@ struct ChatMessage {
 
 // ChatML, for models whose template (tokenizer.chat_template) is the one of SmolLM2; any other is refused. The
 // template's markers are special tokens; role and content are plain text whatever they contain, so that no text can
-// pose as a turn. Puts in the template's own system message where the first one is not from `system`, and ends where
-// the assistant's answer begins.
+// pose as a turn.
+class ChatTemplate {
+ public:
+  // The tokenizer must outlive it and stay where it is.
+  static Result<ChatTemplate> from_gguf(const GgufFile& file, const Tokenizer& tokenizer);
+
+  // A conversation up to where the assistant's answer begins. Puts in the template's own system message where the first
+  // one is not from `system`.
+  Result<std::vector<int32_t>> prompt(const std::vector<ChatMessage>& messages) const;
+  // What goes on behind an answer, whole or broken off, whose end token is not there: its end, the message, and the
+  // beginning of the next answer.
+  Result<std::vector<int32_t>> next(const ChatMessage& message) const;
+
+ private:
+  ChatTemplate(const Tokenizer& tokenizer, int32_t turn_begin, int32_t turn_end)
+      : tokenizer_(&tokenizer), turn_begin_(turn_begin), turn_end_(turn_end) {}
+  Status append_turn(const ChatMessage& message, std::vector<int32_t>& ids) const;
+  Status append_plain(std::string_view text, std::vector<int32_t>& ids) const;
+  Result<std::vector<int32_t>> up_to_answer(std::vector<int32_t> ids, const std::vector<ChatMessage>& messages) const;
+
+  const Tokenizer* tokenizer_;
+  int32_t turn_begin_, turn_end_;
+};
+
+// ChatTemplate's prompt, for one conversation.
 Result<std::vector<int32_t>> chat_prompt(const GgufFile& file, const Tokenizer& tokenizer,
                                          const std::vector<ChatMessage>& messages);
 

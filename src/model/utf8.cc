@@ -70,6 +70,8 @@ CharClass char_class(char32_t value) {
   return CharClass::other;
 }
 
+int display_columns(char32_t value) { return utf8proc_charwidth(static_cast<utf8proc_int32_t>(value)); }
+
 std::string Utf8Stream::push(std::string_view bytes) {
   waiting_ += bytes;
   std::string text;

@@ -25,6 +25,9 @@ enum class CharClass : uint8_t { letter, number, space, other };
 // letter: categories L*; number: N*; space: the property White_Space.
 CharClass char_class(char32_t value);
 
+// Columns that a terminal shows the character in: 0, 1 or 2.
+int display_columns(char32_t value);
+
 // Bytes in, whole characters out: what is invalid becomes U+FFFD, a character that is not complete yet waits.
 class Utf8Stream {
  public:

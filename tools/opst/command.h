@@ -54,8 +54,10 @@ void write_output(std::string_view text);
 // One line.
 void write_json(const nlohmann::ordered_json& json);
 
+void add_chat(CLI::App& app);
 void add_generate(CLI::App& app);
 void add_info(CLI::App& app);
+void add_perplexity(CLI::App& app);
 void add_tokenize(CLI::App& app);
 
 }  // namespace opst::tools

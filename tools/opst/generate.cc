@@ -3,7 +3,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <optional>
@@ -11,6 +10,7 @@
 #include "model/llama.h"
 #include "model/prompt.h"
 #include "model/utf8.h"
+#include "model_options.h"
 #include "prompt_options.h"
 
 namespace opst::tools {
@@ -24,11 +24,10 @@ struct Options {
   bool chat = false;
   std::string system;
   bool has_system = false;
-  bool greedy = false;
+  SamplingArguments sampling;
   model::GenerateOptions generate;
   model::SessionOptions session;
-  std::optional<int64_t> context;
-  std::string kv_dtype = "f32";
+  SessionArguments session_arguments;
   std::string cache = "contiguous";
   int num_threads = 0;
   bool json = false;
@@ -67,23 +66,15 @@ nlohmann::ordered_json to_json(const model::Generation& generation) {
 void run(Options& options) {
   const std::string text = options.prompt.text();
   if (!model::is_valid_utf8(options.system)) usage_error("the system text is not valid UTF-8");
-  if (const auto sampler = model::Sampler::create(options.generate.sampling); !sampler.ok()) {
-    usage_error(sampler.status().message());
-  }
+  options.generate.sampling = options.sampling.chosen();
   Context context = make_context(options.num_threads);
 
   const auto load_start = std::chrono::steady_clock::now();
   std::optional<ModelFile> file = open_model(options.prompt.model_path);
   const model::LlamaConfig config = value_or_fail(model::read_llama_config(file->file));
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    if (options.kv_dtype == to_string(dtype)) options.session.kv_dtype = dtype;
-  }
+  options.session.kv_dtype = options.session_arguments.kv_dtype();
   options.session.cache = options.cache == "paged" ? model::CacheKind::paged : model::CacheKind::contiguous;
-  options.session.context = options.context.value_or(std::min(kDefaultContext, config.max_context));
-  if (options.session.context > config.max_context) {
-    usage_error("--context is " + std::to_string(options.session.context) + ", but the model's is " +
-                std::to_string(config.max_context));
-  }
+  options.session.context = options.session_arguments.context(config, kDefaultContext);
   const std::vector<int32_t> ids = prompt_ids(options, *file, text);
   if (ids.empty()) usage_error("no part of the prompt has a token");
   if (static_cast<int64_t>(ids.size()) >= options.session.context) {
@@ -120,30 +111,6 @@ void run(Options& options) {
   }
 }
 
-// The options that ask for sampling; without them it is greedy.
-std::vector<CLI::Option*> add_sampling_options(CLI::App& command, Options& options) {
-  model::SamplingOptions& sampling = options.generate.sampling;
-  CLI::Option* greedy = command.add_flag(
-      "--greedy", options.greedy, "Always take the likeliest token. The default, unless an option below is given");
-  const std::vector<CLI::Option*> sampled = {
-      command.add_option("--temperature", sampling.temperature, "Divides the logits; 0 is greedy (default 1)")
-          ->type_name("T"),
-      command.add_option("--top-k", sampling.top_k, "Draw from the K likeliest tokens; 0: all (default 0)")
-          ->check(at_least(0))
-          ->type_name("K"),
-      command
-          .add_option("--top-p", sampling.top_p, "Draw from the fewest tokens whose probability reaches P (default 1)")
-          ->type_name("P"),
-      command
-          .add_option("-s,--seed", sampling.seed,
-                      "Of the random numbers; the same seed gives the same text (default 0)")
-          ->check(at_least(0))
-          ->type_name("N"),
-  };
-  for (CLI::Option* option : sampled) option->excludes(greedy);
-  return sampled;
-}
-
 }  // namespace
 
 void add_generate(CLI::App& app) {
@@ -162,16 +129,9 @@ void add_generate(CLI::App& app) {
       ->type_name("N")
       ->capture_default_str();
   command->add_flag("--ignore-eos", options->generate.ignore_end, "Go on where the model ends its text");
-  command
-      ->add_option("-c,--context", options->context,
-                   "Tokens of prompt and answer together (default: 4096, at most the model's)")
-      ->check(at_least(1))
-      ->type_name("N");
+  options->session_arguments.add_to(*command,
+                                    "Tokens of prompt and answer together (default: 4096, at most the model's)");
   add_threads_option(*command, options->num_threads);
-  command->add_option("--kv-dtype", options->kv_dtype, "How keys and values are cached")
-      ->check(one_of({"f32", "bf16", "f16"}))
-      ->type_name("f32|bf16|f16")
-      ->capture_default_str();
   command->add_option("--cache", options->cache, "paged: in blocks that are found through a block table")
       ->check(one_of({"contiguous", "paged"}))
       ->type_name("contiguous|paged")
@@ -187,12 +147,8 @@ void add_generate(CLI::App& app) {
       ->type_name("N")
       ->capture_default_str();
   command->add_flag("--json", options->json, "Print one JSON object at the end instead of the text as it grows");
-  const std::vector<CLI::Option*> sampled = add_sampling_options(*command, *options);
-  command->callback([options, sampled] {
-    options->generate.sampling.greedy =
-        std::none_of(sampled.begin(), sampled.end(), [](const CLI::Option* option) { return option->count() > 0; });
-    run(*options);
-  });
+  options->sampling.add_to(*command);
+  command->callback([options] { run(*options); });
 }
 
 }  // namespace opst::tools

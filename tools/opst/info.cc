@@ -1,7 +1,11 @@
 // opst info: what the library sees of this machine and what it chose.
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 
 #include "command.h"
+#include "opst/tensor.h"
+#include "testing/peak.h"
 
 namespace opst::tools {
 
@@ -17,9 +21,34 @@ std::string how_bf16_was_chosen(const Machine& machine) {
   return std::getenv("OPST_BF16") != nullptr ? "pinned by OPST_BF16" : "measured at start";
 }
 
+// What this machine does now, at this level and on these threads: the best of a few bursts, as others may share it.
+struct Rates {
+  double f32_flops_per_second = 0, bf16_flops_per_second = 0, read_bytes_per_second = 0;
+};
+
+Rates measure_rates(const Context& context) {
+  constexpr int kBursts = 5;
+  constexpr double kBurstSeconds = 0.02;
+  // More than caches hold.
+  const Buffer memory = value_or_fail(Buffer::allocate(int64_t{256} << 20));
+  std::fill_n(static_cast<char*>(memory.data()), memory.size_bytes(), char{1});
+  const auto raise_to = [](double& best, double value) { best = std::max(best, value); };
+  const auto flops = [&](test::PeakKind kind) {
+    return test::measure_peak(context, kind, kBurstSeconds).flops_per_second;
+  };
+  Rates rates;
+  for (int i = 0; i < kBursts; ++i) {
+    raise_to(rates.f32_flops_per_second, flops(test::PeakKind::f32));
+    raise_to(rates.bf16_flops_per_second, flops(test::PeakKind::bf16));
+    raise_to(rates.read_bytes_per_second, test::measure_read_bandwidth(context, memory.data(), memory.size_bytes()));
+  }
+  return rates;
+}
+
 void run(const Options& options) {
   const Context context = make_context(options.num_threads);
   const Machine& machine = context.machine();
+  const Rates rates = measure_rates(context);
   const std::string bf16_reason = how_bf16_was_chosen(machine);
   if (options.json) {
     write_json({{"version", OPST_VERSION},
@@ -31,23 +60,32 @@ void run(const Options& options) {
                 {"l2_bytes", machine.cache.l2_bytes},
                 {"l3_bytes_per_core", machine.cache.l3_bytes_per_core},
                 {"bf16_product", to_string(machine.bf16_product)},
-                {"bf16_product_reason", bf16_reason}});
+                {"bf16_product_reason", bf16_reason},
+                {"f32_flops_per_second", rates.f32_flops_per_second},
+                {"bf16_flops_per_second", rates.bf16_flops_per_second},
+                {"read_bytes_per_second", rates.read_bytes_per_second}});
     return;
   }
   const auto kib = [](int64_t bytes) { return std::to_string(bytes / 1024) + " KiB"; };
+  char measured[256];
+  std::snprintf(measured, sizeof measured,
+                "multiply-add  f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s (measured now, all threads)\n"
+                "read          %.1f GB/s from 256 MB (measured now, all threads)\n",
+                rates.f32_flops_per_second / 1e9, rates.bf16_flops_per_second / 1e9, rates.read_bytes_per_second / 1e9);
   write_output(std::string("version       ") + OPST_VERSION + "\nisa           " + to_string(machine.isa) +
                " (this processor has " + to_string(detect_isa()) + ")" + "\ncores         " +
                std::to_string(machine.cores) + "\nthreads       " + std::to_string(context.num_threads()) +
                "\ncaches        L1d " + kib(machine.cache.l1d_bytes) + ", L2 " + kib(machine.cache.l2_bytes) +
                ", L3 per core " + kib(machine.cache.l3_bytes_per_core) + "\nbf16 product  " +
-               to_string(machine.bf16_product) + " (" + bf16_reason + ")\n");
+               to_string(machine.bf16_product) + " (" + bf16_reason + ")\n" + measured);
 }
 
 }  // namespace
 
 void add_info(CLI::App& app) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand("info", "Show the machine as the library sees it and what it chose");
+  CLI::App* command =
+      app.add_subcommand("info", "Show the machine as the library sees it, what it chose, and how fast it is");
   add_threads_option(*command, options->num_threads);
   command->add_flag("--json", options->json, "Print one JSON object");
   command->callback([options] { run(*options); });

@@ -34,6 +34,8 @@ int main(int argc, char** argv) {
       "OPST_NUM_THREADS=N, OPST_BF16=dot|widen pins how bf16 products are formed.\n"
       "Exit codes: 0 done, 1 failed while running, 2 wrong command line, environment or prompt.");
   opst::tools::add_generate(app);
+  opst::tools::add_chat(app);
+  opst::tools::add_perplexity(app);
   opst::tools::add_tokenize(app);
   opst::tools::add_info(app);
   CLI::App* bench = app.add_subcommand("bench", "Measure an operator");

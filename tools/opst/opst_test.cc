@@ -49,7 +49,7 @@ TEST_F(Opst, HelpAndVersion) {
   EXPECT_EQ(version.out.find_first_not_of("0123456789.\n"), std::string::npos) << version.out;
   const Outcome help = run_program({"--help"});
   EXPECT_EQ(help.exit_code, 0);
-  for (const char* word : {"generate", "tokenize", "info", "OPST_ISA"}) {
+  for (const char* word : {"generate", "chat", "perplexity", "tokenize", "info", "OPST_ISA"}) {
     EXPECT_NE(help.out.find(word), std::string::npos) << word;
   }
   const Outcome generate = run_program({"generate", "--help"});
@@ -149,16 +149,21 @@ TEST_F(Opst, GenerateJson) {
 
 TEST_F(Opst, TheStreamIsTheText) {
   const std::vector<std::string> arguments = {"-p", "hello", "-n", "60", "--ignore-eos", "--temperature", "2"};
+  const std::string expected = generate_json(arguments)["text"];
+  // On a busy machine all of it may have been written before the first read: then once more.
   int reads = 0;
-  RunOptions options;
-  options.on_read = [&](const std::string& piece) {
-    ++reads;
-    EXPECT_TRUE(model::is_valid_utf8(piece)) << testing::PrintToString(piece);
-  };
-  const Outcome stream = run_program(with_model("generate", arguments), options);
-  EXPECT_EQ(stream.exit_code, 0) << stream.err;
-  EXPECT_EQ(stream.err, "");
-  EXPECT_EQ(stream.out, generate_json(arguments)["text"].get<std::string>());
+  for (int attempt = 0; attempt < 20 && reads <= 1; ++attempt) {
+    reads = 0;
+    RunOptions options;
+    options.on_read = [&](const std::string& piece) {
+      ++reads;
+      EXPECT_TRUE(model::is_valid_utf8(piece)) << testing::PrintToString(piece);
+    };
+    const Outcome stream = run_program(with_model("generate", arguments), options);
+    EXPECT_EQ(stream.exit_code, 0) << stream.err;
+    EXPECT_EQ(stream.err, "");
+    EXPECT_EQ(stream.out, expected);
+  }
   EXPECT_GT(reads, 1);
 }
 
@@ -272,9 +277,12 @@ TEST_F(Opst, InfoShowsMachineAndChoices) {
                             "bf16_product", "bf16_product_reason"}) {
     EXPECT_TRUE(json.contains(field)) << field;
   }
+  for (const char* rate : {"f32_flops_per_second", "bf16_flops_per_second", "read_bytes_per_second"}) {
+    EXPECT_GT(json[rate].get<double>(), 1e6) << rate;
+  }
   const Outcome text = run_program({"info"});
   EXPECT_EQ(text.exit_code, 0);
-  for (const char* word : {"isa", "cores", "threads", "caches", "bf16 product"}) {
+  for (const char* word : {"isa", "cores", "threads", "caches", "bf16 product", "GFLOP/s", "GB/s"}) {
     EXPECT_NE(text.out.find(word), std::string::npos) << word;
   }
   EXPECT_EQ(generate_json({"-p", "x", "-n", "1"}, {.environment = {"OPST_ISA=generic"}})["isa"], "generic");

@@ -24,6 +24,7 @@ struct Outcome {
 struct RunOptions {
   std::vector<std::string> environment = {};  // "NAME=value"
   bool close_stdin = false;
+  std::string input_path = "/dev/null";  // what standard input is
   // What standard output is; default: read into Outcome::out.
   enum class Output : uint8_t { captured, closed_pipe, full_disk, closed } output = Output::captured;
   // Gets what each read from standard output gives: what the program wrote before it flushed.
@@ -73,7 +74,7 @@ inline Outcome run_program(const std::vector<std::string>& arguments, const RunO
     if (options.close_stdin) {
       close(STDIN_FILENO);
     } else {
-      dup2(open("/dev/null", O_RDONLY), STDIN_FILENO);
+      dup2(open(options.input_path.c_str(), O_RDONLY), STDIN_FILENO);
     }
     if (options.output == Output::closed) close(STDOUT_FILENO);  // the last: nothing else may get its number
     for (const std::string& variable : options.environment) putenv(const_cast<char*>(variable.c_str()));

@@ -9,8 +9,6 @@
 
 namespace opst::tools {
 
-namespace {
-
 std::string read_file(const std::string& path) {
   const auto fail = [&] { run_error(path + ": cannot read: " + std::strerror(errno)); };
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
@@ -21,8 +19,6 @@ std::string read_file(const std::string& path) {
   if (std::ferror(file.get()) != 0) fail();
   return content;
 }
-
-}  // namespace
 
 void PromptOptions::add_to(CLI::App& command) {
   command.add_option("-m,--model", model_path, "Model file (GGUF)")->required()->type_name("FILE");

@@ -20,6 +20,9 @@ struct PromptOptions {
   std::string text() const;
 };
 
+// The file's bytes; run_error where it cannot be read.
+std::string read_file(const std::string& path);
+
 struct ModelFile {
   model::GgufFile file;
   model::Tokenizer tokenizer;

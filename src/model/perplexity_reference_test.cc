@@ -1,0 +1,102 @@
+// The real model's perplexity on two texts against a trusted engine's: see src/testing/data/reference/README.md. The
+// first two windows of each; with OPST_EXHAUSTIVE=1 both texts to their ends, and with rounded caches too.
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+
+#include "model/perplexity.h"
+#include "model/reference_data.h"
+#include "model/tokenizer.h"
+
+namespace opst::model {
+namespace {
+
+constexpr size_t kWindow = 1024;
+
+bool exhaustive() {
+  const char* text = std::getenv("OPST_EXHAUSTIVE");
+  return text != nullptr && *text != '\0' && *text != '0';
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream content;
+  content << file.rdbuf();
+  return content.str();
+}
+
+const std::string kData = std::string(OPST_SOURCE_DIR) + "/src/testing/data/reference/";
+
+nlohmann::json expected_of(const std::string& name) {
+  const nlohmann::json data = nlohmann::json::parse(read_file(kData + "perplexity.json"));
+  for (const auto& text : data["texts"]) {
+    if (text["name"] == name) return text;
+  }
+  ADD_FAILURE() << "perplexity.json has no text " << name;
+  return {};
+}
+
+class PerplexityReference : public ReferenceModelTest {
+ protected:
+  void check(const std::string& name, const std::string& text) {
+    const nlohmann::json expected = expected_of(name);
+    ASSERT_EQ(text.size(), expected["bytes"].get<size_t>());
+    Context context = std::move(Context::create().value());
+    const GgufFile file = std::move(GgufFile::open(reference_model_path()).value());
+    const Tokenizer tokenizer = std::move(Tokenizer::from_gguf(file).value());
+    const LlamaModel model = std::move(LlamaModel::load(context, file).value());
+    const std::vector<int32_t> ids = tokenizer.encode(text, false).value();
+    ASSERT_EQ(ids.size(), expected["n_tokens"].get<size_t>());
+
+    std::vector<DType> dtypes = {DType::f32};
+    if (exhaustive()) dtypes.insert(dtypes.end(), {DType::bf16, DType::f16});
+    for (const DType dtype : dtypes) {
+      SCOPED_TRACE(to_string(dtype));
+      LlamaSession session = std::move(
+          LlamaSession::create(context, model, {.context = kWindow, .kv_dtype = dtype, .logit_rows = 32}).value());
+      size_t windows = 0;
+      const auto result = measure_perplexity(session, exhaustive() ? std::span(ids) : std::span(ids).first(2 * kWindow),
+                                             [&](const WindowScore& window) {
+                                               const nlohmann::json& reference = expected["windows"][windows++];
+                                               EXPECT_EQ(window.begin, reference["start"].get<int64_t>());
+                                               EXPECT_EQ(window.tokens - 1, reference["counted"].get<int64_t>());
+                                               if (dtype != DType::f32) return;
+                                               EXPECT_NEAR(window.nll_sum / static_cast<double>(window.tokens - 1),
+                                                           reference["nll_mean"].get<double>(), 1e-5);
+                                             });
+      ASSERT_TRUE(result.ok()) << result.status().message();
+      if (!exhaustive()) continue;
+      EXPECT_EQ(windows, expected["windows"].size());
+      EXPECT_EQ(result.value().counted, expected["n_counted"].get<int64_t>());
+      const double difference = result.value().mean_nll() - expected["mean_nll"].get<double>();
+      EXPECT_LE(std::fabs(difference), dtype == DType::f32 ? 1e-5 : 0.004);
+      std::printf("%s, %s cache: mean NLL %.7f (%+.7f), perplexity %.5f\n", name.c_str(), to_string(dtype),
+                  result.value().mean_nll(), difference, result.value().perplexity());
+    }
+  }
+};
+
+TEST_F(PerplexityReference, DevilsDictionary) {
+  check("devils_dictionary_excerpt", read_file(kData + "devils_dictionary_excerpt.txt"));
+}
+
+std::string sha256(const std::string& path) {
+  std::FILE* sum = popen(("sha256sum " + path).c_str(), "r");
+  char hex[65] = {};
+  (void)!std::fread(hex, 1, 64, sum);
+  pclose(sum);
+  return hex;
+}
+
+// A text that Debian's base-files installs.
+TEST_F(PerplexityReference, GnuGeneralPublicLicense) {
+  const std::string path = "/usr/share/common-licenses/GPL-3", text = read_file(path);
+  if (text.empty() || sha256(path) != expected_of("gpl3")["sha256"]) {
+    GTEST_SKIP() << path << " is not the text that the reference was made from";
+  }
+  check("gpl3", text);
+}
+
+}  // namespace
+}  // namespace opst::model

@@ -1,0 +1,60 @@
+#include "model_options.h"
+
+#include <algorithm>
+
+namespace opst::tools {
+
+void SamplingArguments::add_to(CLI::App& command) {
+  CLI::Option* greedy = command.add_flag(
+      "--greedy", greedy_, "Always take the likeliest token. The default, unless an option below is given");
+  sampled_ = {
+      command.add_option("--temperature", sampling_.temperature, "Divides the logits; 0 is greedy (default 1)")
+          ->type_name("T"),
+      command.add_option("--top-k", sampling_.top_k, "Draw from the K likeliest tokens; 0: all (default 0)")
+          ->check(at_least(0))
+          ->type_name("K"),
+      command
+          .add_option("--top-p", sampling_.top_p, "Draw from the fewest tokens whose probability reaches P (default 1)")
+          ->type_name("P"),
+      command
+          .add_option("-s,--seed", sampling_.seed,
+                      "Of the random numbers; the same seed gives the same text (default 0)")
+          ->check(at_least(0))
+          ->type_name("N"),
+  };
+  for (CLI::Option* option : sampled_) option->excludes(greedy);
+}
+
+model::SamplingOptions SamplingArguments::chosen() const {
+  model::SamplingOptions sampling = sampling_;
+  sampling.greedy =
+      std::none_of(sampled_.begin(), sampled_.end(), [](const CLI::Option* option) { return option->count() > 0; });
+  if (const auto sampler = model::Sampler::create(sampling); !sampler.ok()) usage_error(sampler.status().message());
+  return sampling;
+}
+
+void SessionArguments::add_to(CLI::App& command, const std::string& context_help, int64_t least_context) {
+  command.add_option("-c,--context", context_, context_help)->check(at_least(least_context))->type_name("N");
+  command.add_option("--kv-dtype", kv_dtype_, "How keys and values are cached")
+      ->check(one_of({"f32", "bf16", "f16"}))
+      ->type_name("f32|bf16|f16")
+      ->capture_default_str();
+}
+
+int64_t SessionArguments::context(const model::LlamaConfig& config, int64_t default_context) const {
+  const int64_t context = context_.value_or(std::min(default_context, config.max_context));
+  if (context > config.max_context) {
+    usage_error("--context is " + std::to_string(context) + ", but the model's is " +
+                std::to_string(config.max_context));
+  }
+  return context;
+}
+
+DType SessionArguments::kv_dtype() const {
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    if (kv_dtype_ == to_string(dtype)) return dtype;
+  }
+  return DType::f32;
+}
+
+}  // namespace opst::tools

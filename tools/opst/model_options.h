@@ -1,0 +1,42 @@
+// What the subcommands that run a model share: how it is sampled, and its session's context and cache.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "command.h"
+#include "model/llama.h"
+#include "model/sampler.h"
+
+namespace opst::tools {
+
+// --greedy, --temperature, --top-k, --top-p, --seed
+class SamplingArguments {
+ public:
+  // To be called once. The object must outlive the command's parsing.
+  void add_to(CLI::App& command);
+  // Greedy unless one of the others was given. A value out of range is a usage error.
+  model::SamplingOptions chosen() const;
+
+ private:
+  bool greedy_ = false;
+  model::SamplingOptions sampling_;
+  std::vector<CLI::Option*> sampled_;
+};
+
+// --context, --kv-dtype
+class SessionArguments {
+ public:
+  void add_to(CLI::App& command, const std::string& context_help, int64_t least_context = 1);
+  // What was given, else the default or, where that is less, the model's. More than the model's is a usage error.
+  int64_t context(const model::LlamaConfig& config, int64_t default_context) const;
+  DType kv_dtype() const;
+
+ private:
+  std::optional<int64_t> context_;
+  std::string kv_dtype_ = "f32";
+};
+
+}  // namespace opst::tools

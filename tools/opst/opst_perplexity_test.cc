@@ -1,0 +1,97 @@
+// opst perplexity from outside, on a small random model. Its figures: src/model/perplexity_test.cc and
+// perplexity_reference_test.cc.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "model/tiny_model.h"
+#include "program.h"
+#include "pseudo_terminal.h"
+
+namespace opst::tools {
+namespace {
+
+class OpstPerplexity : public testing::Test {
+ protected:
+  OpstPerplexity() { model_ = folder_.write("tiny.gguf", model::make_tiny_model().writer.bytes()); }
+
+  std::vector<std::string> arguments(const std::string& text, const std::vector<std::string>& more) const {
+    std::vector<std::string> all = {"perplexity", "-m", model_, "-f", folder_.write("text", text)};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  nlohmann::json measure(const std::string& text, std::vector<std::string> more) const {
+    more.push_back("--json");
+    const Outcome outcome = run_program(arguments(text, more));
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    EXPECT_EQ(outcome.err, "");
+    return outcome.json();
+  }
+
+  TemporaryFolder folder_;
+  std::string model_;
+};
+
+TEST_F(OpstPerplexity, JsonAndText) {
+  const std::string text(50, 'x');
+  const nlohmann::json json = measure(text, {"-c", "16"});
+  EXPECT_EQ(json.size(), 4u);
+  EXPECT_EQ(json["tokens"], 50);
+  EXPECT_EQ(json["counted"], 46);
+  EXPECT_NEAR(json["perplexity"].get<double>(), std::exp(json["mean_nll"].get<double>()), 1e-9);
+  const Outcome plain = run_program(arguments(text, {"-c", "16"}));
+  EXPECT_EQ(plain.exit_code, 0);
+  EXPECT_EQ(plain.err, "");
+  EXPECT_NE(plain.out.find("50, of which 46 predicted"), std::string::npos) << plain.out;
+  EXPECT_NE(plain.out.find("mean NLL    " + std::to_string(json["mean_nll"].get<double>())), std::string::npos)
+      << plain.out;
+}
+
+TEST_F(OpstPerplexity, WindowsAndTokens) {
+  const std::string text(700, 'x');
+  EXPECT_EQ(measure(text, {})["counted"], 698);  // 1024, but the model's context is 512
+  EXPECT_EQ(measure(text, {"-c", "512"}), measure(text, {}));
+  EXPECT_EQ(measure(text, {"-c", "2"})["counted"], 350);
+  EXPECT_EQ(measure("<|im_end|>", {})["tokens"], 10);  // plain text; nothing is put in front
+  EXPECT_EQ(measure("hello\r\n", {})["tokens"], 3);
+}
+
+TEST_F(OpstPerplexity, ThreadsDoNotMatterRoundedCachesDo) {
+  const std::string text = "The quick brown fox jumps over the lazy dog";
+  const nlohmann::json exact = measure(text, {"-t", "1"});
+  EXPECT_EQ(measure(text, {"-t", "2"}), exact);
+  for (const char* dtype : {"bf16", "f16"}) {
+    const double rounded = measure(text, {"--kv-dtype", dtype})["mean_nll"];
+    EXPECT_NE(rounded, exact["mean_nll"].get<double>());
+    EXPECT_NEAR(rounded, exact["mean_nll"].get<double>(), 0.1);
+  }
+}
+
+TEST_F(OpstPerplexity, Refusals) {
+  const auto refused = [&](const Outcome& outcome, int exit_code, const std::string& message) {
+    EXPECT_EQ(outcome.exit_code, exit_code);
+    EXPECT_EQ(outcome.out, "");
+    EXPECT_NE(outcome.err.find(message), std::string::npos) << outcome.err;
+  };
+  refused(run_program(arguments("", {})), 2, "text: the text is empty");
+  refused(run_program(arguments("caf\xE9", {})), 2, "text: the text is not valid UTF-8");
+  refused(run_program(arguments("x", {})), 2, "text: the text has 1 tokens, but predicting one from another takes 2");
+  refused(run_program(arguments("\x04\x04", {})), 2, "text: the text has 0 tokens");
+  refused(run_program(arguments("hello", {"-c", "1"})), 2, "--context");
+  refused(run_program(arguments("hello", {"-c", "513"})), 2, "--context is 513, but the model's is 512");
+  refused(run_program(arguments("hello", {"--kv-dtype", "i8"})), 2, "--kv-dtype");
+  refused(run_program({"perplexity", "-m", model_}), 2, "--file");
+  refused(run_program({"perplexity", "-m", model_, "-f", folder_.path("none")}), 1, "none: cannot read");
+  refused(run_program({"perplexity", "-m", folder_.path("none"), "-f", model_}), 2, "not valid UTF-8");
+}
+
+TEST_F(OpstPerplexity, ProgressIsForTerminals) {
+  PseudoTerminal terminal(arguments(std::string(50, 'x'), {"-c", "16"}));
+  terminal.wait_for("16 of 50 tokens, mean NLL so far");
+  terminal.wait_for("50 of 50 tokens, mean NLL so far");
+  terminal.wait_for("perplexity");
+  EXPECT_EQ(terminal.wait_for_exit(), 0);
+}
+
+}  // namespace
+}  // namespace opst::tools
