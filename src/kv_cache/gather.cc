@@ -221,6 +221,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
           const int64_t count = std::min(last - token, sizes.block_size - row);
           const int64_t block = sequences.has_column(position) ? sequences.block(b, position) : -1;
           for (const Side& side : sides) {
+            if (side.from.dim() == 0) continue;
             if (sequences.in_cache(block)) {
               side.copy(block, row, count, token, head_indices, heads_innermost);
             } else {

@@ -36,6 +36,7 @@ const char* start(const ConstTensor& tensor, int64_t offset) {
 // A piece of a block, head after head: what a head's rows touch in a transposed page stays in the cache.
 void copy_piece(CopyRowsKernel copy_rows, const Pages& from, const Pages& to, int64_t num_heads, int64_t block,
                 int64_t begin, int64_t end) {
+  if (from.dim() == 0) return;
   for (int64_t head = 0; head < num_heads; ++head) {
     for (int64_t row = begin; row < end; ++row) {
       copy_rows({.num_rows = 1,
@@ -93,6 +94,7 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
     const Pages keys(options.layout, PageSide::key, key_cache);
     const Pages values(options.layout, PageSide::value, value_cache);
     const auto write = [&](const ConstTensor& from, int64_t t, const Pages& to, int64_t slot) {
+      if (to.dim() == 0) return;
       copy_rows({.num_rows = sizes.num_kv_heads,
                  .dim = to.dim(),
                  .from = start(from, t * from.strides[0]),
