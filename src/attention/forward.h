@@ -428,13 +428,23 @@ struct Forward {
   template <class T>
   static OPST_INLINE void copy_query(const T* row, int64_t dim_stride, int64_t length, double sign, Word* out) {
     if constexpr ((sizeof(T) == 8) == (sizeof(S) == 8)) {  // f64 queries have f64 kernels only
-      const V factor = V::set1(static_cast<S>(sign));
       const int64_t padded = words(length) * P::kStep;
+      if (is_stored_type(row) && sign == 1 && dim_stride == 1) {
+        T* elements = reinterpret_cast<T*>(out);
+        __builtin_memcpy(elements, row, static_cast<size_t>(length) * sizeof(T));
+        if (padded > length) elements[length] = {};
+        return;
+      }
+      const V factor = V::set1(static_cast<S>(sign));
       for (int64_t d = 0; d < padded; d += kLanes) {
         store_query(tile::load_row<V>(row, dim_stride, d, length) * factor, out, d, clamp_lanes(padded - d));
       }
     }
   }
+  // Whether words are made of this type.
+  static OPST_INLINE bool is_stored_type(const S*) { return P::kStep == 1; }
+  static OPST_INLINE bool is_stored_type(const bf16*) { return P::kStep == 2; }
+  static OPST_INLINE bool is_stored_type(const void*) { return false; }
   static OPST_INLINE void store_query(V x, Word* out, int64_t d, int64_t n) {
     if constexpr (P::kStep == 1) {
       n == kLanes ? x.store(out + d) : x.store_n(out + d, n);
@@ -471,9 +481,9 @@ struct Forward {
       write_row(f, r, weights, empty ? S(0) : S(1) / sum, empty, f.out.seq_stride * i + f.out.head_stride * g);
       if (f.lse.data == nullptr && f.max.data == nullptr && f.sum.data == nullptr) continue;
       double top = static_cast<double>(max) * f.score_scale;
-      // The sum against the maximum itself.
-      double exact =
-          static_cast<double>(sum) * __builtin_exp2(reference - static_cast<double>(max) * static_cast<double>(c));
+      // The sum against the maximum itself: times 2^rest, |rest| < 2^-13, e^x = 1 + x + x^2 / 2.
+      const double rest = (reference - static_cast<double>(max) * static_cast<double>(c)) * 0x1.62e42fefa39efp-1;
+      double exact = static_cast<double>(sum) * (1 + rest + rest * rest / 2);
       if (empty) top = -__builtin_inf(), exact = 0;
       if (sum != sum) top = exact = __builtin_nan("");
       if (f.lse.data != nullptr) write_statistic(f.lse, i, g, empty ? top : top + __builtin_log(exact));
