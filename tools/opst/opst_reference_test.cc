@@ -2,6 +2,7 @@
 #include "model/reference_data.h"
 #include "model/utf8.h"
 #include "program.h"
+#include "pseudo_terminal.h"
 
 namespace opst::tools {
 namespace {
@@ -51,6 +52,33 @@ TEST_F(OpstReference, StreamedCharactersAreWhole) {
   const Outcome outcome = generate({"-f", path, "-n", std::to_string(greedy["n_requested"].get<int>())}, options);
   EXPECT_EQ(outcome.out, greedy["text_without_special"].get<std::string>());
   EXPECT_GT(reads, 5);
+}
+
+// Two turns at a terminal; the second answer is the one that the whole conversation gets, written out and fed at once.
+TEST_F(OpstReference, ChatKeepsItsHistory) {
+  const std::string question = "What is the capital of France?", next = "And of Italy?";
+  PseudoTerminal terminal({"chat", "--model", reference_model_path(), "-n", "48"});
+  const auto ask = [&](const std::string& message) {
+    terminal.wait_for("> ");
+    terminal.type(message + "\r");
+    EXPECT_EQ(terminal.wait_for("\r\n"), message);
+    return terminal.wait_for("\r\n");
+  };
+  const std::string first = ask(question), second = ask(next);
+  terminal.wait_for("> ");
+  terminal.type("\x04");
+  EXPECT_EQ(terminal.wait_for_exit(), 0);
+
+  EXPECT_EQ(first, generate({"-p", question, "--chat", "-n", "48"}).out);
+  EXPECT_EQ(second, "The capital of Italy is Rome.");  // "capital" is from the first turn
+  const TemporaryFolder folder;
+  const std::string path = folder.write(
+      "prompt",
+      "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+      "<|im_start|>user\n" +
+          question + "<|im_end|>\n<|im_start|>assistant\n" + first + "<|im_end|>\n<|im_start|>user\n" + next +
+          "<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(second, generate({"-f", path, "-n", "48"}).out);
 }
 
 }  // namespace
