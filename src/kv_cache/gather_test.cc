@@ -1,7 +1,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -14,6 +17,18 @@
 #include "testing/guarded_buffer.h"
 #include "testing/lazy_mapping.h"
 #include "testing/random.h"
+
+// Every allocation of this program is counted.
+namespace {
+std::atomic<int64_t> num_allocations{0};
+}
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  num_allocations.fetch_add(1, std::memory_order_relaxed);
+  if (void* p = std::malloc(size > 0 ? size : 1)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 
 namespace opst {
 namespace {
@@ -240,6 +255,35 @@ TEST(Gather, ReadsWhatScatterWrote) {
       const test::Comparison values = test::compare_bits(rows(v2, 5), rows(v, 5), {.about = t.name});
       EXPECT_TRUE(values.ok) << values.message;
     }
+  }
+}
+
+// Writing, converting and reading: once the threads run, a call allocates nothing.
+TEST(Gather, AllocatesNothing) {
+  Random random(test::seed());
+  const PageSizes sizes = {.num_blocks = 8, .block_size = 64, .num_kv_heads = 4, .head_dim = 64, .value_head_dim = 64};
+  const TestCache norm(PageLayout::norm, DType::f32, sizes, false, random);
+  const TestCache panels(PageLayout::panel32, DType::bf16, sizes, false, random);
+  const GuardedBuffer keys(512 * 4 * 64 * 4), values(512 * 4 * 64 * 4);
+  const Tensor key = keys.tensor(DType::f32, {512, 4, 64}), value = values.tensor(DType::f32, {512, 4, 64});
+  std::vector<int64_t> slots(512);
+  for (size_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<int64_t>(i);
+  const int64_t table[8] = {7, 6, 5, 4, 3, 2, 1, 0}, length[1] = {512};
+  for (const TestContext& t : contexts_with_threads(2)) {
+    const auto calls = [&] {
+      return convert_pages(t.context, norm.key, norm.value, panels.key, panels.value).ok() &&
+             gather_pa_kv_cache(t.context, panels.key, panels.value, ConstTensor::contiguous(DType::i64, {1, 8}, table),
+                                ConstTensor::contiguous(DType::i64, {1}, length), key, value,
+                                {.layout = PageLayout::panel32})
+                 .ok() &&
+             scatter_pa_kv_cache(t.context, key, value, ConstTensor::contiguous(DType::i64, {512}, slots.data()),
+                                 norm.key, norm.value)
+                 .ok();
+    };
+    ASSERT_TRUE(calls());
+    const int64_t before = num_allocations;
+    ASSERT_TRUE(calls());
+    EXPECT_EQ(num_allocations - before, 0) << t.name;
   }
 }
 
