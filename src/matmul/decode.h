@@ -1,7 +1,7 @@
 // One vector of weights from a packed piece: outputs on lanes, one k.
 //
-// The value is exactly the dequantised f32: d * q has at most 18 significant bits, so a fused multiply-add with m
-// rounds once, as the format's product and sum do.
+// The value is exactly the dequantised f32: every product of a scale and q fits into 24 bits (the widest, of q6_k:
+// 11 + 7 + 5), so a fused multiply-add with m rounds once, as the format's product and sum do.
 #pragma once
 
 #include "matmul/packed_layout.h"
@@ -13,61 +13,184 @@ namespace opst::OPST_ISA_NS::gemm {
 using opst::gemm::kPanelColumns;
 using opst::gemm::PieceF16;
 using opst::gemm::PieceF32;
+using opst::gemm::PieceQ4_0;
 using opst::gemm::PieceQ4_1;
+using opst::gemm::PieceQ4_K;
+using opst::gemm::PieceQ5_0;
+using opst::gemm::PieceQ5_1;
+using opst::gemm::PieceQ5_K;
+using opst::gemm::PieceQ6_K;
 using opst::gemm::PieceQ8_0;
 using simd::F32;
+using simd::Words;
 
 // A vector's columns within their panel: `lane` is the first one.
-//   Piece decoding:  Decoder<Piece> d(piece, lane);  for groups of kGroup values:  d.begin_group(t);  d.weight(j) ...
+//   Piece decoding:  Decoder<Piece> d(piece, lane);
+//                    for each kScaled values:  d.begin_scale(t);
+//                      for each kGroup values:  d.begin_group(t);  d.weight(j) ...
 template <class Piece>
 struct Decoder;
 
 template <>
 struct Decoder<PieceF32> {
-  static constexpr int kGroup = 1;
+  static constexpr int kScaled = 1, kGroup = 1;
   const PieceF32* piece;
   int lane;
 
   OPST_INLINE Decoder(const PieceF32* p, int l) : piece(p), lane(l) {}
+  OPST_INLINE void begin_scale(int) {}
   OPST_INLINE void begin_group(int) {}
   OPST_INLINE F32 weight(int) const { return F32::load(piece->x + lane); }
 };
 
 template <>
 struct Decoder<PieceF16> {
-  static constexpr int kGroup = 1;
+  static constexpr int kScaled = 1, kGroup = 1;
   const PieceF16* piece;
   int lane;
 
   OPST_INLINE Decoder(const PieceF16* p, int l) : piece(p), lane(l) {}
+  OPST_INLINE void begin_scale(int) {}
   OPST_INLINE void begin_group(int) {}
   OPST_INLINE F32 weight(int) const { return F32::load(piece->x + lane); }
 };
 
 template <>
 struct Decoder<PieceQ8_0> {
-  static constexpr int kGroup = 8;
+  static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ8_0* piece;
   int lane;
   F32 d;
   const int8_t* q;
 
   OPST_INLINE Decoder(const PieceQ8_0* p, int l) : piece(p), lane(l), d(F32::load(p->d + l)) {}
+  OPST_INLINE void begin_scale(int) {}
   OPST_INLINE void begin_group(int t) { q = piece->q[t] + lane; }
   OPST_INLINE F32 weight(int j) const { return d * simd::load_i8(q + j * kPanelColumns); }
 };
 
 template <>
 struct Decoder<PieceQ4_1> {
-  static constexpr int kGroup = 8;
+  static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ4_1* piece;
   int lane;
   F32 d, m;
-  simd::Words words;
+  Words words;
 
   OPST_INLINE Decoder(const PieceQ4_1* p, int l) : piece(p), lane(l), d(F32::load(p->d + l)), m(F32::load(p->m + l)) {}
-  OPST_INLINE void begin_group(int t) { words = simd::Words::load(piece->words[t / 8] + lane); }
+  OPST_INLINE void begin_scale(int) {}
+  OPST_INLINE void begin_group(int t) { words = Words::load(piece->words[t / 8] + lane); }
   OPST_INLINE F32 weight(int j) const { return fma(d, simd::nibble(words, j), m); }
+};
+
+template <>
+struct Decoder<PieceQ4_0> {
+  static constexpr int kScaled = 32, kGroup = 8;
+  const PieceQ4_0* piece;
+  int lane;
+  F32 d;
+  Words words;
+
+  OPST_INLINE Decoder(const PieceQ4_0* p, int l) : piece(p), lane(l), d(F32::load(p->d + l)) {}
+  OPST_INLINE void begin_scale(int) {}
+  OPST_INLINE void begin_group(int t) { words = Words::load(piece->words[t / 8] + lane); }
+  OPST_INLINE F32 weight(int j) const { return d * simd::nibble<8>(words, j); }
+};
+
+template <>
+struct Decoder<PieceQ5_0> {
+  static constexpr int kScaled = 32, kGroup = 8;
+  const PieceQ5_0* piece;
+  int lane;
+  F32 d;
+  Words words, high;
+
+  OPST_INLINE Decoder(const PieceQ5_0* p, int l) : piece(p), lane(l), d(F32::load(p->d + l)) {}
+  OPST_INLINE void begin_scale(int) {}
+  OPST_INLINE void begin_group(int t) {
+    words = Words::load(piece->words[t / 8] + lane);
+    high = Words::load(piece->high[t / 8] + lane);
+  }
+  OPST_INLINE F32 weight(int j) const { return d * simd::field5<16>(words, high, j); }
+};
+
+template <>
+struct Decoder<PieceQ5_1> {
+  static constexpr int kScaled = 32, kGroup = 8;
+  const PieceQ5_1* piece;
+  int lane;
+  F32 d, m;
+  Words words, high;
+
+  OPST_INLINE Decoder(const PieceQ5_1* p, int l) : piece(p), lane(l), d(F32::load(p->d + l)), m(F32::load(p->m + l)) {}
+  OPST_INLINE void begin_scale(int) {}
+  OPST_INLINE void begin_group(int t) {
+    words = Words::load(piece->words[t / 8] + lane);
+    high = Words::load(piece->high[t / 8] + lane);
+  }
+  OPST_INLINE F32 weight(int j) const { return fma(d, simd::field5(words, high, j), m); }
+};
+
+template <>
+struct Decoder<PieceQ6_K> {
+  static constexpr int kScaled = 16, kGroup = 8;
+  const PieceQ6_K* piece;
+  int lane;
+  F32 d;
+  Words words, high;
+
+  OPST_INLINE Decoder(const PieceQ6_K* p, int l) : piece(p), lane(l) {}
+  OPST_INLINE void begin_scale(int t) { d = F32::load(piece->d + lane) * simd::load_i8(piece->scales[t / 16] + lane); }
+  OPST_INLINE void begin_group(int t) {
+    words = Words::load(piece->words[t / 8] + lane);
+    high = Words::load(piece->high[t / 8] + lane);
+  }
+  OPST_INLINE F32 weight(int j) const { return d * simd::field6<32>(words, high, j); }
+};
+
+// factor * 6-bit field s, which PieceQ4_K and PieceQ5_K keep for scales (which = 0) and minimums (1).
+template <class Piece>
+OPST_INLINE F32 scale_of(const Piece& piece, int lane, const f16* factor, int which, int s) {
+  const Words words = Words::load(piece.scale_words[which] + lane) >> 4 * s;
+  const Words high = Words::load(piece.scale_high[which] + lane) >> 2 * s;
+  return F32::load(factor + lane) * simd::field6(words, high, 0);
+}
+
+template <>
+struct Decoder<PieceQ4_K> {
+  static constexpr int kScaled = 32, kGroup = 8;
+  const PieceQ4_K* piece;
+  int lane;
+  F32 d, m;
+  Words words;
+
+  OPST_INLINE Decoder(const PieceQ4_K* p, int l) : piece(p), lane(l) {}
+  OPST_INLINE void begin_scale(int t) {
+    d = scale_of(*piece, lane, piece->d, 0, t / 32);
+    m = scale_of(*piece, lane, piece->minus_dmin, 1, t / 32);
+  }
+  OPST_INLINE void begin_group(int t) { words = Words::load(piece->words[t / 8] + lane); }
+  OPST_INLINE F32 weight(int j) const { return fma(d, simd::nibble(words, j), m); }
+};
+
+template <>
+struct Decoder<PieceQ5_K> {
+  static constexpr int kScaled = 32, kGroup = 8;
+  const PieceQ5_K* piece;
+  int lane;
+  F32 d, m;
+  Words words, high;
+
+  OPST_INLINE Decoder(const PieceQ5_K* p, int l) : piece(p), lane(l) {}
+  OPST_INLINE void begin_scale(int t) {
+    d = scale_of(*piece, lane, piece->d, 0, t / 32);
+    m = scale_of(*piece, lane, piece->minus_dmin, 1, t / 32);
+  }
+  OPST_INLINE void begin_group(int t) {
+    words = Words::load(piece->words[t / 8] + lane);
+    high = Words::load(piece->high[t / 8] + lane);
+  }
+  OPST_INLINE F32 weight(int j) const { return fma(d, simd::field5(words, high, j), m); }
 };
 
 // Where vector `index` of a weight's outputs lies: kLanes outputs each.

@@ -47,7 +47,8 @@ OPST_INLINE void store_sums(const OutputPart& out, int64_t row, int64_t column, 
 template <class Piece, int MR>
 OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_t column) {
   constexpr int NV = kFewVecs;
-  constexpr int kGroup = Decoder<Piece>::kGroup;
+  constexpr int kScaled = Decoder<Piece>::kScaled, kGroup = Decoder<Piece>::kGroup;
+  constexpr int64_t kFetchBytes = static_cast<int64_t>(sizeof(Piece)) * kScaled / Piece::kValues;
   constexpr int64_t kAhead = (kPrefetchBytes + sizeof(Piece) - 1) / sizeof(Piece);
   const int64_t pieces = part.k / Piece::kValues;
   const int64_t first_vec = column / F32::kLanes;
@@ -69,18 +70,21 @@ OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_
     // At a panel's end the next group's panels are fetched: a panel of 576 inputs is no longer than three such
     // distances.
     const int64_t ahead = p + kAhead < pieces ? p + kAhead : p + kAhead + (kGroupPanels - 1) * pieces;
-    OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
-      const char* const line = reinterpret_cast<const char*>(stream[v] + ahead);
-      OPST_UNROLL for (int64_t i = 0; i < static_cast<int64_t>(sizeof(Piece)); i += 64) __builtin_prefetch(line + i);
-    }
     Decoder<Piece> decoder[NV] = {
         {stream[0] + p, lane[0]}, {stream[1] + p, lane[1]}, {stream[2] + p, lane[2]}, {stream[3] + p, lane[3]}};
-    for (int t = 0; t < Piece::kValues; t += kGroup, x += kGroup) {
-      OPST_UNROLL for (int v = 0; v < NV; ++v) decoder[v].begin_group(t);
-      OPST_UNROLL for (int j = 0; j < kGroup; ++j) {
-        OPST_UNROLL for (int v = 0; v < NV; ++v) {
-          const F32 w = decoder[v].weight(j);
-          OPST_UNROLL for (int i = 0; i < MR; ++i) { acc[i][v] = fma(F32::set1(x[i * x_stride + j]), w, acc[i][v]); }
+    for (int t0 = 0; t0 < Piece::kValues; t0 += kScaled) {
+      OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
+        const char* const line = reinterpret_cast<const char*>(stream[v] + ahead) + t0 / kScaled * kFetchBytes;
+        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(line + i);
+      }
+      OPST_UNROLL for (int v = 0; v < NV; ++v) decoder[v].begin_scale(t0);
+      for (int t = t0; t < t0 + kScaled; t += kGroup, x += kGroup) {
+        OPST_UNROLL for (int v = 0; v < NV; ++v) decoder[v].begin_group(t);
+        OPST_UNROLL for (int j = 0; j < kGroup; ++j) {
+          OPST_UNROLL for (int v = 0; v < NV; ++v) {
+            const F32 w = decoder[v].weight(j);
+            OPST_UNROLL for (int i = 0; i < MR; ++i) { acc[i][v] = fma(F32::set1(x[i * x_stride + j]), w, acc[i][v]); }
+          }
         }
       }
     }

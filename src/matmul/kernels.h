@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "quant/formats.h"
+
 namespace opst {
 namespace gemm {
 
@@ -37,10 +39,10 @@ struct ManyRows {
 };
 
 struct Kernels {
-  int few_columns;                             // columns that few_rows treats at once: parts should be multiples of it
-  int many_columns;                            // likewise
-  void (*few_rows[4])(const FewRows& part);    // in the order of QuantFormat
-  void (*many_rows[4])(const ManyRows& part);  // likewise
+  int few_columns;   // columns that few_rows treats at once: parts should be multiples of it
+  int many_columns;  // likewise
+  void (*few_rows[kNumBlockFormats])(const FewRows& part);
+  void (*many_rows[kNumBlockFormats])(const ManyRows& part);
 };
 
 }  // namespace gemm

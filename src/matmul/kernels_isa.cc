@@ -3,12 +3,17 @@
 #include "matmul/many_rows.h"
 
 namespace opst::OPST_ISA_NS::gemm {
+namespace {
 
-constinit const opst::gemm::Kernels kKernels = {
-    kFewColumns,
-    kManyColumns,
-    {few_rows<PieceF32>, few_rows<PieceF16>, few_rows<PieceQ8_0>, few_rows<PieceQ4_1>},
-    {many_rows<PieceF32>, many_rows<PieceF16>, many_rows<PieceQ8_0>, many_rows<PieceQ4_1>},
-};
+template <class... Pieces>
+constexpr opst::gemm::Kernels kernels_for() {
+  static_assert(sizeof...(Pieces) == kNumBlockFormats);
+  return {kFewColumns, kManyColumns, {few_rows<Pieces>...}, {many_rows<Pieces>...}};
+}
+
+}  // namespace
+
+constinit const opst::gemm::Kernels kKernels = kernels_for<PieceF32, PieceF16, PieceQ8_0, PieceQ4_1, PieceQ4_0,
+                                                           PieceQ5_0, PieceQ5_1, PieceQ6_K, PieceQ4_K, PieceQ5_K>();
 
 }  // namespace opst::OPST_ISA_NS::gemm

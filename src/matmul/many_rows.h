@@ -34,9 +34,12 @@ OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t 
     float* to = out + v * F32::kLanes;
     for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
       Decoder<Piece> decoder(piece, lane_of(vec));
-      for (int t = 0; t < Piece::kValues; t += Decoder<Piece>::kGroup) {
-        decoder.begin_group(t);
-        OPST_UNROLL for (int j = 0; j < Decoder<Piece>::kGroup; ++j, to += kManyColumns) decoder.weight(j).store(to);
+      for (int t0 = 0; t0 < Piece::kValues; t0 += Decoder<Piece>::kScaled) {
+        decoder.begin_scale(t0);
+        for (int t = t0; t < t0 + Decoder<Piece>::kScaled; t += Decoder<Piece>::kGroup) {
+          decoder.begin_group(t);
+          OPST_UNROLL for (int j = 0; j < Decoder<Piece>::kGroup; ++j, to += kManyColumns) decoder.weight(j).store(to);
+        }
       }
     }
   }

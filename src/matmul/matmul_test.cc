@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/int_math.h"
 #include "machine/workspace.h"
 #include "matmul/plan.h"
 #include "matmul/reference.h"
@@ -29,10 +30,12 @@ using test::contexts_with_threads;
 using test::Fill;
 using test::Guard;
 using test::GuardedBuffer;
+using test::kQuantFormats;
 using test::Random;
 using test::TestContext;
 
-constexpr QuantFormat kFormats[] = {QuantFormat::f32, QuantFormat::f16, QuantFormat::q8_0, QuantFormat::q4_1};
+// k, rounded up to whole blocks.
+int64_t inputs(QuantFormat format, int64_t k) { return round_up(k, block_values(format)); }
 
 Context& one_context() { return contexts_with_threads(1).back().context; }
 
@@ -113,12 +116,12 @@ void check(const TestContext& t, const Weight& weight, const Shape& s, Random& r
 TEST(Matmul, EqualsTheReferenceInEveryContext) {
   Random random(test::seed());
   for (const TestContext& t : contexts()) {
-    for (QuantFormat format : kFormats) {
+    for (QuantFormat format : kQuantFormats) {
       for (int i = 0; i < 6; ++i) {
         Shape s{};
         s.m = i < 3 ? random.integer(1, 9) : random.integer(10, 50);
         s.n = random.integer(1, 150);
-        s.k = random.integer(1, 12) * (block_values(format) == 1 ? random.integer(1, 32) : 32);
+        s.k = inputs(format, random.integer(1, 12) * (block_values(format) == 1 ? random.integer(1, 32) : 32));
         check(t, Weight(format, s.n, s.k, random), s, random);
         if (HasFatalFailure()) return;
       }
@@ -129,17 +132,18 @@ TEST(Matmul, EqualsTheReferenceInEveryContext) {
 // Each dimension through the ends of every tile, block and panel.
 TEST(Matmul, HoldsAtTheEdgesOfEveryDimension) {
   Random random(test::seed());
-  for (QuantFormat format : kFormats) {
+  for (QuantFormat format : kQuantFormats) {
     const int64_t block = block_values(format);
     std::vector<Shape> shapes;
     for (int64_t m : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 17, 23, 24, 25, 191, 192, 193, 385}) {
-      shapes.push_back({m, 33, 64});
+      shapes.push_back({m, 33, inputs(format, 64)});
     }
     for (int64_t n : {1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257}) {
-      shapes.push_back({2, n, 32});
-      shapes.push_back({13, n, 32});
+      shapes.push_back({2, n, inputs(format, 32)});
+      shapes.push_back({13, n, inputs(format, 32)});
     }
-    for (int64_t k : {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 383, 384, 385, 416, 768, 769, 1024, 1153}) {
+    for (int64_t k :
+         {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 383, 384, 385, 416, 512, 768, 769, 1024, 1153}) {
       if (k % block != 0) continue;
       shapes.push_back({3, 19, k});
       shapes.push_back({14, 19, k});
@@ -186,10 +190,10 @@ bool same_bits_or_nan(const std::vector<float>& a, const std::vector<float>& b, 
 // The bits of a row depend neither on how many rows there are, nor on its place among them, nor on the threads.
 TEST(Matmul, RowsHaveTheSameBitsInAnyCompany) {
   Random random(test::seed());
-  constexpr int64_t kN = 150, kK = 800, kM = 210;
+  constexpr int64_t kN = 150, kK = 1024, kM = 210;
   std::vector<float> x(kM * kK), all(kM * kN), some(kM * kN);
   test::fill(Tensor::contiguous(DType::f32, {kM, kK}, x.data()), Fill::normal, random);
-  for (QuantFormat format : kFormats) {
+  for (QuantFormat format : kQuantFormats) {
     const Weight weight(format, kN, kK, random);
     for (size_t level = 0; level < contexts_with_threads(1).size(); ++level) {
       const auto run = [&](int threads, int64_t first, int64_t rows, std::vector<float>& out) {
@@ -215,13 +219,15 @@ TEST(Matmul, RowsHaveTheSameBitsInAnyCompany) {
 // Whatever the scales are (infinite, NaN, subnormal), the product equals the one with the dequantised f32 weight.
 TEST(Matmul, MultipliesExactlyTheDequantisedWeights) {
   Random random(test::seed());
-  constexpr int64_t kN = 37, kK = 96;
-  for (QuantFormat format : {QuantFormat::f16, QuantFormat::q8_0, QuantFormat::q4_1}) {
+  constexpr int64_t kN = 37, kK = 512;
+  for (QuantFormat format : kQuantFormats) {
+    if (format == QuantFormat::f32) continue;
     for (int round = 0; round < 4; ++round) {
       std::vector<unsigned char> bytes = test::random_blocks(format, kN, kK, random);
       // Scales of any bits, in the last rounds; all subnormal before.
       const int64_t block = block_bytes(format);
-      for (size_t b = 0; round > 0 && b < bytes.size(); b += static_cast<size_t>(block)) {
+      for (auto b = static_cast<size_t>(test::scale_offset(format)); round > 0 && b < bytes.size();
+           b += static_cast<size_t>(block)) {
         const auto bits = static_cast<uint16_t>(round == 1 ? random.integer(0, 0x3ff) : random.integer(0, 0xffff));
         std::memcpy(&bytes[b], &bits, 2);
       }
@@ -247,9 +253,9 @@ TEST(Matmul, MultipliesExactlyTheDequantisedWeights) {
 
 TEST(Matmul, NonFiniteRowsStayAlone) {
   Random random(test::seed());
-  constexpr int64_t kN = 40, kK = 64;
+  constexpr int64_t kN = 40, kK = 256;
   const float bad[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()};
-  for (QuantFormat format : kFormats) {
+  for (QuantFormat format : kQuantFormats) {
     const Weight weight(format, kN, kK, random);
     for (const TestContext& t : contexts_with_threads(2)) {
       for (int64_t m : {3, 30}) {
@@ -297,8 +303,8 @@ TEST(PackedWeight, TakesAnyStridesAndFloatTypes) {
 
 TEST(PackedWeight, KeepsTheBytesOfQuantisedFormats) {
   Random random(test::seed());
-  for (QuantFormat format : kFormats) {
-    const Weight weight(format, 48, 64, random);
+  for (QuantFormat format : kQuantFormats) {
+    const Weight weight(format, 48, 512, random);
     EXPECT_EQ(weight.packed.size_bytes(), weight.matrix.size_bytes) << to_string(format);
     EXPECT_EQ(weight.packed.format(), format);
   }
@@ -306,23 +312,24 @@ TEST(PackedWeight, KeepsTheBytesOfQuantisedFormats) {
 
 TEST(LookupRows, EqualsDequantiseRows) {
   Random random(test::seed());
-  for (QuantFormat format : kFormats) {
-    const Weight weight(format, 53, 96, random);
+  for (QuantFormat format : kQuantFormats) {
+    const int64_t k = inputs(format, 96);
+    const Weight weight(format, 53, k, random);
     const int64_t indices[8] = {0, 52, 16, 15, 52, 31, 32, 47};
     const ConstTensor rows = ConstTensor::contiguous(DType::i64, {4, 2}, indices).selected(1, 1);
     for (const TestContext& t : contexts_with_threads(2)) {
-      GuardedBuffer a(4 * 96 * 4), b(4 * 96 * 4);
-      const Tensor out = a.tensor(DType::f32, {96, 4}).transposed(0, 1);
-      const Tensor expected = b.tensor(DType::f32, {4, 96});
+      GuardedBuffer a(4 * k * 4), b(4 * k * 4);
+      const Tensor out = a.tensor(DType::f32, {k, 4}).transposed(0, 1);
+      const Tensor expected = b.tensor(DType::f32, {4, k});
       ASSERT_TRUE(lookup_rows(t.context, weight.packed, rows, out).ok());
       ASSERT_TRUE(dequantize_rows(t.context, weight.matrix, rows, expected).ok());
       const test::Comparison c = test::compare_bits(out, expected);
       EXPECT_TRUE(c.ok) << c.message;
     }
-    std::vector<float> out(96);
+    std::vector<float> out(static_cast<size_t>(k));
     const int64_t outside[1] = {53};
     EXPECT_EQ(lookup_rows(one_context(), weight.packed, ConstTensor::contiguous(DType::i64, {1}, outside),
-                          Tensor::contiguous(DType::f32, {1, 96}, out.data()))
+                          Tensor::contiguous(DType::f32, {1, k}, out.data()))
                   .message(),
               "lookup_rows: rows[0] is 53, but the matrix has 53 rows");
   }
@@ -438,7 +445,7 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
   Random random(test::seed());
   for (int i = 0; i < 10000; ++i) {
     gemm::Problem p;
-    p.format = kFormats[random.integer(0, 3)];
+    p.format = kQuantFormats[random.integer(0, kNumQuantFormats - 1)];
     p.m = random.chance(0.5) ? random.integer(1, 20) : random.integer(1, 100000);
     p.n = random.chance(0.5) ? random.integer(1, 200) : random.integer(1, 300000);
     p.k = random.integer(0, random.chance(0.5) ? 8 : 2000) * block_values(p.format);
@@ -455,7 +462,7 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     ASSERT_EQ(plan.columns_per_task % 16, 0);
     ASSERT_EQ(plan.columns_per_task % (plan.path == gemm::Path::few_rows ? 4 * lanes : 2 * lanes), 0);
     if (plan.path == gemm::Path::many_rows) {
-      ASSERT_EQ(plan.k_block % 32, 0);
+      ASSERT_EQ(plan.k_block % std::max<int64_t>(32, block_values(p.format)), 0);
       ASSERT_GE(plan.packed_x_bytes, plan.k_blocks(p.k) * p.m * plan.x_stride * 4);
       ASSERT_GT(plan.x_stride, plan.k_block);
       // What one worker touches again and again stays in 1 MB.

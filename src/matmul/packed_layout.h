@@ -42,7 +42,67 @@ struct PieceQ4_1 {
   uint32_t words[4][kPanelColumns];
 };
 
+// value t of column c = d[c] * (4-bit field as in PieceQ4_1 - 8)
+struct PieceQ4_0 {
+  static constexpr int kValues = 32;
+  f16 d[kPanelColumns];
+  uint32_t words[4][kPanelColumns];
+};
+
+// q of value t: low four bits as in PieceQ4_1, above them bit t % 8 of high[t / 8][c].
+// value t of column c = d[c] * (q - 16)
+struct PieceQ5_0 {
+  static constexpr int kValues = 32;
+  f16 d[kPanelColumns];
+  uint8_t high[4][kPanelColumns];
+  uint32_t words[4][kPanelColumns];
+};
+
+// value t of column c = d[c] * q + m[c], q as in PieceQ5_0
+struct PieceQ5_1 {
+  static constexpr int kValues = 32;
+  f16 d[kPanelColumns];
+  f16 m[kPanelColumns];
+  uint8_t high[4][kPanelColumns];
+  uint32_t words[4][kPanelColumns];
+};
+
+// q of value t: low four bits as in PieceQ4_1, above them 2-bit field t % 8 of high[t / 8][c].
+// value t of column c = d[c] * scales[t / 16][c] * (q - 32)
+struct PieceQ6_K {
+  static constexpr int kValues = 256;
+  f16 d[kPanelColumns];
+  int8_t scales[16][kPanelColumns];
+  uint16_t high[32][kPanelColumns];
+  uint32_t words[32][kPanelColumns];
+};
+
+// Scale s (0 <= s < 8) of column c: 4-bit field s of scale_words[0][c], above it 2-bit field s of scale_high[0][c];
+// minimum s likewise with index 1. The factor of the minimums is stored negated.
+// value t of column c = d[c] * scale t / 32 * (4-bit field as in PieceQ4_1) + minus_dmin[c] * minimum t / 32
+struct PieceQ4_K {
+  static constexpr int kValues = 256;
+  f16 d[kPanelColumns];
+  f16 minus_dmin[kPanelColumns];
+  uint16_t scale_high[2][kPanelColumns];
+  uint32_t scale_words[2][kPanelColumns];
+  uint32_t words[32][kPanelColumns];
+};
+
+// As PieceQ4_K, with q as in PieceQ5_0.
+struct PieceQ5_K {
+  static constexpr int kValues = 256;
+  f16 d[kPanelColumns];
+  f16 minus_dmin[kPanelColumns];
+  uint16_t scale_high[2][kPanelColumns];
+  uint32_t scale_words[2][kPanelColumns];
+  uint8_t high[32][kPanelColumns];
+  uint32_t words[32][kPanelColumns];
+};
+
 static_assert(sizeof(PieceF32) == 16 * 4 && sizeof(PieceF16) == 16 * 2 && sizeof(PieceQ8_0) == 16 * 34 &&
-              sizeof(PieceQ4_1) == 16 * 20);
+              sizeof(PieceQ4_1) == 16 * 20 && sizeof(PieceQ4_0) == 16 * 18 && sizeof(PieceQ5_0) == 16 * 22 &&
+              sizeof(PieceQ5_1) == 16 * 24 && sizeof(PieceQ6_K) == 16 * 210 && sizeof(PieceQ4_K) == 16 * 144 &&
+              sizeof(PieceQ5_K) == 16 * 176);
 
 }  // namespace opst::gemm

@@ -18,7 +18,13 @@ namespace {
 using gemm::kPanelColumns;
 using gemm::PieceF16;
 using gemm::PieceF32;
+using gemm::PieceQ4_0;
 using gemm::PieceQ4_1;
+using gemm::PieceQ4_K;
+using gemm::PieceQ5_0;
+using gemm::PieceQ5_1;
+using gemm::PieceQ5_K;
+using gemm::PieceQ6_K;
 using gemm::PieceQ8_0;
 
 // Column `c` of a piece from one block, and value `t` of it back.
@@ -35,24 +41,132 @@ uint32_t gather_nibbles(uint64_t bytes) {
   bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
   return static_cast<uint32_t>(bytes | bytes >> 16);
 }
+// Likewise the lowest two bits, and the lowest bit.
+uint16_t gather_pairs(uint64_t bytes) {
+  bytes &= 0x0303030303030303;
+  bytes = (bytes | bytes >> 6) & 0x000f000f000f000f;
+  bytes = (bytes | bytes >> 12) & 0x000000ff000000ff;
+  return static_cast<uint16_t>(bytes | bytes >> 24);
+}
+uint8_t gather_bits(uint64_t bytes) {
+  bytes &= 0x0101010101010101;
+  bytes = (bytes | bytes >> 7) & 0x0003000300030003;
+  bytes = (bytes | bytes >> 14) & 0x0000000f0000000f;
+  return static_cast<uint8_t>(bytes | bytes >> 28);
+}
+uint64_t eight_bytes(const uint8_t* p) {
+  uint64_t bytes = 0;
+  for (int i = 7; i >= 0; --i) bytes = bytes << 8 | p[i];
+  return bytes;
+}
+
+// 16 bytes of two 4-bit numbers -> 4 words: the lower halves first.
+template <class Piece>
+void put_halves(Piece& piece, int c, const uint8_t* q) {
+  for (int half = 0; half < 2; ++half) {
+    const uint64_t bytes = eight_bytes(q + 8 * half);
+    piece.words[half][c] = gather_nibbles(bytes);
+    piece.words[half + 2][c] = gather_nibbles(bytes >> 4);
+  }
+}
 void put(PieceQ4_1& piece, int c, const BlockQ4_1& block) {
   piece.d[c] = block.d;
   piece.m[c] = block.m;
-  for (int half = 0; half < 2; ++half) {
-    uint64_t bytes = 0;
-    for (int i = 7; i >= 0; --i) bytes = bytes << 8 | block.q[8 * half + i];
-    piece.words[half][c] = gather_nibbles(bytes);
-    piece.words[half + 2][c] = gather_nibbles(bytes >> 4);
+  put_halves(piece, c, block.q);
+}
+void put(PieceQ4_0& piece, int c, const BlockQ4_0& block) {
+  piece.d[c] = block.d;
+  put_halves(piece, c, block.q);
+}
+void put(PieceQ5_0& piece, int c, const BlockQ5_0& block) {
+  piece.d[c] = block.d;
+  for (int i = 0; i < 4; ++i) piece.high[i][c] = block.high[i];
+  put_halves(piece, c, block.q);
+}
+void put(PieceQ5_1& piece, int c, const BlockQ5_1& block) {
+  piece.d[c] = block.d;
+  piece.m[c] = block.m;
+  for (int i = 0; i < 4; ++i) piece.high[i][c] = block.high[i];
+  put_halves(piece, c, block.q);
+}
+void put(PieceQ6_K& piece, int c, const BlockQ6_K& block) {
+  piece.d[c] = block.d;
+  for (int s = 0; s < 16; ++s) piece.scales[s][c] = block.scales[s];
+  for (int group = 0; group < 32; ++group) {  // of 8 values
+    const int half = group / 16, i = group % 16;
+    piece.words[group][c] = gather_nibbles(eight_bytes(block.low + 64 * half + 8 * (i % 8)) >> (i / 8 * 4));
+    piece.high[group][c] = gather_pairs(eight_bytes(block.high + 32 * half + 8 * (i % 4)) >> (i / 4 * 2));
+  }
+}
+// What Q4_K and Q5_K share.
+template <class Piece, class Block>
+void put_super_block(Piece& piece, int c, const Block& block) {
+  piece.d[c] = block.d;
+  piece.minus_dmin[c] = block.dmin;
+  piece.minus_dmin[c].bits ^= 0x8000;
+  uint8_t scales[8], minimums[8];
+  for (int s = 0; s < 8; ++s) {
+    const ScaleAndMinimum factors = scale_and_minimum(block.scales, s);
+    scales[s] = static_cast<uint8_t>(factors.scale);
+    minimums[s] = static_cast<uint8_t>(factors.minimum);
+  }
+  piece.scale_words[0][c] = gather_nibbles(eight_bytes(scales));
+  piece.scale_high[0][c] = gather_pairs(eight_bytes(scales) >> 4);
+  piece.scale_words[1][c] = gather_nibbles(eight_bytes(minimums));
+  piece.scale_high[1][c] = gather_pairs(eight_bytes(minimums) >> 4);
+  for (int group = 0; group < 32; ++group) {  // of 8 values
+    const uint8_t* const q = block.q + 32 * (group / 8) + 8 * (group % 4);
+    piece.words[group][c] = gather_nibbles(eight_bytes(q) >> (group / 4 % 2 * 4));
+  }
+}
+void put(PieceQ4_K& piece, int c, const BlockQ4_K& block) { put_super_block(piece, c, block); }
+void put(PieceQ5_K& piece, int c, const BlockQ5_K& block) {
+  put_super_block(piece, c, block);
+  for (int group = 0; group < 32; ++group) {
+    piece.high[group][c] = gather_bits(eight_bytes(block.high + 8 * (group % 4)) >> (group / 4));
   }
 }
 
 float get(const PieceF32& piece, int c, int) { return piece.x[c]; }
 float get(const PieceF16& piece, int c, int) { return to_f32(piece.x[c]); }
 float get(const PieceQ8_0& piece, int c, int t) { return to_f32(piece.d[c]) * static_cast<float>(piece.q[t][c]); }
-float get(const PieceQ4_1& piece, int c, int t) {
-  const float q = static_cast<float>(piece.words[t / 8][c] >> (4 * (t % 8)) & 15u);
-  return to_f32(piece.d[c]) * q + to_f32(piece.m[c]);
+// Field `i` of `bits` bits.
+int field(uint32_t word, int i, int bits) { return static_cast<int>(word >> (i * bits) & ((1u << bits) - 1)); }
+template <class Piece>
+int low_four(const Piece& piece, int c, int t) {
+  return field(piece.words[t / 8][c], t % 8, 4);
 }
+template <class Piece>
+int five(const Piece& piece, int c, int t) {
+  return low_four(piece, c, t) + 16 * field(piece.high[t / 8][c], t % 8, 1);
+}
+float get(const PieceQ4_1& piece, int c, int t) {
+  return to_f32(piece.d[c]) * static_cast<float>(low_four(piece, c, t)) + to_f32(piece.m[c]);
+}
+float get(const PieceQ4_0& piece, int c, int t) {
+  return to_f32(piece.d[c]) * static_cast<float>(low_four(piece, c, t) - 8);
+}
+float get(const PieceQ5_0& piece, int c, int t) {
+  return to_f32(piece.d[c]) * static_cast<float>(five(piece, c, t) - 16);
+}
+float get(const PieceQ5_1& piece, int c, int t) {
+  return to_f32(piece.d[c]) * static_cast<float>(five(piece, c, t)) + to_f32(piece.m[c]);
+}
+float get(const PieceQ6_K& piece, int c, int t) {
+  const int q = low_four(piece, c, t) + 16 * field(piece.high[t / 8][c], t % 8, 2);
+  return to_f32(piece.d[c]) * static_cast<float>(piece.scales[t / 16][c]) * static_cast<float>(q - 32);
+}
+// Value t of Q4_K and Q5_K from its q.
+template <class Piece>
+float get_scaled(const Piece& piece, int c, int t, int q) {
+  const auto factor = [&](int which) {
+    return static_cast<float>(field(piece.scale_words[which][c], t / 32, 4) +
+                              16 * field(piece.scale_high[which][c], t / 32, 2));
+  };
+  return to_f32(piece.d[c]) * factor(0) * static_cast<float>(q) + to_f32(piece.minus_dmin[c]) * factor(1);
+}
+float get(const PieceQ4_K& piece, int c, int t) { return get_scaled(piece, c, t, low_four(piece, c, t)); }
+float get(const PieceQ5_K& piece, int c, int t) { return get_scaled(piece, c, t, five(piece, c, t)); }
 
 // Calls body with null pointers to the format's piece and block.
 template <class Body>
@@ -66,6 +180,18 @@ void with_format(QuantFormat format, const Body& body) {
       return body(static_cast<PieceQ8_0*>(nullptr), static_cast<const BlockQ8_0*>(nullptr));
     case QuantFormat::q4_1:
       return body(static_cast<PieceQ4_1*>(nullptr), static_cast<const BlockQ4_1*>(nullptr));
+    case QuantFormat::q4_0:
+      return body(static_cast<PieceQ4_0*>(nullptr), static_cast<const BlockQ4_0*>(nullptr));
+    case QuantFormat::q5_0:
+      return body(static_cast<PieceQ5_0*>(nullptr), static_cast<const BlockQ5_0*>(nullptr));
+    case QuantFormat::q5_1:
+      return body(static_cast<PieceQ5_1*>(nullptr), static_cast<const BlockQ5_1*>(nullptr));
+    case QuantFormat::q6_k:
+      return body(static_cast<PieceQ6_K*>(nullptr), static_cast<const BlockQ6_K*>(nullptr));
+    case QuantFormat::q4_k:
+      return body(static_cast<PieceQ4_K*>(nullptr), static_cast<const BlockQ4_K*>(nullptr));
+    case QuantFormat::q5_k:
+      return body(static_cast<PieceQ5_K*>(nullptr), static_cast<const BlockQ5_K*>(nullptr));
   }
 }
 

@@ -52,7 +52,8 @@ Plan make_plan(const Problem& problem, int few_columns, int many_columns) {
   plan.row_tasks = ceil_div(problem.m, plan.rows_per_task);
   plan.columns_per_task = kManyColumns;
   plan.column_tasks = ceil_div(problem.n, kManyColumns);
-  plan.k_block = balanced(problem.k, kMaxKBlock, 32);
+  const int64_t block = std::max<int64_t>(32, block_values(problem.format));
+  plan.k_block = balanced(problem.k, kMaxKBlock / block * block, block);
   plan.x_stride = plan.k_block + kPadding;
   plan.packed_x_bytes = Arena::size_of<float>(plan.k_blocks(problem.k) * problem.m * plan.x_stride);
   plan.decoded_bytes_per_worker = Arena::size_of<float>(plan.k_block * many_columns);

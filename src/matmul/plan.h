@@ -25,7 +25,7 @@ struct Plan {
   int64_t rows_per_task = 0;
   int64_t columns_per_task = 0;  // whole panels
   int64_t row_tasks = 0, column_tasks = 0;
-  int64_t k_block = 0;   // many_rows; whole blocks of every format
+  int64_t k_block = 0;   // many_rows; whole blocks of the format
   int64_t x_stride = 0;  // of the packed rows of x; 0: read in place
   int64_t packed_x_bytes = 0;
   int64_t decoded_bytes_per_worker = 0, sums_bytes_per_worker = 0;

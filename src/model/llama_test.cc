@@ -418,9 +418,9 @@ TEST(LlamaLoad, WhatIsNotImplementedIsRefusedByName) {
   EXPECT_EQ(refusal([](GgufWriter& w) { w.tensor("blk.0.attn_q.bias", {96}, std::vector<float>(96, 1.0f)); }),
             "f.gguf: tensor 'blk.0.attn_q.bias' is not part of a supported llama model");
   EXPECT_EQ(refusal([](GgufWriter& w) {
-              w.tensor("output.weight", {96, 269}, 2, std::string(96 * 269 / 32 * 18, 0));
+              w.tensor("output.weight", {96, 269}, 20, std::string(96 * 269 / 32 * 18, 0));
             }),
-            "f.gguf: tensor 'output.weight' is of type Q4_0, but only F32, F16, Q8_0 and Q4_1 are supported");
+            "f.gguf: tensor 'output.weight' is of type IQ4_NL, but only F32, F16, Q8_0 and Q4_1 are supported");
 }
 
 TEST(LlamaLoad, ShapesAreCheckedAgainstTheConfiguration) {

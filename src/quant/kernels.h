@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "quant/formats.h"
+
 namespace opst {
 namespace quant {
 
@@ -11,7 +13,7 @@ namespace quant {
 using DequantizeRow = void (*)(const void* blocks, int64_t cols, float* out, int64_t out_stride);
 
 struct Kernels {
-  DequantizeRow dequantize_row[4];  // in the order of QuantFormat
+  DequantizeRow dequantize_row[kNumBlockFormats];
 };
 
 }  // namespace quant

@@ -2,8 +2,17 @@
 #include "quant/kernels.h"
 
 namespace opst::OPST_ISA_NS::quant {
+namespace {
 
-constinit const opst::quant::Kernels kKernels = {
-    {dequantize_row<BlockF32>, dequantize_row<BlockF16>, dequantize_row<BlockQ8_0>, dequantize_row<BlockQ4_1>}};
+template <class... Blocks>
+constexpr opst::quant::Kernels kernels_for() {
+  static_assert(sizeof...(Blocks) == kNumBlockFormats);
+  return {{dequantize_row<Blocks>...}};
+}
+
+}  // namespace
+
+constinit const opst::quant::Kernels kKernels = kernels_for<BlockF32, BlockF16, BlockQ8_0, BlockQ4_1, BlockQ4_0,
+                                                            BlockQ5_0, BlockQ5_1, BlockQ6_K, BlockQ4_K, BlockQ5_K>();
 
 }  // namespace opst::OPST_ISA_NS::quant

@@ -22,10 +22,9 @@ using test::contexts;
 using test::contexts_with_threads;
 using test::Guard;
 using test::GuardedBuffer;
+using test::kQuantFormats;
 using test::Random;
 using test::TestContext;
-
-constexpr QuantFormat kFormats[] = {QuantFormat::f32, QuantFormat::f16, QuantFormat::q8_0, QuantFormat::q4_1};
 
 Context& one_context() {
   static Context context = std::move(Context::create({.num_threads = 2}).value());
@@ -69,7 +68,7 @@ TEST(Dequantize, EqualsTheGgufPackage) {
       }
     }
   }
-  EXPECT_EQ(lines, 42);
+  EXPECT_EQ(lines, 9 * 14);
 }
 
 struct Case {
@@ -103,10 +102,10 @@ void check_case(Context& context, QuantFormat format, const Case& c, Random& ran
 TEST(Dequantize, EqualsTheReferenceInEveryContext) {
   Random random(test::seed());
   for (const TestContext& t : contexts()) {
-    for (QuantFormat format : kFormats) {
+    for (QuantFormat format : kQuantFormats) {
       for (int64_t rows : {0, 1, 2, 7}) {
-        for (int64_t cols : {0, 1, 3, 4, 5, 15, 16, 17, 31, 32, 33, 61, 64, 96, 97}) {
-          if (cols % block_values(format) != 0) continue;
+        for (int64_t cols : {0, 1, 3, 4, 5, 15, 16, 17, 31, 32, 33, 61, 64, 96, 97, 256, 768}) {
+          if (cols % block_values(format) != 0 || (cols > 100 && block_values(format) < 256)) continue;
           for (bool strided : {false, true}) {
             SCOPED_TRACE(t.name + ", " + to_string(format) + " [" + std::to_string(rows) + ", " + std::to_string(cols) +
                          "]" + (strided ? " strided" : ""));
@@ -131,19 +130,20 @@ TEST(Dequantize, RunsOverManyTasks) {
 TEST(DequantizeRows, LooksUpRepeatedAndStridedIndices) {
   Random random(test::seed());
   for (const TestContext& t : contexts_with_threads(2)) {
-    for (QuantFormat format : kFormats) {
+    for (QuantFormat format : kQuantFormats) {
       SCOPED_TRACE(t.name + ", " + to_string(format));
-      const std::vector<unsigned char> bytes = test::random_blocks(format, 11, 64, random);
-      const QuantMatrix matrix{format, 11, 64, bytes.data(), static_cast<int64_t>(bytes.size())};
+      const int64_t cols = block_values(format) == 256 ? 512 : 64;
+      const std::vector<unsigned char> bytes = test::random_blocks(format, 11, cols, random);
+      const QuantMatrix matrix{format, 11, cols, bytes.data(), static_cast<int64_t>(bytes.size())};
       int64_t indices[10];
       for (int64_t& index : indices) index = random.integer(0, 10);
       indices[2] = 10, indices[4] = 0;
       const ConstTensor rows = ConstTensor::contiguous(DType::i64, {5, 2}, indices).selected(1, 0);
-      GuardedBuffer out(5 * 64 * 4);
-      ASSERT_TRUE(dequantize_rows(t.context, matrix, rows, out.tensor(DType::f32, {5, 64})).ok());
+      GuardedBuffer out(5 * cols * 4);
+      ASSERT_TRUE(dequantize_rows(t.context, matrix, rows, out.tensor(DType::f32, {5, cols})).ok());
       for (int64_t i = 0; i < 5; ++i) {
-        for (int64_t col = 0; col < 64; ++col) {
-          ASSERT_TRUE(same_value(static_cast<float*>(out.data())[i * 64 + col],
+        for (int64_t col = 0; col < cols; ++col) {
+          ASSERT_TRUE(same_value(static_cast<float*>(out.data())[i * cols + col],
                                  static_cast<float>(reference::dequantized(matrix, indices[2 * i], col))));
         }
       }
@@ -187,12 +187,21 @@ TEST(DequantizeRows, ReachesRowsBeyond32BitOffsets) {
 TEST(QuantFormat, HasNamesAndSizes) {
   EXPECT_EQ(parse_quant_format("Q4_1"), QuantFormat::q4_1);
   EXPECT_EQ(parse_quant_format("q8_0"), QuantFormat::q8_0);
-  EXPECT_FALSE(parse_quant_format("q4_0").has_value());
+  EXPECT_EQ(parse_quant_format("Q6_K"), QuantFormat::q6_k);
+  EXPECT_FALSE(parse_quant_format("q2_k").has_value());
   EXPECT_FALSE(parse_quant_format("").has_value());
-  for (QuantFormat format : kFormats) EXPECT_EQ(parse_quant_format(to_string(format)), format);
+  for (QuantFormat format : kQuantFormats) EXPECT_EQ(parse_quant_format(to_string(format)), format);
   EXPECT_EQ(row_bytes(QuantFormat::q4_1, 576).value(), 360);
   EXPECT_EQ(row_bytes(QuantFormat::q8_0, 576).value(), 612);
   EXPECT_EQ(row_bytes(QuantFormat::f16, 3).value(), 6);
+  EXPECT_EQ(row_bytes(QuantFormat::q4_0, 64).value(), 36);
+  EXPECT_EQ(row_bytes(QuantFormat::q5_0, 64).value(), 44);
+  EXPECT_EQ(row_bytes(QuantFormat::q5_1, 64).value(), 48);
+  EXPECT_EQ(row_bytes(QuantFormat::q4_k, 512).value(), 288);
+  EXPECT_EQ(row_bytes(QuantFormat::q5_k, 512).value(), 352);
+  EXPECT_EQ(row_bytes(QuantFormat::q6_k, 512).value(), 420);
+  EXPECT_EQ(row_bytes(QuantFormat::q6_k, 576).status().message(),
+            "row_bytes: cols is 576, but q6_k has blocks of 256 values");
   EXPECT_EQ(row_bytes(QuantFormat::q8_0, 48).status().message(),
             "row_bytes: cols is 48, but q8_0 has blocks of 32 values");
   EXPECT_EQ(row_bytes(QuantFormat::q8_0, -32).status().code(), StatusCode::invalid_argument);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #include "core/convert.h"
@@ -9,6 +10,15 @@
 #include "testing/random.h"
 
 namespace opst::test {
+
+// All formats.
+inline constexpr QuantFormat kQuantFormats[] = {
+    QuantFormat::f32,  QuantFormat::f16,  QuantFormat::q8_0, QuantFormat::q4_1, QuantFormat::q4_0,
+    QuantFormat::q5_0, QuantFormat::q5_1, QuantFormat::q6_k, QuantFormat::q4_k, QuantFormat::q5_k};
+static_assert(std::size(kQuantFormats) == kNumQuantFormats);
+
+// Where the scale lies that multiplies every value of a block.
+inline int64_t scale_offset(QuantFormat format) { return format == QuantFormat::q6_k ? 208 : 0; }
 
 // Bytes of rows x cols values with scales about `scale`, so that no value is infinite or NaN.
 inline std::vector<unsigned char> random_blocks(QuantFormat format, int64_t rows, int64_t cols, Random& random,
@@ -37,6 +47,27 @@ inline std::vector<unsigned char> random_blocks(QuantFormat format, int64_t rows
       case QuantFormat::q4_1:
         put_half(0, random.normal() * scale);
         put_half(2, random.normal() * scale * 8);
+        break;
+      case QuantFormat::q4_0:
+        put_half(0, random.normal() * scale);
+        break;
+      case QuantFormat::q5_0:
+        put_half(0, random.normal() * scale / 2);
+        break;
+      case QuantFormat::q5_1:
+        put_half(0, random.normal() * scale / 2);
+        put_half(2, random.normal() * scale * 8);
+        break;
+      case QuantFormat::q6_k:
+        put_half(208, random.normal() * scale / 64);
+        break;
+      case QuantFormat::q4_k:
+        put_half(0, random.normal() * scale / 32);
+        put_half(2, random.normal() * scale / 4);
+        break;
+      case QuantFormat::q5_k:
+        put_half(0, random.normal() * scale / 64);
+        put_half(2, random.normal() * scale / 4);
         break;
     }
   }

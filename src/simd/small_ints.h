@@ -1,8 +1,12 @@
 // Small packed integers to float lanes: what decoding quantised weights needs besides vec.h.
 //
-//   Words::load(p)           kLanes 32-bit words
-//   nibble(words, i)         lane: the i-th 4-bit field of its word (0 the lowest), 0..15, as float; i is a constant
-//                            after unrolling
+//   Words::load(p)           kLanes 32-bit words; p may point to uint8_t or uint16_t (widened)
+//   words >> n               any n in 0..31
+//   nibble<M>(words, i)      lane: the i-th 4-bit field of its word (0 the lowest), 0..15, minus M, as float; i is a
+//                            constant after unrolling, here and below
+//   field5<M>(words, high, i)  likewise a 5-bit field: its low four bits are the i-th 4-bit field of words, its upper
+//                            bit is bit i of high
+//   field6<M>(words, high, i)  its upper two bits are the i-th 2-bit field of high
 //   load_i8(p)               lane: p[lane] as float
 #pragma once
 
@@ -15,10 +19,42 @@ namespace opst::OPST_ISA_NS::simd {
 struct Words {
   __m512i v;
   static OPST_INLINE Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+  static OPST_INLINE Words load(const uint16_t* p) {
+    return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  static OPST_INLINE Words load(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
 };
-// The table look-up uses the low four bits of an index only, so nothing needs masking.
+OPST_INLINE Words operator>>(Words words, int n) { return {_mm512_srl_epi32(words.v, _mm_cvtsi32_si128(n))}; }
+// Shifts by a constant of either sign, positive to the right.
+OPST_INLINE __m512i shifted(__m512i v, int n) {
+  return n >= 0 ? _mm512_srli_epi32(v, static_cast<unsigned>(n)) : _mm512_slli_epi32(v, static_cast<unsigned>(-n));
+}
+// Bits 0..3: a field of words; above them: bits of high, whose bit `from` goes to bit 4.
+OPST_INLINE __m512i joined(Words words, Words high, int field, int from) {
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi32(15), shifted(words.v, 4 * field), shifted(high.v, from - 4), 0xca);
+}
+// 0..15, minus M: a table of floats.
+template <int M>
+OPST_INLINE __m512 counting() {
+  return (F32::iota() - F32::set1(static_cast<float>(M))).v;
+}
+// The table look-up uses the low four bits of an index only, so nothing needs masking; of two tables, the low five.
+template <int M = 0>
 OPST_INLINE F32 nibble(Words words, int field) {
-  return {_mm512_permutexvar_ps(_mm512_srli_epi32(words.v, static_cast<unsigned>(4 * field)), F32::iota().v)};
+  return {_mm512_permutexvar_ps(shifted(words.v, 4 * field), counting<M>())};
+}
+template <int M = 0>
+OPST_INLINE F32 field5(Words words, Words high, int field) {
+  return {_mm512_permutex2var_ps(counting<M>(), joined(words, high, field, field), counting<M - 16>())};
+}
+// With the exponent of 2^23 above it, a small integer is a float that exceeds 2^23 by just that integer.
+template <int M = 0>
+OPST_INLINE F32 field6(Words words, Words high, int field) {
+  const __m512i bits = _mm512_ternarylogic_epi32(joined(words, high, field, 2 * field), _mm512_set1_epi32(63),
+                                                 _mm512_set1_epi32(0x4b000000), 0xea);
+  return F32{_mm512_castsi512_ps(bits)} - F32::set1(static_cast<float>((1 << 23) + M));
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
@@ -29,9 +65,35 @@ OPST_INLINE F32 load_i8(const int8_t* p) {
 struct Words {
   __m256i v;
   static OPST_INLINE Words load(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+  static OPST_INLINE Words load(const uint16_t* p) {
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static OPST_INLINE Words load(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
+  }
 };
+OPST_INLINE Words operator>>(Words words, int n) { return {_mm256_srl_epi32(words.v, _mm_cvtsi32_si128(n))}; }
+// Shifts by a constant of either sign, positive to the right.
+OPST_INLINE __m256i shifted(__m256i v, int n) { return n >= 0 ? _mm256_srli_epi32(v, n) : _mm256_slli_epi32(v, -n); }
+// A field of words in bits 0..3, and above it the bits of `mask` from high, whose bit `from` goes to bit 4; minus M.
+template <int M>
+OPST_INLINE F32 joined(Words words, Words high, int field, int from, int mask) {
+  const __m256i low_bits = _mm256_and_si256(shifted(words.v, 4 * field), _mm256_set1_epi32(15));
+  const __m256i high_bits = _mm256_and_si256(shifted(high.v, from - 4), _mm256_set1_epi32(mask));
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_or_si256(low_bits, high_bits), _mm256_set1_epi32(M)))};
+}
+template <int M = 0>
 OPST_INLINE F32 nibble(Words words, int field) {
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words.v, 4 * field), _mm256_set1_epi32(15)))};
+  const __m256i bits = _mm256_and_si256(shifted(words.v, 4 * field), _mm256_set1_epi32(15));
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(bits, _mm256_set1_epi32(M)))};
+}
+template <int M = 0>
+OPST_INLINE F32 field5(Words words, Words high, int field) {
+  return joined<M>(words, high, field, field, 16);
+}
+template <int M = 0>
+OPST_INLINE F32 field6(Words words, Words high, int field) {
+  return joined<M>(words, high, field, 2 * field, 48);
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
@@ -46,11 +108,42 @@ struct Words {
     __builtin_memcpy(out.lane, p, sizeof(out.lane));
     return out;
   }
+  static OPST_INLINE Words load(const uint16_t* p) { return widened(p); }
+  static OPST_INLINE Words load(const uint8_t* p) { return widened(p); }
+
+ private:
+  template <class T>
+  static OPST_INLINE Words widened(const T* p) {
+    Words out;
+    for (int i = 0; i < F32::kLanes; ++i) out.lane[i] = p[i];
+    return out;
+  }
 };
-OPST_INLINE F32 nibble(Words words, int field) {
+OPST_INLINE Words operator>>(Words words, int n) {
+  for (uint32_t& lane : words.lane) lane >>= n;
+  return words;
+}
+// A field of words, and above its four bits the lowest bits of high >> from, those of `mask`; minus M.
+template <int M>
+OPST_INLINE F32 joined(Words words, Words high, int field, int from, uint32_t mask) {
   F32::Lanes out;
-  for (int i = 0; i < F32::kLanes; ++i) out.x[i] = static_cast<float>(words.lane[i] >> (4 * field) & 15u);
+  for (int i = 0; i < F32::kLanes; ++i) {
+    const uint32_t bits = (words.lane[i] >> (4 * field) & 15u) | (high.lane[i] >> from & mask) << 4;
+    out.x[i] = static_cast<float>(static_cast<int>(bits) - M);
+  }
   return F32::of(out);
+}
+template <int M = 0>
+OPST_INLINE F32 nibble(Words words, int field) {
+  return joined<M>(words, words, field, 0, 0);
+}
+template <int M = 0>
+OPST_INLINE F32 field5(Words words, Words high, int field) {
+  return joined<M>(words, high, field, field, 1);
+}
+template <int M = 0>
+OPST_INLINE F32 field6(Words words, Words high, int field) {
+  return joined<M>(words, high, field, 2 * field, 3);
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   F32::Lanes out;
