@@ -126,7 +126,7 @@ class TensorSource {
     const std::optional<QuantFormat> format = parse_quant_format(tensor->type->name);
     if (!format) {
       return file_.error("tensor '" + name + "' is of type " + tensor->type->name +
-                         ", but only F32, F16, Q8_0 and Q4_1 are supported");
+                         ", but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K are supported");
     }
     Result<PackedWeight> packed = PackedWeight::pack(
         context_, QuantMatrix{*format, rows, columns, tensor->data.data(), static_cast<int64_t>(tensor->data.size())});

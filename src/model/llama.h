@@ -48,8 +48,8 @@ Result<LlamaConfig> read_llama_config(const GgufFile& file);
 class LlamaModel {
  public:
   // Packs all weights, one after the other; the file is not needed afterwards. Every tensor's shape is checked against
-  // the configuration; a tensor that does not belong to the architecture, or of another type than F32, F16, Q8_0 or
-  // Q4_1, is refused by name.
+  // the configuration; a tensor that does not belong to the architecture, or of a type that is no QuantFormat, is
+  // refused by name.
   static Result<LlamaModel> load(Context& context, const GgufFile& file);
 
   const LlamaConfig& config() const { return config_; }

@@ -209,6 +209,23 @@ TEST(Llama, EqualsTheEquationsAtEveryLevel) {
   }
 }
 
+// The tensor types that the tiny model has not anyway; one kind in the whole model, embedding included.
+TEST(Llama, EveryTensorTypeIsReadAtEveryLevel) {
+  for (const auto& [name, type] :
+       {std::pair("Q4_0", 2u), {"Q5_0", 6u}, {"Q5_1", 7u}, {"Q4_K", 12u}, {"Q5_K", 13u}, {"Q6_K", 14u}}) {
+    for (const test::TestContext& t : test::contexts_with_threads(2)) {
+      SCOPED_TRACE(t.name + ", " + name);
+      const Loaded loaded = load(t.context, {.num_layers = 1,
+                                             .num_heads = 8,
+                                             .num_kv_heads = 8,
+                                             .ffn_size = 256,
+                                             .types = {type},
+                                             .embedding_type = type});
+      check_against_double(t.context, loaded, {.context = 64}, kTolerance);
+    }
+  }
+}
+
 TEST(Llama, AnyChunkAndAnyCacheIsTheSame) {
   Context context = make_context(2);
   const Loaded loaded = load(context);
@@ -420,7 +437,8 @@ TEST(LlamaLoad, WhatIsNotImplementedIsRefusedByName) {
   EXPECT_EQ(refusal([](GgufWriter& w) {
               w.tensor("output.weight", {96, 269}, 20, std::string(96 * 269 / 32 * 18, 0));
             }),
-            "f.gguf: tensor 'output.weight' is of type IQ4_NL, but only F32, F16, Q8_0 and Q4_1 are supported");
+            "f.gguf: tensor 'output.weight' is of type IQ4_NL, but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, "
+            "Q5_K and Q6_K are supported");
 }
 
 TEST(LlamaLoad, ShapesAreCheckedAgainstTheConfiguration) {

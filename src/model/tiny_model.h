@@ -4,7 +4,7 @@
 //   std::string file = model.writer.bytes();            // GGUF
 //   model.weights.at("output_norm.weight")              // what the file's blocks stand for, [rows * columns]
 //
-// Every tensor type that the model reads occurs: matrices take turns.
+// Matrices take turns with the tensor types of the options.
 #pragma once
 
 #include <cmath>
@@ -15,6 +15,8 @@
 
 #include "model/gguf_writer.h"
 #include "model/utf8.h"
+#include "quant/random_blocks.h"
+#include "quant/reference.h"
 
 namespace opst::model {
 
@@ -23,6 +25,9 @@ struct TinyModelOptions {
   bool separate_output = false;  // an output.weight beside token_embd.weight
   float rope_base = 10000.0f;
   uint32_t seed = 1;
+  // GGUF's numbers: Q4_1, Q8_0, F16, F32. Q4_K, Q5_K and Q6_K need sizes that are multiples of 256.
+  std::vector<uint32_t> types = {3, 8, 1, 0};
+  uint32_t embedding_type = 8;
 };
 
 struct TinyModel {
@@ -76,11 +81,42 @@ inline uint16_t exact_f16(float value) {
   return static_cast<uint16_t>((value < 0 ? 0x8000u : 0u) | static_cast<unsigned>(exponent + 14) << 10 | mantissa);
 }
 
+// Blocks of random bits with scales of the right size, and the values that the formats' equations give them.
+inline std::string random_matrix_of_blocks(std::mt19937& random, QuantFormat format, int64_t rows, int64_t columns,
+                                           std::vector<float>& values) {
+  test::Random blocks(random());
+  const std::vector<unsigned char> bytes =
+      test::random_blocks(format, rows, columns, blocks, 0.03 / std::sqrt(static_cast<double>(columns)));
+  const QuantMatrix matrix{format, rows, columns, bytes.data(), static_cast<int64_t>(bytes.size())};
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = 0; column < columns; ++column) {
+      values.push_back(static_cast<float>(reference::dequantized(matrix, row, column)));
+    }
+  }
+  return {bytes.begin(), bytes.end()};
+}
+
 // A random [rows, columns] matrix in file form and what it stands for; values of about 1/sqrt(columns).
 inline std::string random_matrix(std::mt19937& random, uint32_t type, int64_t rows, int64_t columns,
                                  std::vector<float>& values) {
   std::string bytes;
   values.clear();
+  switch (type) {
+    case 2:
+      return random_matrix_of_blocks(random, QuantFormat::q4_0, rows, columns, values);
+    case 6:
+      return random_matrix_of_blocks(random, QuantFormat::q5_0, rows, columns, values);
+    case 7:
+      return random_matrix_of_blocks(random, QuantFormat::q5_1, rows, columns, values);
+    case 12:
+      return random_matrix_of_blocks(random, QuantFormat::q4_k, rows, columns, values);
+    case 13:
+      return random_matrix_of_blocks(random, QuantFormat::q5_k, rows, columns, values);
+    case 14:
+      return random_matrix_of_blocks(random, QuantFormat::q6_k, rows, columns, values);
+    default:
+      break;
+  }
   const int shift = static_cast<int>(std::lround(std::log2(std::sqrt(static_cast<double>(columns)))));
   const float unit = std::ldexp(1.0f, -shift);
   const auto uniform = [&](int low, int high) {
@@ -134,20 +170,19 @@ inline TinyModel make_tiny_model(const TinyModelOptions& options = {}) {
   model.vocab_size = write_tiny_tokenizer(writer);
 
   std::mt19937 random(options.seed);
-  constexpr uint32_t kTypes[] = {3, 8, 1, 0};  // Q4_1, Q8_0, F16, F32
   size_t turn = 0;
   const auto matrix = [&](const std::string& name, int64_t rows, int64_t columns, uint32_t type) {
     const std::string bytes = random_matrix(random, type, rows, columns, model.weights[name]);
     writer.tensor(name, {columns, rows}, type, bytes);
   };
-  const auto next_type = [&] { return kTypes[turn++ % std::size(kTypes)]; };
+  const auto next_type = [&] { return options.types[turn++ % options.types.size()]; };
   const auto norm = [&](const std::string& name) {
     std::vector<float>& values = model.weights[name];
     for (int64_t i = 0; i < model.width(); ++i) values.push_back(0.5f + static_cast<float>(random() % 256) / 256.0f);
     writer.tensor(name, {model.width()}, values);
   };
   const int64_t kv_width = options.num_kv_heads * options.head_dim;
-  matrix("token_embd.weight", model.vocab_size, model.width(), 8);
+  matrix("token_embd.weight", model.vocab_size, model.width(), options.embedding_type);
   if (options.separate_output) matrix("output.weight", model.vocab_size, model.width(), 3);
   norm("output_norm.weight");
   for (int64_t layer = 0; layer < options.num_layers; ++layer) {
