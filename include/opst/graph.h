@@ -98,16 +98,19 @@ struct NodeCost {
 // The tensors of a node that runs, in the order of its NodeSpec, at the sizes of the moment.
 class NodeTensors {
  public:
-  const Tensor& input(int i) const;
-  const PackedWeight& weight(int i) const;  // an input that is a weight
-  const Tensor& output(int i) const;
+  const Tensor& input(int i) const { return tensors_[arguments_[i]]; }
+  const PackedWeight& weight(int i) const { return *weights_[arguments_[i]]; }  // an input that is a weight
+  const Tensor& output(int i) const { return tensors_[arguments_[num_inputs_ + i]]; }
   int64_t size(Dim dim) const;
 
  private:
   friend struct GraphImpl;
-  NodeTensors(const GraphImpl& graph, int node) : graph_(&graph), node_(node) {}
-  const GraphImpl* graph_;
-  int node_;
+  NodeTensors() = default;
+  const GraphImpl* graph_ = nullptr;
+  const Tensor* tensors_ = nullptr;               // of all values
+  const PackedWeight* const* weights_ = nullptr;  // of all values
+  const int* arguments_ = nullptr;                // inputs, then outputs
+  int num_inputs_ = 0;
 };
 
 // Any operator as a node; the methods of Graph below are made of this.

@@ -12,6 +12,12 @@ using ValueData = GraphImpl::ValueData;
 
 namespace {
 
+// What a weight is before it is bound.
+const PackedWeight& no_weight() {
+  static const PackedWeight kNone;
+  return kNone;
+}
+
 std::string str(int64_t number) { return std::to_string(number); }
 
 std::string quoted(std::string_view name) { return std::string("'").append(name) + "'"; }
@@ -44,23 +50,6 @@ NodeCost& NodeCost::operator+=(const NodeCost& other) {
   return *this;
 }
 
-const Tensor& NodeTensors::input(int i) const {
-  const GraphImpl::Node& node = graph_->nodes[static_cast<size_t>(node_)];
-  return graph_->at(node.spec.inputs[static_cast<size_t>(i)]).tensor;
-}
-
-const PackedWeight& NodeTensors::weight(int i) const {
-  static const PackedWeight kNone;
-  const GraphImpl::Node& node = graph_->nodes[static_cast<size_t>(node_)];
-  const PackedWeight* const weight = graph_->at(node.spec.inputs[static_cast<size_t>(i)]).weight;
-  return weight != nullptr ? *weight : kNone;
-}
-
-const Tensor& NodeTensors::output(int i) const {
-  const GraphImpl::Node& node = graph_->nodes[static_cast<size_t>(node_)];
-  return graph_->values[static_cast<size_t>(node.outputs[static_cast<size_t>(i)])].tensor;
-}
-
 int64_t NodeTensors::size(Dim dim) const { return graph_->size_of(dim); }
 
 // --- GraphImpl
@@ -76,9 +65,10 @@ std::string GraphImpl::text(const Shape& shape) const {
   return s + "]";
 }
 
-std::string GraphImpl::text(const ValueData& value) const {
+std::string GraphImpl::text(int i) const {
+  const ValueData& value = values[static_cast<size_t>(i)];
   if (value.kind == Kind::weight) {
-    const char* const format = value.weight != nullptr ? to_string(value.weight->format()) : "weight";
+    const char* const format = value.is_bound ? to_string(weights[static_cast<size_t>(i)]->format()) : "weight";
     return value.name + " " + format + " " + text(value.shape);
   }
   return value.name + " " + to_string(value.dtype) + " " + text(value.shape);
@@ -106,6 +96,8 @@ int GraphImpl::add_value(std::string value_name, Kind kind, DType dtype, const S
     if (!by_name.emplace(value_name, i).second) return fail("two tensors are named " + quoted(value_name)), -1;
   }
   ValueData& value = values.emplace_back();
+  tensors.emplace_back();
+  weights.push_back(&no_weight());
   value.name = std::move(value_name);
   value.kind = kind;
   value.dtype = dtype;
@@ -122,14 +114,14 @@ int GraphImpl::add_value(std::string value_name, Kind kind, DType dtype, const S
 
 void GraphImpl::refresh(int index) {
   ValueData& value = values[static_cast<size_t>(index)];
-  Tensor& t = value.tensor;
+  Tensor& t = tensors[static_cast<size_t>(index)];
   t.dtype = value.dtype;
   t.rank = value.shape.rank;
   for (int i = 0; i < t.rank; ++i) t.shape[i] = size_of(value.shape.dims[i]);
   bool fits = true;
   switch (value.kind) {
     case Kind::weight:
-      fits = value.weight != nullptr;
+      fits = value.is_bound;
       break;
     case Kind::intermediate:
       make_contiguous(t);
@@ -137,10 +129,11 @@ void GraphImpl::refresh(int index) {
       t.data = fits ? static_cast<char*>(workspace.data()) + value.offset : nullptr;
       break;
     case Kind::view: {
-      const ValueData& base = values[static_cast<size_t>(value.base)];
+      const Tensor& base = tensors[static_cast<size_t>(value.base)];
       make_contiguous(t);
-      fits = base.fits && base.tensor.is_contiguous() && t.num_elements() <= base.tensor.num_elements();
-      t.data = base.tensor.data;
+      fits = values[static_cast<size_t>(value.base)].fits && base.is_contiguous() &&
+             t.num_elements() <= base.num_elements();
+      t.data = base.data;
       break;
     }
     case Kind::input:
@@ -159,7 +152,9 @@ void GraphImpl::refresh(int index) {
   for (const int view : value.views) refresh(view);
 }
 
-std::string GraphImpl::unfit_reason(const ValueData& value) const {
+std::string GraphImpl::unfit_reason(int index) const {
+  const ValueData& value = values[static_cast<size_t>(index)];
+  const Tensor& tensor = tensors[static_cast<size_t>(index)];
   const std::string what = "tensor " + quoted(value.name);
   switch (value.kind) {
     case Kind::weight:
@@ -167,21 +162,33 @@ std::string GraphImpl::unfit_reason(const ValueData& value) const {
     case Kind::intermediate:
       return what + " is in no workspace";
     case Kind::view: {
-      const ValueData& base = values[static_cast<size_t>(value.base)];
-      if (!base.fits) return unfit_reason(base);
-      if (!base.tensor.is_contiguous()) return what + " is viewed in another shape, but is not contiguous";
-      return what + " has " + str(base.tensor.num_elements()) + " elements, but its view " + text(value.shape) +
-             " has " + str(value.tensor.num_elements());
+      const Tensor& base = tensors[static_cast<size_t>(value.base)];
+      if (!values[static_cast<size_t>(value.base)].fits) return unfit_reason(value.base);
+      if (!base.is_contiguous()) return what + " is viewed in another shape, but is not contiguous";
+      return what + " has " + str(base.num_elements()) + " elements, but its view " + text(value.shape) + " has " +
+             str(tensor.num_elements());
     }
     default:
       if (!value.is_bound) return what + " is not bound";
-      for (int i = 0; i < value.tensor.rank; ++i) {
-        if (value.tensor.shape[i] > value.bound.shape[i]) {
+      for (int i = 0; i < tensor.rank; ++i) {
+        if (tensor.shape[i] > value.bound.shape[i]) {
           return what + " dim " + str(i) + " is " + str(value.bound.shape[i]) + ", but " + text(value.shape.dims[i]) +
-                 " is " + str(value.tensor.shape[i]);
+                 " is " + str(tensor.shape[i]);
         }
       }
       return what + " does not fit";
+  }
+}
+
+void GraphImpl::prefetch(size_t step) const {
+  if (step >= steps.size()) return;
+  const Step& next = steps[step];
+  const int* const first = arguments.data() + next.first_argument;
+  for (int i = 0; i < next.num_inputs + next.num_outputs; ++i) {
+    const auto* const tensor = reinterpret_cast<const char*>(&tensors[static_cast<size_t>(first[i])]);
+    __builtin_prefetch(tensor);
+    __builtin_prefetch(tensor + sizeof(Tensor) - 1);
+    __builtin_prefetch(weights[static_cast<size_t>(first[i])]);
   }
 }
 
@@ -296,12 +303,12 @@ Value Graph::view(Value base, const Shape& shape) {
     if (!impl_->has(base)) return impl_->fail("a view of no tensor"), Value();
     const ValueData& of = impl_->at(base);
     if (of.kind == Kind::weight) return impl_->fail("weight " + quoted(of.name) + " cannot be viewed"), Value();
-    const std::string base_text = impl_->text(of);
-    const int64_t available = num_bytes(of.dtype, of.shape);
-    const int i = impl_->add_value(of.name, Kind::view, of.dtype, shape);
+    const DType dtype = of.dtype;
+    const int64_t available = num_bytes(dtype, of.shape);
+    const int i = impl_->add_value(of.name, Kind::view, dtype, shape);
     if (i < 0) return {};
-    if (const int64_t needed = num_bytes(impl_->values[static_cast<size_t>(i)].dtype, shape); needed > available) {
-      impl_->fail("view " + impl_->text(shape) + " of " + base_text + " has up to " + str(needed) +
+    if (const int64_t needed = num_bytes(dtype, shape); needed > available) {
+      impl_->fail("view " + impl_->text(shape) + " of " + impl_->text(base) + " has up to " + str(needed) +
                   " bytes, but there are " + str(available));
     }
     impl_->values[static_cast<size_t>(i)].base = GraphImpl::index(base);
@@ -348,6 +355,8 @@ std::vector<Value> Graph::node(NodeSpec spec) {
     }
     std::vector<Value> results;
     GraphImpl::Node node;
+    GraphImpl::Step step = {std::move(spec.run), static_cast<int>(impl_->arguments.size()),
+                            static_cast<int>(spec.inputs.size()), static_cast<int>(spec.outputs.size())};
     for (const NodeSpec::Output& output : spec.outputs) {
       const int i = impl_->add_value(output.name, Kind::intermediate, output.dtype, output.shape);
       if (i < 0) return {};
@@ -356,7 +365,10 @@ std::vector<Value> Graph::node(NodeSpec spec) {
       results.push_back(GraphImpl::value_at(i));
     }
     node.spec = std::move(spec);
+    for (const Value input : node.spec.inputs) impl_->arguments.push_back(GraphImpl::index(input));
+    impl_->arguments.insert(impl_->arguments.end(), node.outputs.begin(), node.outputs.end());
     impl_->nodes.push_back(std::move(node));
+    impl_->steps.push_back(std::move(step));
     impl_->ready = false;
     return results;
   });
@@ -443,7 +455,8 @@ Status Graph::bind(Value value, const PackedWeight& weight) {
                             str(sizes[i]) + ", expected " + str(data.shape.dims[i].bound()));
       }
     }
-    data.weight = &weight;
+    impl_->weights[static_cast<size_t>(GraphImpl::index(value))] = &weight;
+    data.is_bound = true;
     impl_->refresh(GraphImpl::index(value));
     return {};
   });
@@ -468,22 +481,22 @@ Status Graph::execute(Context& context, NodeListener* listener) {
   return running([&]() -> Status {
     if (!impl_->ready) return impl_->error("executed without a setup");
     if (impl_->num_unfit > 0) {
-      for (const ValueData& value : impl_->values) {
-        if (!value.fits) return impl_->error(impl_->unfit_reason(value));
+      for (size_t i = 0; i < impl_->values.size(); ++i) {
+        if (!impl_->values[i].fits) return impl_->error(impl_->unfit_reason(static_cast<int>(i)));
       }
     }
     NodeListener::Clock::time_point begin;
     if (listener != nullptr) begin = NodeListener::Clock::now();
-    for (size_t i = 0; i < impl_->nodes.size(); ++i) {
-      const GraphImpl::Node& node = impl_->nodes[i];
-      Status status = node.spec.run(context, impl_->tensors_of(static_cast<int>(i)));
+    for (size_t i = 0; i < impl_->steps.size(); ++i) {
+      impl_->prefetch(i + 1);
+      Status status = impl_->steps[i].run(context, impl_->tensors_of(static_cast<int>(i)));
       if (!status.ok()) {
         if (status.code() == StatusCode::out_of_memory) return status;
-        return {status.code(), "graph " + impl_->name + ": " + node.spec.name + ": " + status.message()};
+        return {status.code(), "graph " + impl_->name + ": " + impl_->nodes[i].spec.name + ": " + status.message()};
       }
       if (listener == nullptr) continue;
       const NodeListener::Clock::time_point end = NodeListener::Clock::now();
-      listener->on_node(node.spec.op, node.spec.name, begin, end);
+      listener->on_node(impl_->nodes[i].spec.op, impl_->nodes[i].spec.name, begin, end);
       begin = NodeListener::Clock::now();
     }
     return {};
@@ -502,9 +515,12 @@ NodeCost cost_of(const GraphImpl& graph, int index) {
   const GraphImpl::Node& node = graph.nodes[static_cast<size_t>(index)];
   if (node.spec.cost) return node.spec.cost(graph.tensors_of(index));
   NodeCost cost;
-  for (const Value input : node.spec.inputs) cost.tensor_bytes += used_bytes(graph.at(input).tensor);
-  for (const int output : node.outputs) {
-    cost.tensor_bytes += used_bytes(graph.values[static_cast<size_t>(output)].tensor);
+  const NodeTensors tensors = graph.tensors_of(index);
+  for (size_t i = 0; i < node.spec.inputs.size(); ++i) {
+    cost.tensor_bytes += used_bytes(tensors.input(static_cast<int>(i)));
+  }
+  for (size_t i = 0; i < node.outputs.size(); ++i) {
+    cost.tensor_bytes += used_bytes(tensors.output(static_cast<int>(i)));
   }
   return cost;
 }
@@ -521,11 +537,11 @@ NodeInfo Graph::describe(int node) const {
   NodeInfo info;
   info.name = data.spec.name;
   info.op = data.spec.op;
-  for (const Value input : data.spec.inputs) info.inputs.push_back(impl_->text(impl_->at(input)));
+  for (const Value input : data.spec.inputs) info.inputs.push_back(impl_->text(input));
   for (const int output : data.outputs) {
+    info.outputs.push_back(impl_->text(output));
     const ValueData& value = impl_->values[static_cast<size_t>(output)];
-    info.outputs.push_back(impl_->text(value));
-    info.offsets.push_back(value.offset);
+    info.offsets.push_back(value.kind == Kind::intermediate ? value.offset : -1);
   }
   if (data.spec.plan) info.plan = data.spec.plan(impl_->machine, impl_->tensors_of(node));
   info.cost = cost_of(*impl_, node);

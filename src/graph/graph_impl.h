@@ -31,15 +31,20 @@ struct GraphImpl {
     int64_t offset = -1;     // in the workspace
     Tensor bound;            // external tensors
     bool is_bound = false;
-    const PackedWeight* weight = nullptr;
-
-    Tensor tensor;      // at the sizes of the moment
-    bool fits = false;  // tensor may be used
+    bool fits = false;  // its tensor may be used
   };
 
+  // What an execution does not need. An execution streams all weights through the caches, so that whatever it reads
+  // itself comes from memory: that lies close together, below.
   struct Node {
-    NodeSpec spec;
+    NodeSpec spec;  // without `run`
     std::vector<int> outputs;
+  };
+  struct Step {
+    std::function<Status(Context&, const NodeTensors&)> run;
+    int first_argument = 0;
+    int num_inputs = 0;
+    int num_outputs = 0;
   };
 
   std::string name;
@@ -47,6 +52,10 @@ struct GraphImpl {
   std::vector<Symbol> symbols;
   std::vector<ValueData> values;
   std::vector<Node> nodes;
+  std::vector<Step> steps;                   // of each node
+  std::vector<int> arguments;                // of all steps: values, inputs before outputs
+  std::vector<Tensor> tensors;               // of each value, at the sizes of the moment
+  std::vector<const PackedWeight*> weights;  // of each value
   std::unordered_map<std::string, int> by_name;
   bool ready = false;
   int num_unfit = 0;
@@ -71,7 +80,18 @@ struct GraphImpl {
     dim.symbol_ = symbol;
     return dim;
   }
-  NodeTensors tensors_of(int node) const { return {*this, node}; }
+  NodeTensors tensors_of(int node) const {
+    const Step& step = steps[static_cast<size_t>(node)];
+    NodeTensors t;
+    t.graph_ = this;
+    t.tensors_ = tensors.data();
+    t.weights_ = weights.data();
+    t.arguments_ = arguments.data() + step.first_argument;
+    t.num_inputs_ = step.num_inputs;
+    return t;
+  }
+  // Fetches what the next step will read.
+  void prefetch(size_t step) const;
 
   bool has(Value value) const { return value.index_ >= 0 && value.index_ < static_cast<int>(values.size()); }
   const ValueData& at(Value value) const { return values[static_cast<size_t>(value.index_)]; }
@@ -83,14 +103,15 @@ struct GraphImpl {
   // "576", "rows", "[rows, 576]", "f32 [rows, 576]"
   std::string text(const Dim& dim) const;
   std::string text(const Shape& shape) const;
-  std::string text(const ValueData& value) const;
+  std::string text(int value) const;
+  std::string text(Value value) const { return text(value.index_); }
 
   // Checks name and shape; -1 after a failure.
   int add_value(std::string value_name, Kind kind, DType dtype, const Shape& shape);
   // The tensor of a value, and of its views, at the sizes of the moment.
   void refresh(int value);
   // Why a value does not fit.
-  std::string unfit_reason(const ValueData& value) const;
+  std::string unfit_reason(int value) const;
   // The value whose memory this one is.
   int storage(int value) const;
   Status lay_out();
