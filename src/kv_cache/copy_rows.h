@@ -1,7 +1,10 @@
 // Computes   to[i, d] = from[i, d], converted to the target's type
 // Shapes     from, to [num_rows, dim], rows as RowsView says
-// Loop nest  for each row; pieces of 64 elements: collect, convert (lanes over elements), spread
-// Memory     rows that are contiguous stream; what a column of a transposed page touches stays in L1 for the next row
+// Loop nest  transposed pages on one side, no conversion: squares of 32-bit words, lanes over rows here, over words
+// there
+//            pairs of value rows on one side, likewise: both rows at once, lanes over elements
+//            else for each row; pieces of 64 elements: collect, convert (lanes over elements), spread
+// Memory     rows that are contiguous stream; what a row of a transposed page touches stays in L1 for the next row
 // Numerics   one rounding, to nearest even; equal types keep their bits
 #pragma once
 
@@ -53,12 +56,84 @@ OPST_INLINE void spread(const T* piece, const RowsView& view, int64_t n, T* to) 
   }
 }
 
+// Lines of 32-bit words become columns: word j of line i goes to word i of line j. Strides between lines in elements.
+template <class T>
+OPST_INLINE void transpose_words(const T* from, int64_t from_stride, int64_t num_lines, T* to, int64_t to_stride,
+                                 int64_t num_words) {
+  constexpr int kLanes = F32::kLanes;
+  constexpr int64_t kStep = 4 / static_cast<int64_t>(sizeof(T));
+  for (int64_t line = 0; line < num_lines; line += kLanes) {
+    const int64_t lines = num_lines - line < kLanes ? num_lines - line : kLanes;
+    for (int64_t word = 0; word < num_words; word += kLanes) {
+      const int64_t words = num_words - word < kLanes ? num_words - word : kLanes;
+      const T* const source = from + line * from_stride + word * kStep;
+      T* const target = to + word * to_stride + line * kStep;
+      F32 square[kLanes];
+      OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
+        const auto* const p = reinterpret_cast<const float*>(source + i * from_stride);
+        square[i] = i >= lines ? F32::zero() : words == kLanes ? F32::load(p) : F32::load_n(p, words);
+      }
+      simd::transpose(square);
+      OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
+        auto* const p = reinterpret_cast<float*>(target + i * to_stride);
+        if (i < words) {
+          if (lines == kLanes) {
+            square[i].store(p);
+          } else {
+            square[i].store_n(p, lines);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Two rows of 16-bit elements and their pairs, which are 32-bit words.
+template <class T>
+OPST_INLINE void join_pairs(const T* __restrict first, const T* __restrict second, int64_t n, T* __restrict pairs) {
+  for (int64_t d = 0; d < n; ++d) {
+    const uint32_t word = first[d].bits | static_cast<uint32_t>(second[d].bits) << 16;
+    __builtin_memcpy(pairs + 2 * d, &word, sizeof(word));
+  }
+}
+template <class T>
+OPST_INLINE void split_pairs(const T* __restrict pairs, int64_t n, T* __restrict first, T* __restrict second) {
+  for (int64_t d = 0; d < n; ++d) {
+    uint32_t word = 0;
+    __builtin_memcpy(&word, pairs + 2 * d, sizeof(word));
+    first[d].bits = static_cast<uint16_t>(word);
+    second[d].bits = static_cast<uint16_t>(word >> 16);
+  }
+}
+OPST_INLINE bool is_pair_of_rows(const RowsView& view) {
+  return view.row_stride == 1 && view.word_stride == 2 && view.step == 1;
+}
+
 template <class From, class To>
 void copy_rows(const CopyRows& rows) {
   constexpr int64_t kPiece = 64;
   const RowsView& in = rows.from_view;
   const RowsView& out = rows.to_view;
   const bool contiguous_in = in.word_stride == in.step, contiguous_out = out.word_stride == out.step;
+  if constexpr (Same<From, To>::value) {
+    const From* const from = static_cast<const From*>(rows.from);
+    To* const to = static_cast<To*>(rows.to);
+    constexpr int64_t kStep = 4 / static_cast<int64_t>(sizeof(To));  // elements of a 32-bit word
+    if (rows.num_rows > 1 && in.row_stride == kStep && in.step == kStep && !contiguous_in && contiguous_out) {
+      return transpose_words(from, in.word_stride, rows.dim / kStep, to, out.row_stride, rows.num_rows);
+    }
+    if (rows.num_rows > 1 && out.row_stride == kStep && out.step == kStep && !contiguous_out && contiguous_in) {
+      return transpose_words(from, in.row_stride, rows.num_rows, to, out.word_stride, rows.dim / kStep);
+    }
+    if constexpr (sizeof(To) == 2) {
+      if (rows.num_rows == 2 && is_pair_of_rows(in) && contiguous_out) {
+        return split_pairs(from, rows.dim, to, to + out.row_stride);
+      }
+      if (rows.num_rows == 2 && is_pair_of_rows(out) && contiguous_in) {
+        return join_pairs(from, from + in.row_stride, rows.dim, to);
+      }
+    }
+  }
   int64_t num_rows = rows.num_rows, dim = rows.dim;
   if (contiguous_in && contiguous_out && in.row_stride == dim && out.row_stride == dim) {
     dim *= num_rows;

@@ -110,7 +110,9 @@ struct Side {
   Pages from;
   Tensor to;  // [tokens, heads, dim]
   CopyRowsKernel copy_rows;
-  kv_cache::RowsView to_view() const { return {.row_stride = to.strides[1], .word_stride = to.strides[2], .step = 1}; }
+  // The heads of a token, or the tokens of a head, seen as rows.
+  kv_cache::RowsView heads_view() const { return {to.strides[1], to.strides[2], 1}; }
+  kv_cache::RowsView tokens_view() const { return {to.strides[0], to.strides[2], 1}; }
   char* row(int64_t token, int64_t head) const {
     return static_cast<char*>(to.data) + (token * to.strides[0] + head * to.strides[1]) * size_bytes(to.dtype);
   }
@@ -121,21 +123,25 @@ struct Side {
     const int64_t num_heads = to.shape[1];
     if (head_indices.data == nullptr && heads_innermost) {
       for (int64_t i = 0; i < count; ++i) {
-        copy_rows({num_heads, from.dim(), from.at(block, first_row + i), from.view(), row(token + i, 0), to_view()});
+        copy_rows(
+            {num_heads, from.dim(), from.at(block, first_row + i), from.heads_view(), row(token + i, 0), heads_view()});
       }
       return;
     }
     // Head after head: what a head's rows touch in a transposed page stays in the cache.
     for (int64_t h = 0; h < num_heads; ++h) {
       const int64_t offset = from.head_offset_bytes(head_indices.data == nullptr ? h : index_at(head_indices, h));
-      for (int64_t i = 0; i < count; ++i) {
-        copy_rows({1, from.dim(), from.at(block, first_row + i) + offset, from.view(), row(token + i, h), to_view()});
+      for (int64_t i = 0; i < count;) {
+        const int64_t n = from.even_rows(first_row + i, count - i);
+        copy_rows({n, from.dim(), from.at(block, first_row + i) + offset, from.rows_view(), row(token + i, h),
+                   tokens_view()});
+        i += n;
       }
     }
   }
   void zero(int64_t count, int64_t token) const {
     for (int64_t i = 0; i < count; ++i) {
-      copy_rows({to.shape[1], from.dim(), &kZero, {0, 0, 1}, row(token + i, 0), to_view()});
+      copy_rows({to.shape[1], from.dim(), &kZero, {0, 0, 1}, row(token + i, 0), heads_view()});
     }
   }
 };

@@ -199,6 +199,35 @@ TEST(Gather, EqualsTheReferenceInEveryContext) {
   }
 }
 
+// A panel's rows from every first to every last one.
+TEST(Gather, EveryPartOfAPanel) {
+  Random random(test::seed());
+  for (const TestContext& t : contexts_with_threads(1)) {
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      for (int64_t first : {0, 1, 2, 7, 8, 15, 16, 17, 31, 40}) {
+        Problem p;
+        p.cache = p.to = dtype;
+        p.layout = PageLayout::panel32;
+        p.sizes = {.num_blocks = 2,
+                   .block_size = 64,
+                   .num_kv_heads = 1,
+                   .head_dim = random.pick<int64_t>({2, 14, 16, 18, 34, 66}),
+                   .value_head_dim = random.pick<int64_t>({1, 7, 8, 9, 17, 33})};
+        p.max_blocks = 1;
+        p.heads = {0};
+        p.has_offsets = true;
+        for (int64_t length : {1, 2, 3, 7, 8, 9, 15, 16, 17, 24}) {
+          p.lengths.push_back(length);
+          p.offsets.push_back(first);
+          p.table.push_back({random.integer(0, 1)});
+        }
+        check_problem(t, p, random);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // Work for many tasks, which begin within sequences and within blocks.
 TEST(Gather, ManyTasks) {
   Random random(test::seed());

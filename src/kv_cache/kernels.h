@@ -6,8 +6,8 @@
 namespace opst {
 namespace kv_cache {
 
-// num_rows rows of dim >= 1 elements. Element d of row i lies at  i * row_stride + d / step * word_stride + d % step, all in
-// elements. step is 1, or 2 for the pairs of a transposed page; dim is then even.
+// num_rows rows of dim >= 1 elements. Element d of row i lies at  i * row_stride + d / step * word_stride + d % step,
+// all in elements. step is 1, or 2 for the pairs of a transposed page; dim is then even.
 struct RowsView {
   int64_t row_stride, word_stride, step;
 };

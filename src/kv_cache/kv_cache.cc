@@ -38,13 +38,15 @@ void copy_piece(CopyRowsKernel copy_rows, const Pages& from, const Pages& to, in
                 int64_t begin, int64_t end) {
   if (from.dim() == 0) return;
   for (int64_t head = 0; head < num_heads; ++head) {
-    for (int64_t row = begin; row < end; ++row) {
-      copy_rows({.num_rows = 1,
+    for (int64_t row = begin; row < end;) {
+      const int64_t count = from.even_rows(row, to.even_rows(row, end - row));
+      copy_rows({.num_rows = count,
                  .dim = from.dim(),
                  .from = from.at(block, row) + from.head_offset_bytes(head),
-                 .from_view = from.view(),
+                 .from_view = from.rows_view(),
                  .to = to.writable_at(block, row) + to.head_offset_bytes(head),
-                 .to_view = to.view()});
+                 .to_view = to.rows_view()});
+      row += count;
     }
   }
 }
@@ -100,7 +102,7 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
                  .from = start(from, t * from.strides[0]),
                  .from_view = {.row_stride = from.strides[1], .word_stride = from.strides[2], .step = 1},
                  .to = to.writable_at(slot / sizes.block_size, slot % sizes.block_size),
-                 .to_view = to.view()});
+                 .to_view = to.heads_view()});
     };
     const int64_t num_tasks = std::clamp<int64_t>(elements / kTaskElements, 1, kMaxScatterTasks);
     context.impl().pool.parallel_for(num_tasks, [&](int64_t task, int) {

@@ -422,6 +422,26 @@ TEST(Convert, EqualsTheReferenceInEveryContext) {
   }
 }
 
+// Without conversion squares of words are transposed, and value rows paired: every size around a vector, each way.
+TEST(Convert, EverySizeAroundAVector) {
+  Random random(test::seed());
+  for (const TestContext& t : contexts_with_threads(1)) {
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      for (int64_t words : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47}) {
+        const int64_t step = dtype == DType::bf16 ? 2 : 1;
+        const PageSizes sizes = {
+            .num_blocks = 1, .block_size = 32, .num_kv_heads = 2, .head_dim = words * step, .value_head_dim = words};
+        const TestCache norm(PageLayout::norm, dtype, sizes, random.chance(0.2), random);
+        const TestCache panels(PageLayout::panel32, dtype, sizes, random.chance(0.5), random);
+        const TestCache back(PageLayout::norm, dtype, sizes, random.chance(0.2), random);
+        check_convert(t, norm, panels);
+        check_convert(t, panels, back);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // There and back: every bit pattern, also those of NaN.
 TEST(Convert, ThereAndBackKeepsAllBits) {
   const PageSizes sizes = {.num_blocks = 16, .block_size = 64, .num_kv_heads = 2, .head_dim = 32, .value_head_dim = 32};

@@ -4,7 +4,7 @@
 //   const PageSizes sizes = check_pages(check, layout, "key_cache", key_cache, "value_cache", value_cache);
 //   if (!check.ok()) return check.status();
 //   const Pages keys(layout, PageSide::key, key_cache);
-//   keys.at(block, row)      // the row's first element in head 0; the other heads and elements as keys.view() says
+//   keys.at(block, row)      // the row's first element in head 0; the other heads and elements as heads_view() says
 #pragma once
 
 #include <cstdint>
@@ -48,9 +48,17 @@ class Pages {
   }
   // In memory that may be written: the tensor was a Tensor.
   char* writable_at(int64_t block, int64_t row) const { return const_cast<char*>(at(block, row)); }
-  // The heads of a row.
-  const RowsView& view() const { return view_; }
+  // The heads of a row, seen as rows.
+  const RowsView& heads_view() const { return view_; }
   int64_t head_offset_bytes(int64_t head) const { return element_bytes_ * head * view_.row_stride; }
+  // The rows of a head: those from `row` on, at most `count`, that lie at a fixed distance.
+  RowsView rows_view() const {
+    return {
+        .row_stride = group_ == 1 ? group_stride_ : row_stride_, .word_stride = view_.word_stride, .step = view_.step};
+  }
+  int64_t even_rows(int64_t row, int64_t count) const {
+    return group_ == 1 || group_ - row % group_ > count ? count : group_ - row % group_;
+  }
   int64_t dim() const { return dim_; }
   DType dtype() const { return dtype_; }
 
