@@ -70,14 +70,15 @@ AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
 }
 
 // Keys per tile. The tile's packed K and V should take a quarter of L2: the next tile is being fetched meanwhile, and
-// query, output and scores want room. The scores of one register tile should stay in L1 with room for a panel; larger
-// tiles have fewer softmax steps (bf16, head_dim 64: 512 keys 80.0 %, 768 keys 81.8 % of peak).
+// query, output and scores want room. The scores of one register tile may outgrow L1 a little, since they are written
+// and read once in order, and larger tiles have fewer softmax steps (bf16, head_dim 64: 512 keys 79.4 %, 768 keys
+// 80.0 %, 1024 keys 80.9 % of peak).
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t key_bytes = (p.head_dim + p.value_head_dim) * g.word_bytes / g.step;
   const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;
-  const int64_t by_l1 = m.cache.l1d_bytes * 4 / 5 / (g.tile_rows * g.accumulator_bytes);
+  const int64_t by_l1 = m.cache.l1d_bytes * 6 / 5 / (g.tile_rows * g.accumulator_bytes);
   const int64_t keys = std::min(by_l2, by_l1) / g.panel * g.panel;
-  return std::min(std::clamp<int64_t>(keys, g.panel, 768), round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
+  return std::min(std::clamp<int64_t>(keys, g.panel, 1024), round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
 }
 
 // Rows per task: enough that reading a tile from L2 or L3 costs little beside multiplying it (96 rows: 384 cycles of
