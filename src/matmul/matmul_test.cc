@@ -251,6 +251,34 @@ TEST(Matmul, MultipliesExactlyTheDequantisedWeights) {
   }
 }
 
+// Infinity minus infinity must not occur on the way to a value: d * (q - 8) is not d * q - 8 * d.
+TEST(Matmul, InfiniteScalesGiveInfinity) {
+  constexpr int64_t kN = 20, kK = 512;
+  for (QuantFormat format : kQuantFormats) {
+    if (block_values(format) == 1) continue;
+    const bool with_minimum = format == QuantFormat::q4_1 || format == QuantFormat::q5_1 ||
+                              format == QuantFormat::q4_k || format == QuantFormat::q5_k;
+    // All bits set: no value is zero, all have one sign.
+    const int64_t blocks = kN * kK / block_values(format);
+    std::vector<unsigned char> bytes(static_cast<size_t>(blocks * block_bytes(format)), 0xff);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint16_t infinity = 0x7c00, one = 0x3c00;
+      std::memcpy(&bytes[static_cast<size_t>(b * block_bytes(format) + test::scale_offset(format))], &infinity, 2);
+      if (with_minimum) std::memcpy(&bytes[static_cast<size_t>(b * block_bytes(format) + 2)], &one, 2);
+    }
+    const Weight weight(format, kN, kK, bytes);
+    for (const TestContext& t : contexts_with_threads(1)) {
+      for (int64_t m : {1, 12}) {
+        std::vector<float> x(static_cast<size_t>(m * kK), 1.0f), out(static_cast<size_t>(m * kN));
+        ASSERT_TRUE(matmul(t.context, Tensor::contiguous(DType::f32, {m, kK}, x.data()), weight.packed,
+                           Tensor::contiguous(DType::f32, {m, kN}, out.data()))
+                        .ok());
+        for (float value : out) ASSERT_TRUE(std::isinf(value)) << t.name << ", " << to_string(format) << ": " << value;
+      }
+    }
+  }
+}
+
 TEST(Matmul, NonFiniteRowsStayAlone) {
   Random random(test::seed());
   constexpr int64_t kN = 40, kK = 256;
