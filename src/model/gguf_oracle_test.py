@@ -11,7 +11,7 @@ import pytest
 PROGRAM = os.environ.get("OPST_PROGRAM", "")
 pytestmark = pytest.mark.skipif(not os.path.exists(PROGRAM), reason="OPST_PROGRAM names no file: build first")
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 2, 4, 2, 32, 192, 64
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 2, 8, 2, 32, 256, 64
 WIDTH = HEADS * HEAD_DIM
 EPS, THETA = 1e-5, 10000.0
 Q = gguf.GGMLQuantizationType
@@ -27,9 +27,25 @@ def byte_alphabet():
 TOKENS = ["<|end|>"] + [byte_alphabet()[byte] for byte in range(256)] + ["aa"]
 
 
+# Offset of the scale d; spread of the values where d = 1; factor of the minimums (at offset 2) where d = 1, for a mean of about 0.
+SUPER_BLOCKS = {Q.Q4_K: (0, 255, 7.5), Q.Q5_K: (0, 520, 15.5), Q.Q6_K: (208, 1369, None)}
+
+
+def random_super_blocks(rng, shape, kind):
+    """Rows of random bits with scales of the right size, since the package cannot quantise to these types."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    offset, spread, minimum = SUPER_BLOCKS[kind]
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // values, size), dtype=np.uint8)
+    d = 2 / np.sqrt(shape[1]) / spread * rng.uniform(0.5, 1.5, blocks.shape[:2])
+    blocks[..., offset : offset + 2] = d.astype("<f2")[..., None].view(np.uint8)
+    if minimum is not None:
+        blocks[..., 2:4] = (d * minimum).astype("<f2")[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def matrices(rng):
     """Name -> (quantised rows, type, the float32 matrix they stand for)."""
-    types = [Q.Q4_1, Q.Q8_0, Q.F16, Q.F32]
+    types = [Q.Q4_1, Q.Q8_0, Q.F16, Q.F32, Q.Q4_0, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K]
     shapes = {"token_embd": (len(TOKENS), WIDTH)}
     for layer in range(LAYERS):
         shapes |= {
@@ -43,9 +59,13 @@ def matrices(rng):
         }
     made = {}
     for i, (name, shape) in enumerate(shapes.items()):
-        values = (rng.standard_normal(shape) * 2 / np.sqrt(shape[1])).astype(np.float32)
-        rows = gguf.quants.quantize(values, types[i % 4])
-        made[name + ".weight"] = (rows, types[i % 4], gguf.quants.dequantize(rows, types[i % 4]))
+        kind = types[i % len(types)]
+        if kind in SUPER_BLOCKS:
+            rows = random_super_blocks(rng, shape, kind)
+        else:
+            values = (rng.standard_normal(shape) * 2 / np.sqrt(shape[1])).astype(np.float32)
+            rows = gguf.quants.quantize(values, kind)
+        made[name + ".weight"] = (rows, kind, gguf.quants.dequantize(rows, kind))
     return made
 
 
