@@ -5,10 +5,6 @@
 #include <cstring>
 #include <unordered_set>
 
-#include "opst/attention.h"
-#include "opst/kv_cache.h"
-#include "opst/rowwise.h"
-
 namespace opst::model {
 
 #define OPST_TRY(call) \
@@ -162,23 +158,6 @@ class TensorSource {
   std::unordered_set<std::string_view> taken_;
 };
 
-ConstTensor vector_view(const Buffer& buffer, int64_t size) { return buffer.tensor(DType::f32, {size}); }
-
-// [rows, heads * dim] as [rows, heads, dim]
-Tensor by_heads(const Tensor& matrix, int64_t rows, int64_t num_heads, int64_t head_dim) {
-  return Tensor::contiguous(matrix.dtype, {rows, num_heads, head_dim}, matrix.data);
-}
-
-// [rows, heads, dim] as [1, heads, rows, dim]
-template <bool kConst>
-BasicTensor<kConst> as_batch(const BasicTensor<kConst>& rows_heads_dim) {
-  BasicTensor<kConst> view = rows_heads_dim.transposed(0, 1);
-  for (int i = view.rank; i > 0; --i) view.shape[i] = view.shape[i - 1], view.strides[i] = view.strides[i - 1];
-  view.shape[0] = 1;
-  ++view.rank;
-  return view;
-}
-
 }  // namespace
 
 Result<LlamaConfig> read_llama_config(const GgufFile& file) {
@@ -294,67 +273,168 @@ Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& mo
     return Status::invalid_argument(std::string("kv_dtype is ") + to_string(options.kv_dtype) +
                                     ", must be f32, bf16 or f16");
   }
-  LlamaSession session(context, model, options);
+  Result<Graph> layers = Graph::create("layers");
+  if (!layers.ok()) return layers.status();
+  Result<Graph> head = Graph::create("logits");
+  if (!head.ok()) return head.status();
+  LlamaSession session(context, model, options, std::move(layers.value()), std::move(head.value()));
   session.options_.prefill_chunk = std::min(options.prefill_chunk, options.context);
   session.options_.block_size = std::min(options.block_size, options.context);
   session.options_.logit_rows = std::min(options.logit_rows, session.options_.prefill_chunk);
-  OPST_TRY(session.allocate());
+  OPST_TRY(session.build_layers());
+  OPST_TRY(session.build_head());
   return session;
 }
 
-Status LlamaSession::allocate() {
+Status LlamaSession::allocate(DType dtype, std::initializer_list<int64_t> shape, Tensor& tensor) {
+  int64_t bytes = size_bytes(dtype);
+  for (const int64_t size : shape) bytes *= size;
+  Result<Buffer> buffer = Buffer::allocate(bytes);
+  if (!buffer.ok()) return buffer.status();
+  tensor = buffer.value().tensor(dtype, shape);
+  buffers_.push_back(std::move(buffer.value()));
+  return {};
+}
+
+// What all layers of a step share.
+struct StepValues {
+  Graph::RopeTable rope;
+  Value slots;
+  Graph::Pages pages;  // of a paged cache
+};
+
+namespace {
+
+// Adds external values to a graph together with what they are bound to, and keeps the first failure.
+class Binder {
+ public:
+  explicit Binder(Graph& graph) : graph_(graph) {}
+
+  Value vector(const std::string& name, const Buffer& buffer, int64_t size) {
+    return bound(graph_.input(name, DType::f32, {size}), ConstTensor(buffer.tensor(DType::f32, {size})));
+  }
+  Value weight(const std::string& name, const PackedWeight& weight) {
+    return bound(graph_.weight(name, weight.n(), weight.k()), weight);
+  }
+  template <class T>
+  Value bound(Value value, const T& to) {
+    if (Status status = graph_.bind(value, to); !status.ok() && status_.ok()) status_ = std::move(status);
+    return value;
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  Graph& graph_;
+  Status status_;
+};
+
+}  // namespace
+
+Status LlamaSession::build_layers() {
   const LlamaConfig& c = model_->config();
   const int64_t chunk = options_.prefill_chunk;
-  const auto take = [&](DType dtype, std::initializer_list<int64_t> shape, Tensor& tensor) -> Status {
-    int64_t bytes = size_bytes(dtype);
-    for (const int64_t size : shape) bytes *= size;
-    Result<Buffer> buffer = Buffer::allocate(bytes);
-    if (!buffer.ok()) return buffer.status();
-    tensor = buffer.value().tensor(dtype, shape);
-    buffers_.push_back(std::move(buffer.value()));
-    return {};
-  };
-  const int64_t query_width = c.num_heads * c.head_dim, kv_width = c.num_kv_heads * c.head_dim;
-  OPST_TRY(take(DType::f32, {chunk, c.width}, hidden_));
-  OPST_TRY(take(DType::f32, {chunk, c.width}, normed_));
-  OPST_TRY(take(DType::f32, {chunk, query_width}, query_));
-  OPST_TRY(take(DType::f32, {chunk, query_width}, attended_));
-  OPST_TRY(take(DType::f32, {chunk, kv_width}, key_));
-  OPST_TRY(take(DType::f32, {chunk, kv_width}, value_));
-  OPST_TRY(take(DType::f32, {chunk, c.ffn_size}, gate_));
-  OPST_TRY(take(DType::f32, {chunk, c.ffn_size}, up_));
-  OPST_TRY(take(DType::f32, {options_.logit_rows, c.vocab_size}, logits_));
-  OPST_TRY(take(DType::f32, {chunk, c.rope_dims / 2}, cos_));
-  OPST_TRY(take(DType::f32, {chunk, c.rope_dims / 2}, sin_));
-  OPST_TRY(take(DType::i64, {chunk}, tokens_));
-  OPST_TRY(take(DType::i64, {chunk}, positions_));
-  OPST_TRY(take(DType::i64, {chunk}, slots_));
+  OPST_TRY(allocate(DType::f32, {chunk, c.width}, hidden_));
+  for (Tensor* tensor : {&tokens_, &positions_, &slots_}) OPST_TRY(allocate(DType::i64, {chunk}, *tensor));
+
+  Graph& g = layers_;
+  Binder binder(g);
+  rows_ = g.dim("rows", chunk);
+  kv_len_ = g.dim("kv_len", options_.context);
+  StepValues step;
+  const Value tokens = binder.bound(g.input("tokens", DType::i64, {rows_}), tokens_);
+  const Value positions = binder.bound(g.input("positions", DType::i64, {rows_}), positions_);
+  step.slots = binder.bound(g.input("slots", DType::i64, {rows_}), slots_);
 
   block_size_ = options_.context;
   if (options_.cache == CacheKind::paged) {
     block_size_ = options_.block_size;
     num_blocks_ = (options_.context + block_size_ - 1) / block_size_;
     OPST_TRY(supports(PageLayout::norm, options_.kv_dtype, block_size_));
-    OPST_TRY(take(DType::i64, {1, num_blocks_}, block_table_));
-    OPST_TRY(take(DType::i64, {1}, kv_lengths_));
+    OPST_TRY(allocate(DType::i64, {1, num_blocks_}, block_table_));
+    OPST_TRY(allocate(DType::i64, {1}, kv_lengths_));
     // The sequence takes blocks from the end of the pool, so that its order is not memory's.
     for (int64_t i = 0; i < num_blocks_; ++i) static_cast<int64_t*>(block_table_.data)[i] = num_blocks_ - 1 - i;
+    step.pages = {binder.bound(g.input("block_table", DType::i64, {1, num_blocks_}), block_table_),
+                  binder.bound(g.input("kv_lengths", DType::i64, {1}), kv_lengths_), kv_len_};
   }
-  for (int64_t i = 0; i < c.num_layers; ++i) {
-    LayerCache cache;
-    OPST_TRY(take(options_.kv_dtype, {num_blocks_, block_size_, c.num_kv_heads, c.head_dim}, cache.key));
-    OPST_TRY(take(options_.kv_dtype, {num_blocks_, block_size_, c.num_kv_heads, c.head_dim}, cache.value));
-    caches_.push_back(cache);
-  }
-  return {};
+
+  Value hidden = g.lookup_rows("embedding", binder.weight("token_embd.weight", model_->embedding_), tokens);
+  step.rope = g.rope_table("rope", positions, c.rope_dims / 2, {.theta = c.rope_theta});
+  for (int64_t i = 0; i < c.num_layers; ++i) OPST_TRY(add_layer(i, step, hidden));
+  g.output("hidden", hidden);
+  binder.bound(hidden, hidden_);
+  OPST_TRY(binder.status());
+  return g.setup(context_->machine());
 }
 
-int64_t LlamaSession::kv_cache_bytes() const {
-  int64_t bytes = 0;
-  for (const LayerCache& cache : caches_) {
-    bytes += (cache.key.num_elements() + cache.value.num_elements()) * size_bytes(options_.kv_dtype);
+Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hidden) {
+  const LlamaConfig& c = model_->config();
+  const LlamaModel::Layer& layer = model_->layers_[static_cast<size_t>(index)];
+  const std::string name = "blk." + str(index) + ".";
+  Graph& g = layers_;
+  Binder binder(g);
+  const auto project = [&](const char* what, Value x, const PackedWeight& weight) {
+    return g.matmul(name + what, x, binder.weight(name + what + ".weight", weight));
+  };
+  const auto norm = [&](const char* what, Value x, const Buffer& weight) {
+    return g.rms_norm(name + what, x, binder.vector(name + what + ".weight", weight, c.width), {.eps = c.rms_eps});
+  };
+  const auto by_heads = [&](Value x, int64_t num_heads) { return g.view(x, {rows_, num_heads, c.head_dim}); };
+  const auto turned = [&](const char* what, Value x) {
+    return g.rope(name + what, x, step.rope, {.style = RopeStyle::pairs});
+  };
+
+  Value x = norm("attn_norm", hidden, layer.attention_norm);
+  const Value query = turned("rope_q", by_heads(project("attn_q", x, layer.query), c.num_heads));
+  const Value key = turned("rope_k", by_heads(project("attn_k", x, layer.key), c.num_kv_heads));
+  const Value value = by_heads(project("attn_v", x, layer.value), c.num_kv_heads);
+
+  Value caches[2];
+  for (int i = 0; i < 2; ++i) {
+    Tensor cache;
+    OPST_TRY(allocate(options_.kv_dtype, {num_blocks_, block_size_, c.num_kv_heads, c.head_dim}, cache));
+    kv_cache_bytes_ += cache.num_elements() * size_bytes(cache.dtype);
+    const Shape shape = {num_blocks_, block_size_, c.num_kv_heads, c.head_dim};
+    caches[i] = binder.bound(g.cache(name + (i == 0 ? "key_cache" : "value_cache"), cache.dtype, shape), cache);
   }
-  return bytes;
+  g.scatter_pa_kv_cache(name + "write_kv", key, value, step.slots, caches[0], caches[1]);
+  Value attended;
+  if (options_.cache == CacheKind::paged) {
+    attended = g.paged_attention(name + "attention", query, caches[0], caches[1], step.pages, {.causal = true});
+  } else {
+    const Shape seen = {kv_len_, c.num_kv_heads, c.head_dim};
+    attended =
+        g.attention(name + "attention", query, g.view(caches[0], seen), g.view(caches[1], seen), {.causal = true});
+  }
+  attended = g.view(attended, {rows_, c.num_heads * c.head_dim});
+  hidden = g.add(name + "attn_sum", hidden, project("attn_output", attended, layer.attention_output));
+
+  x = norm("ffn_norm", hidden, layer.ffn_norm);
+  const Value gate = project("ffn_gate", x, layer.gate), up = project("ffn_up", x, layer.up);
+  hidden = g.add(name + "ffn_sum", hidden, project("ffn_down", g.swiglu(name + "swiglu", gate, up), layer.down));
+  return binder.status();
+}
+
+Status LlamaSession::build_head() {
+  const LlamaConfig& c = model_->config();
+  OPST_TRY(allocate(DType::f32, {options_.logit_rows, c.vocab_size}, logits_));
+  Binder binder(head_);
+  logit_rows_ = head_.dim("logit_rows", options_.logit_rows);
+  head_hidden_ = binder.bound(head_.input("hidden", DType::f32, {logit_rows_, c.width}), hidden_);
+  const Value x =
+      head_.rms_norm("output_norm", head_hidden_, binder.vector("output_norm.weight", model_->output_norm_, c.width),
+                     {.eps = c.rms_eps});
+  const Value logits = head_.matmul("output", x, binder.weight("output.weight", model_->output()));
+  head_.output("logits", logits);
+  binder.bound(logits, logits_);
+  OPST_TRY(binder.status());
+  return head_.setup(context_->machine());
+}
+
+Status LlamaSession::size_graphs(int64_t tokens, int64_t kv_len) {
+  OPST_TRY(layers_.set(rows_, tokens));
+  OPST_TRY(layers_.set(kv_len_, kv_len));
+  return head_.set(logit_rows_, 1);
 }
 
 Status LlamaSession::check(std::span<const int32_t> tokens) const {
@@ -430,59 +510,17 @@ Status LlamaSession::run_layers(std::span<const int32_t> tokens) {
   }
   if (options_.cache == CacheKind::paged) *static_cast<int64_t*>(kv_lengths_.data) = position_ + n;
 
-  OPST_TRY(lookup_rows(*context_, model_->embedding_, tokens_.narrowed(0, 0, n), hidden_.narrowed(0, 0, n)));
-  OPST_TRY(rope_table(*context_, positions_.narrowed(0, 0, n), cos_.narrowed(0, 0, n), sin_.narrowed(0, 0, n),
-                      {.theta = model_->config().rope_theta}));
-  for (size_t i = 0; i < caches_.size(); ++i) OPST_TRY(run_layer(model_->layers_[i], caches_[i], n));
+  OPST_TRY(layers_.set(rows_, n));
+  OPST_TRY(layers_.set(kv_len_, position_ + n));
+  OPST_TRY(layers_.execute(*context_, listener_));
   position_ += n;
   return {};
 }
 
-Status LlamaSession::run_layer(const LlamaModel::Layer& layer, const LayerCache& cache, int64_t n) {
-  const LlamaConfig& c = model_->config();
-  Context& context = *context_;
-  const auto rows = [n](const Tensor& tensor) { return tensor.narrowed(0, 0, n); };
-  const Tensor hidden = rows(hidden_), normed = rows(normed_);
-  const Tensor query = by_heads(query_, n, c.num_heads, c.head_dim);
-  const Tensor key = by_heads(key_, n, c.num_kv_heads, c.head_dim);
-  const Tensor value = by_heads(value_, n, c.num_kv_heads, c.head_dim);
-  const Tensor attended = by_heads(attended_, n, c.num_heads, c.head_dim);
-
-  OPST_TRY(rms_norm(context, hidden, vector_view(layer.attention_norm, c.width), normed, {.eps = c.rms_eps}));
-  OPST_TRY(matmul(context, normed, layer.query, rows(query_)));
-  OPST_TRY(matmul(context, normed, layer.key, rows(key_)));
-  OPST_TRY(matmul(context, normed, layer.value, rows(value_)));
-  OPST_TRY(rope(context, query, rows(cos_), rows(sin_), query, {.style = RopeStyle::pairs}));
-  OPST_TRY(rope(context, key, rows(cos_), rows(sin_), key, {.style = RopeStyle::pairs}));
-  OPST_TRY(scatter_pa_kv_cache(context, key, value, rows(slots_), cache.key, cache.value));
-
-  AttentionInputs inputs{.query = as_batch(query), .key = cache.key, .value = cache.value};
-  if (options_.cache == CacheKind::paged) {
-    inputs.block_table = block_table_;
-    inputs.kv_lengths = kv_lengths_;
-  } else {
-    const int64_t kv_len = position_ + n;
-    inputs.key = as_batch(cache.key.selected(0, 0).narrowed(0, 0, kv_len));
-    inputs.value = as_batch(cache.value.selected(0, 0).narrowed(0, 0, kv_len));
-  }
-  OPST_TRY(flash_attention_forward(context, inputs, {.out = as_batch(attended)}, {.causal = true}));
-  OPST_TRY(matmul(context, rows(attended_), layer.attention_output, normed));
-  OPST_TRY(add(context, hidden, normed, hidden));
-
-  OPST_TRY(rms_norm(context, hidden, vector_view(layer.ffn_norm, c.width), normed, {.eps = c.rms_eps}));
-  OPST_TRY(matmul(context, normed, layer.gate, rows(gate_)));
-  OPST_TRY(matmul(context, normed, layer.up, rows(up_)));
-  OPST_TRY(swiglu(context, rows(gate_), rows(up_), rows(gate_)));
-  OPST_TRY(matmul(context, rows(gate_), layer.down, normed));
-  return add(context, hidden, normed, hidden);
-}
-
 Status LlamaSession::compute_logits(int64_t begin, int64_t count) {
-  const LlamaConfig& c = model_->config();
-  const Tensor normed = normed_.narrowed(0, 0, count);
-  OPST_TRY(rms_norm(*context_, hidden_.narrowed(0, begin, count), vector_view(model_->output_norm_, c.width), normed,
-                    {.eps = c.rms_eps}));
-  return matmul(*context_, normed, model_->output(), logits_.narrowed(0, 0, count));
+  OPST_TRY(head_.bind(head_hidden_, hidden_.narrowed(0, begin, count)));
+  OPST_TRY(head_.set(logit_rows_, count));
+  return head_.execute(*context_, listener_);
 }
 
 }  // namespace opst::model

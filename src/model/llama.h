@@ -6,6 +6,8 @@
 //                 x = rms_norm(h);  h += Wdown (silu(Wgate x) * Wup x)
 //   logits = Woutput rms_norm(h)                                    Woutput = output.weight, else token_embd.weight
 //
+// Each session has this as two graphs (opst/graph.h), from tokens to the last layer's h and from h to logits.
+//
 // Rope turns adjacent pairs (the files store Q and K rows in that order), positions count from 0. Arithmetic is f32 on
 // exactly dequantised weights.
 //
@@ -14,6 +16,7 @@
 //   Result<std::span<const float>> logits = session.value().feed(prompt);
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -22,6 +25,7 @@
 
 #include "model/gguf.h"
 #include "opst/context.h"
+#include "opst/graph.h"
 #include "opst/matmul.h"
 #include "opst/tensor.h"
 
@@ -105,22 +109,32 @@ class LlamaSession {
   int64_t position() const { return position_; }
   int64_t context() const { return options_.context; }
   const LlamaConfig& config() const { return model_->config(); }
-  int64_t kv_cache_bytes() const;
+  int64_t kv_cache_bytes() const { return kv_cache_bytes_; }
   // Starts an empty sequence.
   void reset() { position_ = 0; }
+  // Forgets the tokens from `position` on; position <= position().
+  void rewind(int64_t position) { position_ = std::min(position, position_); }
+
+  // Is told about every node that runs from now on; null: nobody. Must outlive the session or be taken off.
+  void set_listener(NodeListener* listener) { listener_ = listener; }
+  // The graphs, at the sizes of the last call of feed or of size_graphs.
+  const Graph& layers_graph() const { return layers_; }
+  const Graph& logits_graph() const { return head_; }
+  // Sizes the graphs for a step of `tokens` tokens, the last of which sees `kv_len` keys, and for logits of one row.
+  Status size_graphs(int64_t tokens, int64_t kv_len);
 
  private:
-  struct LayerCache {
-    Tensor key, value;  // [num_blocks, block_size, num_kv_heads, head_dim]; contiguous: one block
-  };
-  LlamaSession(Context& context, const LlamaModel& model, const SessionOptions& options)
-      : context_(&context), model_(&model), options_(options) {}
+  LlamaSession(Context& context, const LlamaModel& model, const SessionOptions& options, Graph layers, Graph head)
+      : context_(&context), model_(&model), options_(options), layers_(std::move(layers)), head_(std::move(head)) {}
 
-  Status allocate();
+  Status allocate(DType dtype, std::initializer_list<int64_t> shape, Tensor& tensor);
+  Status build_layers();
+  // The decoder layer on `hidden`, which becomes its result.
+  Status add_layer(int64_t index, const struct StepValues& step, Value& hidden);
+  Status build_head();
   Status check(std::span<const int32_t> tokens) const;
   // Runs up to prefill_chunk tokens through all layers; their hidden states are then in hidden_.
   Status run_layers(std::span<const int32_t> tokens);
-  Status run_layer(const LlamaModel::Layer& layer, const LayerCache& cache, int64_t num_tokens);
   // Logits of rows [begin, begin + count) of hidden_ into logits_.
   Status compute_logits(int64_t begin, int64_t count);
 
@@ -128,14 +142,17 @@ class LlamaSession {
   const LlamaModel* model_;
   SessionOptions options_;
   int64_t position_ = 0;
+  NodeListener* listener_ = nullptr;
+
+  // Tokens, positions and slots [rows] -> hidden [rows, width]; hidden [logit_rows, width] -> logits.
+  Graph layers_, head_;
+  Dim rows_, kv_len_, logit_rows_;
+  Value head_hidden_;
 
   std::vector<Buffer> buffers_;
-  std::vector<LayerCache> caches_;
-  int64_t num_blocks_ = 1, block_size_ = 0;
-  // [prefill_chunk, columns] each
-  Tensor hidden_, normed_, query_, key_, value_, attended_, gate_, up_;
-  Tensor logits_;                      // [logit_rows, vocab_size]
-  Tensor cos_, sin_;                   // [prefill_chunk, rope_dims / 2]
+  int64_t num_blocks_ = 1, block_size_ = 0, kv_cache_bytes_ = 0;
+  Tensor hidden_;                      // f32 [prefill_chunk, width]
+  Tensor logits_;                      // f32 [logit_rows, vocab_size]
   Tensor tokens_, positions_, slots_;  // i64 [prefill_chunk]
   Tensor block_table_, kv_lengths_;    // i64 [1, num_blocks], [1]; paged only
 };
