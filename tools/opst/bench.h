@@ -1,4 +1,4 @@
-// opst bench, check and plan have a subcommand per operator.
+// opst bench, check and plan have a subcommand per operator, and for a whole model.
 #pragma once
 
 #include "command.h"
@@ -6,7 +6,9 @@
 namespace opst::tools {
 
 void add_bench_attention(CLI::App& bench);
+void add_bench_model(CLI::App& bench);
 void add_check_attention(CLI::App& check);
 void add_plan_attention(CLI::App& plan);
+void add_plan_model(CLI::App& plan);
 
 }  // namespace opst::tools

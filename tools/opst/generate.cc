@@ -12,6 +12,7 @@
 #include "model/utf8.h"
 #include "model_options.h"
 #include "prompt_options.h"
+#include "trace.h"
 
 namespace opst::tools {
 
@@ -30,6 +31,7 @@ struct Options {
   SessionArguments session_arguments;
   std::string cache = "contiguous";
   int num_threads = 0;
+  std::string trace_path;
   bool json = false;
 };
 
@@ -85,12 +87,17 @@ void run(Options& options) {
   const model::Tokenizer tokenizer = std::move(file->tokenizer);
   file.reset();
   model::LlamaSession session = value_or_fail(model::LlamaSession::create(context, weights, options.session));
+  Trace trace;
+  if (!options.trace_path.empty()) session.set_listener(&trace);
   const double load_ms =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - load_start).count();
 
   const auto on_text = [&](std::string_view piece) { return options.json ? Status() : try_write_output(piece); };
   const model::Generation generation =
       value_or_fail(model::generate(session, tokenizer, ids, options.generate, on_text));
+  if (!options.trace_path.empty()) {
+    if (const Status status = trace.write(options.trace_path); !status.ok()) run_error(status.message());
+  }
   if (options.json) {
     nlohmann::ordered_json json = {{"prompt_tokens", ids.size()}};
     json.update(to_json(generation));
@@ -146,6 +153,10 @@ void add_generate(CLI::App& app) {
       ->check(at_least(1))
       ->type_name("N")
       ->capture_default_str();
+  command
+      ->add_option("--trace", options->trace_path,
+                   "Write when each node of the model's graph ran, for chrome://tracing or ui.perfetto.dev")
+      ->type_name("FILE");
   command->add_flag("--json", options->json, "Print one JSON object at the end instead of the text as it grows");
   options->sampling.add_to(*command);
   command->callback([options] { run(*options); });

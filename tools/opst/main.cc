@@ -38,13 +38,15 @@ int main(int argc, char** argv) {
   opst::tools::add_perplexity(app);
   opst::tools::add_tokenize(app);
   opst::tools::add_info(app);
-  CLI::App* bench = app.add_subcommand("bench", "Measure an operator");
+  CLI::App* bench = app.add_subcommand("bench", "Measure an operator, or a model");
   CLI::App* check = app.add_subcommand("check", "Compare an operator with float64");
-  CLI::App* plan = app.add_subcommand("plan", "Explain what an operator would do");
+  CLI::App* plan = app.add_subcommand("plan", "Explain what an operator, or a model, would do");
   for (CLI::App* parent : {bench, check, plan}) parent->require_subcommand(1);
   opst::tools::add_bench_attention(*bench);
+  opst::tools::add_bench_model(*bench);
   opst::tools::add_check_attention(*check);
   opst::tools::add_plan_attention(*plan);
+  opst::tools::add_plan_model(*plan);
   try {
     app.parse(argc, argv);
     if (app.get_subcommands().empty()) opst::tools::usage_error("a subcommand is required; see opst --help");
