@@ -40,7 +40,7 @@ void judge_everywhere(ProblemOptions p, Random& random, double share = 1) {
   for (const AttentionOptions& way : ways()) {
     p.options = given;
     p.options.path = way.path, p.options.block_q = way.block_q, p.options.block_kv = way.block_kv;
-    if (!random.chance(share)) continue;
+    if (!random.chance(share * kEffort)) continue;
     Problem problem(p, random);
     for (const TestContext& t : contexts_with_threads(2)) {
       ASSERT_EQ(problem.judge(problem.run(t.context), t.context), "");
@@ -184,7 +184,7 @@ void poison_everywhere(DType dtype, int64_t query_len, int64_t kv_len, bool caus
     p.ragged = random.chance(0.5);
     p.batch = p.ragged ? 2 : 1;
     for (const TestContext& t : contexts_with_threads(2)) {
-      if (!exhaustive() && !random.chance(0.12)) continue;
+      if (!exhaustive() && !random.chance(0.12 * kEffort)) continue;
       Problem problem(p, random);
       const Outcome clean = problem.run(t.context);
       ASSERT_EQ(problem.judge(clean, t.context), "");

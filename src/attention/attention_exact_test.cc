@@ -53,6 +53,7 @@ std::vector<double> expected_sets(int64_t query_len, int64_t kv_len, bool causal
 }
 
 TEST(AttentionProbe, EveryCausalRowSeesExactlyItsKeys) {
+  Random sample(seed());
   for (const int64_t query_len : {1, 2, 3, 5, 8, 13, 24, 40}) {
     for (const int64_t kv_len : {1, 2, 5, 7, 8, 16, 17, 23}) {
       for (const bool causal : {false, true}) {
@@ -63,8 +64,7 @@ TEST(AttentionProbe, EveryCausalRowSeesExactlyItsKeys) {
             p.options = way;
             p.options.causal = causal, p.options.alignment = alignment;
             Random random(1);
-            if (!exhaustive() && !Random(static_cast<uint64_t>(query_len * 100 + kv_len) ^ seed()).chance(0.3))
-              continue;
+            if (!exhaustive() && !sample.chance(0.3 * kEffort)) continue;
             Problem problem(p, random);
             fill_probe(problem);
             for (const TestContext& t : contexts_with_threads(2)) {
@@ -143,7 +143,7 @@ TEST(AttentionExact, HardChoicesOfIntegersAgreeOnAllLevels) {
         const Outcome expected = first.run(contexts().front().context);
         ASSERT_EQ(first.judge(expected, contexts().front().context), "");
         for (const AttentionOptions& way : ways()) {
-          if (!random.chance(0.3)) continue;
+          if (!random.chance(0.3 * kEffort)) continue;
           ProblemOptions other = p;
           other.options.path = way.path, other.options.block_q = way.block_q, other.options.block_kv = way.block_kv;
           Problem problem(other, random);
@@ -169,6 +169,7 @@ TEST(AttentionExact, ThreadsDoNotChangeABit) {
                              Shape{3, 4, 2, 97, 300}, Shape{1, 24, 1, 2, 2048}}) {
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64}) {
       for (const AttentionPath path : {AttentionPath::automatic, AttentionPath::standard}) {
+        if (!random.chance(kEffort)) continue;
         ProblemOptions p;
         p.query_dtype = p.kv_dtype = p.out_dtype = dtype;
         p.batch = shape.batch, p.num_heads = shape.heads, p.num_kv_heads = shape.kv_heads;

@@ -372,7 +372,7 @@ class Problem {
 
   AttentionInputs inputs;
   PageLayout layout = PageLayout::norm;  // of the pages that the judged outcome was computed from
-  double worst_ratio = 0;  // largest error / bound that judge saw
+  double worst_ratio = 0;                // largest error / bound that judge saw
 
  private:
   using ReferenceRow = attention::ReferenceRow;
@@ -422,6 +422,19 @@ class Problem {
   std::vector<ReferenceRow> naive_[4];  // by storage
   double largest_score_ = 0, typical_value_ = 0, flushed_ = 0;
 };
+
+// The share of the usual sample that is taken: code under a sanitizer is ten times as slow.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr double kEffort = 0.15;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+inline constexpr double kEffort = 0.15;
+#else
+inline constexpr double kEffort = 1;
+#endif
+#else
+inline constexpr double kEffort = 1;
+#endif
 
 // Everything, not a sample: OPST_EXHAUSTIVE=1.
 inline bool exhaustive() {

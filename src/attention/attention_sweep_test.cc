@@ -89,7 +89,7 @@ TEST_P(AttentionWalk, AgreesWithTheReferenceOnEveryLevel) {
   for (const Types& types : kTypes) {
     for (const int64_t size : GetParam().sizes) {
       for (const bool causal : {false, true}) {
-        if (!exhaustive() && !random.chance(0.4)) continue;
+        if (!exhaustive() && !random.chance(0.4 * kEffort)) continue;
         ProblemOptions p;
         p.query_dtype = types.query, p.kv_dtype = types.kv, p.out_dtype = types.out;
         p.num_heads = 2, p.query_len = 13, p.kv_len = 71, p.head_dim = 21, p.value_head_dim = 19;
@@ -150,7 +150,7 @@ ProblemOptions draw(Random& random) {
 
 TEST(AttentionSweep, RandomProblemsAgreeWithTheReferenceOnEveryLevel) {
   Random random(seed() + 1);
-  const int num_problems = exhaustive() ? 4000 : 300;
+  const int num_problems = exhaustive() ? 4000 : static_cast<int>(300 * kEffort);
   for (int i = 0; i < num_problems; ++i) {
     check(draw(random), random, 0.5);
     if (HasFatalFailure()) return;
@@ -168,7 +168,7 @@ TEST(AttentionSweep, LongSequencesAgreeOnSampledRows) {
         p.options.causal = causal;
         Problem problem(p, random);
         for (const TestContext& t : contexts_with_threads(2)) {
-          if (!exhaustive() && !random.chance(0.5)) continue;
+          if (!exhaustive() && !random.chance(0.5 * kEffort)) continue;
           ASSERT_EQ(problem.judge(problem.run(t.context), t.context, 12), "");
         }
       }
