@@ -163,17 +163,21 @@ TEST(AttentionCases, B23_ChunkedPrefillIsOneShot) {
 
 // The products overflow f16, the scaled scores do not overflow f32.
 TEST(AttentionCases, B34_ScoresBeyondF16) {
-  for (const auto& [head_dim, large, small] : {std::tuple(192, 20.0, 19.5), std::tuple(128, 256.0, 255.0)}) {
+  struct Case {
+    int64_t head_dim;
+    double large, small;
+  };
+  for (const Case& c : {Case{192, 20, 19.5}, Case{128, 256, 255}}) {
     ProblemOptions p;
     p.query_dtype = p.kv_dtype = p.out_dtype = DType::f16;
-    p.kv_len = 2, p.head_dim = head_dim;
+    p.kv_len = 2, p.head_dim = c.head_dim;
     expect_rows(
         p,
         [&](Problem& problem) {
-          for (int64_t d = 0; d < head_dim; ++d) {
-            set(problem.query(), d, large);
-            set(problem.key(), d, large);
-            set(problem.key(), head_dim + d, small);
+          for (int64_t d = 0; d < c.head_dim; ++d) {
+            set(problem.query(), d, c.large);
+            set(problem.key(), d, c.large);
+            set(problem.key(), c.head_dim + d, c.small);
           }
           set(problem.value(), 0, 1);
           set(problem.value(), 1, 2);
