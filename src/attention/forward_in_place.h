@@ -3,15 +3,14 @@
 // Computes   what forward.h computes, for at most one register tile of rows (decode: the query heads of one KV head)
 // Shapes     Q [rows <= kTileRows, head_dim] f32 words; keys and values as row pointers of T (f32, bf16, f16, f64)
 // Loop nest  for each tile of keys
-//              for each group of kLanes / R keys, R = 1, 2 or 4 rows: dot products over head_dim, kLanes accumulators,
-//                reduced together                          prefetches the key rows of the next tile
+//              for each 4 rows (or the 1 to 3 that are left), for each few keys: dot products over head_dim, kLanes
+//                accumulators, reduced together              prefetches the key rows of the next tile
 //              online softmax of rows x tile (forward.h)
-//              for each R rows, each 4 vectors of columns: O += p V row by row     prefetches the values of the next
-//              tile
+//              for each 4 rows, each 4 vectors of columns: O += p V row by row
+//                                                            prefetches the values of the next tile
 // Memory     scores [rows][tile] in L1; everything else is the stream of K and V: 2 flops per byte and row, so the loop
-// is
-//            bound by memory and the prefetches decide (none: half the rate of plain reading). K is fetched while K is
-//            read, V while V is read: with both in the first phase the second starves.
+//            is bound by memory and the prefetches decide (none: half the rate of plain reading). K is fetched while K
+//            is read, V while V is read: with both in the first phase the second starves.
 // Numerics   as forward.h, each dot product in one partial sum per lane. In a partial tile each row sums over its own
 //            visible keys only, so a hidden non-finite value cannot reach it.
 #pragma once
@@ -41,7 +40,7 @@ struct ForwardInPlace {
   template <int R>
   static OPST_NOINLINE void score_rows(const S* q, int64_t q_stride, int64_t head_dim, const KvTile& tile, S* scores,
                                        int64_t stride, bool prefetch) {
-    constexpr int kKeys = kLanes / R;
+    constexpr int kKeys = kLanes / (R == 3 ? 4 : R);
     const int64_t whole = head_dim / kLanes * kLanes, rest = head_dim - whole;
     const int64_t limit = prefetch ? tile.count + tile.rows_ahead : 0;
     for (int64_t j = 0; j < tile.count; j += kKeys) {
@@ -125,6 +124,26 @@ struct ForwardInPlace {
     }
   }
 
+  // Up to kMaxGroup rows at once: each key and value is read once for all of them.
+  template <int R = kMaxGroup>
+  static OPST_INLINE void score_group(int rows, const S* q, int64_t q_stride, int64_t head_dim, const KvTile& tile,
+                                      S* scores, int64_t stride, bool prefetch) {
+    if constexpr (R > 1) {
+      if (rows < R) return score_group<R - 1>(rows, q, q_stride, head_dim, tile, scores, stride, prefetch);
+    }
+    score_rows<R>(q, q_stride, head_dim, tile, scores, stride, prefetch);
+  }
+  template <int R = kMaxGroup>
+  static OPST_INLINE void weigh_group(int rows, const S* p, int64_t stride, const S* alpha, const KvTile& tile,
+                                      int64_t value_head_dim, S* out, int64_t out_stride, bool prefetch) {
+    if constexpr (R > 1) {
+      if (rows < R) {
+        return weigh_group<R - 1>(rows, p, stride, alpha, tile, value_head_dim, out, out_stride, prefetch);
+      }
+    }
+    weigh_rows<R>(p, stride, alpha, tile, 0, tile.count, value_head_dim, out, out_stride, prefetch);
+  }
+
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     const RowBlock rb{0, static_cast<int>(q.rows)};
     S* scores = static_cast<S*>(q.scores);
@@ -135,14 +154,9 @@ struct ForwardInPlace {
     typename Tiled::Exponents e;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
-      int i = 0;
-      for (; i + kMaxGroup <= rb.rows; i += kMaxGroup) {
-        score_rows<kMaxGroup>(query + i * q.query_stride, q.query_stride, q.head_dim, tile, scores + i * stride, stride,
-                              i == 0);
-      }
-      for (; i < rb.rows; ++i) {
-        score_rows<1>(query + i * q.query_stride, q.query_stride, q.head_dim, tile, scores + i * stride, stride,
-                      i == 0);
+      for (int i = 0; i < rb.rows; i += kMaxGroup) {
+        score_group(rb.rows - i, query + i * q.query_stride, q.query_stride, q.head_dim, tile, scores + i * stride,
+                    stride, i == 0);
       }
       const KeySpan span{.end = tile.count,
                          .width = (tile.count + kLanes - 1) / kLanes * kLanes,
@@ -151,7 +165,7 @@ struct ForwardInPlace {
       Tiled::raise_maxima(q, rb, row_max, e);
       Tiled::exponentiate(q, rb, span.width, scores, stride, e);
       if (tile.partial) {
-        for (i = 0; i < rb.rows; ++i) {
+        for (int i = 0; i < rb.rows; ++i) {
           int64_t begin = q.visible_begin[i] - tile.first_key, end = q.visible_end[i] - tile.first_key;
           begin = begin < 0 ? 0 : begin;
           end = end > tile.count ? tile.count : end < begin ? begin : end;
@@ -160,13 +174,9 @@ struct ForwardInPlace {
         }
         continue;
       }
-      for (i = 0; i + kMaxGroup <= rb.rows; i += kMaxGroup) {
-        weigh_rows<kMaxGroup>(scores + i * stride, stride, e.alpha + i, tile, 0, tile.count, q.value_head_dim,
-                              out + i * q.acc_stride, q.acc_stride, i == 0);
-      }
-      for (; i < rb.rows; ++i) {
-        weigh_rows<1>(scores + i * stride, stride, e.alpha + i, tile, 0, tile.count, q.value_head_dim,
-                      out + i * q.acc_stride, q.acc_stride, i == 0);
+      for (int i = 0; i < rb.rows; i += kMaxGroup) {
+        weigh_group(rb.rows - i, scores + i * stride, stride, e.alpha + i, tile, q.value_head_dim,
+                    out + i * q.acc_stride, q.acc_stride, i == 0);
       }
     }
   }
