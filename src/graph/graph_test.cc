@@ -237,7 +237,7 @@ TEST(Graph, RandomGraphsComputeWhatTheyShould) {
         c.expected[j] = std::remainder(2 * x - y, 64.0f);
       }
       NodeSpec spec;
-      spec.name = "c" + std::to_string(i);
+      spec.name = std::string("c").append(std::to_string(i));
       spec.op = "mix";
       // The input through a view now and then.
       const auto seen = [&](size_t k) {
