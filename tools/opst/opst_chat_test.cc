@@ -73,6 +73,7 @@ class OpstChat : public testing::Test {
 };
 
 TEST_F(OpstChat, TheSecondAnswerKnowsTheFirst) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   const std::vector<std::string> expected = answers({"hello", "and now?"}, 12);
   ASSERT_NE(expected[1], answers({"and now?"}, 12)[0]);
   PseudoTerminal terminal(chat({"-n", "12"}));
@@ -90,6 +91,7 @@ TEST_F(OpstChat, TheSecondAnswerKnowsTheFirst) {
 }
 
 TEST_F(OpstChat, InterruptStopsTheAnswerAndNotTheProgram) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   PseudoTerminal terminal(chat({"-n", "1000000", "-c", std::to_string(kModelContext)}));
   terminal.wait_for("> ");
   for (int i = 0; i < 2; ++i) {
@@ -105,6 +107,7 @@ TEST_F(OpstChat, InterruptStopsTheAnswerAndNotTheProgram) {
 }
 
 TEST_F(OpstChat, ASecondInterruptAtThePromptLeaves) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   PseudoTerminal terminal(chat({"-n", "1000000", "-c", std::to_string(kModelContext)}));
   terminal.wait_for("> ");
   terminal.type("\x03");
@@ -120,6 +123,7 @@ TEST_F(OpstChat, ASecondInterruptAtThePromptLeaves) {
 }
 
 TEST_F(OpstChat, LinesAreEdited) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   const std::vector<std::string> expected = answers({"hello"}, 12);
   for (const char* keys : {"hellp\x7fo\r",                  // erase a character
                            "he\xC3\xA9\x7fllo\r",           // of two bytes
@@ -150,6 +154,7 @@ TEST_F(OpstChat, LinesAreEdited) {
 }
 
 TEST_F(OpstChat, ALineMayBeLongerThanATerminalsBuffer) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   const std::string message(6000, 'x');
   const std::vector<std::string> expected = answers({message}, 12, 8000);
   PseudoTerminal terminal(chat({"-n", "12", "-c", "8000"}));
@@ -160,6 +165,7 @@ TEST_F(OpstChat, ALineMayBeLongerThanATerminalsBuffer) {
 }
 
 TEST_F(OpstChat, WhatIsTypedDuringAnAnswerWaits) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   const std::vector<std::string> expected = answers({"hello", "more", "xx"}, 12);
   PseudoTerminal terminal(chat({"-n", "12"}));
   terminal.wait_for("> ");
@@ -168,6 +174,7 @@ TEST_F(OpstChat, WhatIsTypedDuringAnAnswerWaits) {
 }
 
 TEST_F(OpstChat, AFullContextIsSaidAndResetStartsAnew) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   const std::string filled = answers({"hello"}, 1000, 128)[0];
   PseudoTerminal terminal(chat({"-c", "128"}));
   for (int i = 0; i < 2; ++i) {
@@ -191,6 +198,7 @@ TEST_F(OpstChat, AFullContextIsSaidAndResetStartsAnew) {
 }
 
 TEST_F(OpstChat, CommandsAndMistakes) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   PseudoTerminal terminal(chat({"-n", "3"}));
   terminal.wait_for("> ");
   terminal.type("/help\r");
@@ -207,6 +215,7 @@ TEST_F(OpstChat, CommandsAndMistakes) {
 }
 
 TEST_F(OpstChat, ASignalThatEndsItRestoresTheTerminal) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   for (const int signal_number : {SIGTERM, SIGHUP, SIGQUIT}) {
     PseudoTerminal terminal(chat({}));
     terminal.wait_for("> ");

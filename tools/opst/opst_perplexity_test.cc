@@ -86,6 +86,7 @@ TEST_F(OpstPerplexity, Refusals) {
 }
 
 TEST_F(OpstPerplexity, ProgressIsForTerminals) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   PseudoTerminal terminal(arguments(std::string(50, 'x'), {"-c", "16"}));
   terminal.wait_for("16 of 50 tokens, mean NLL so far");
   terminal.wait_for("50 of 50 tokens, mean NLL so far");

@@ -56,6 +56,7 @@ TEST_F(OpstReference, StreamedCharactersAreWhole) {
 
 // Two turns at a terminal; the second answer is the one that the whole conversation gets, written out and fed at once.
 TEST_F(OpstReference, ChatKeepsItsHistory) {
+  if (!PseudoTerminal::available()) GTEST_SKIP() << PseudoTerminal::kMissing;
   const std::string question = "What is the capital of France?", next = "And of Italy?";
   PseudoTerminal terminal({"chat", "--model", reference_model_path(), "-n", "48"});
   const auto ask = [&](const std::string& message) {
