@@ -2,10 +2,14 @@
 //
 // Where token number p of a sequence lives is the caller's affair, told by a slot: slot = block * block_size + row.
 //
-//   const PageSizes sizes = {.num_blocks = 100, .block_size = 16, .num_kv_heads = 8, .head_dim = 64, .value_head_dim =
-//   64}; Tensor key_cache = key_pages(PageLayout::norm, DType::f32, sizes, key_memory); Tensor value_cache =
-//   value_pages(PageLayout::norm, DType::f32, sizes, value_memory); Status status = scatter_pa_kv_cache(context, key,
-//   value, slot_mapping, key_cache, value_cache);
+//   const PageSizes sizes = {
+//       .num_blocks = 100, .block_size = 16, .num_kv_heads = 8, .head_dim = 64, .value_head_dim = 64};
+//
+//   Tensor key_cache = key_pages(PageLayout::norm, DType::f32, sizes, key_memory);
+//
+//   Tensor value_cache = value_pages(PageLayout::norm, DType::f32, sizes, value_memory);
+//
+//   Status status = scatter_pa_kv_cache(context, key, value, slot_mapping, key_cache, value_cache);
 #pragma once
 
 #include <cstdint>
