@@ -66,6 +66,15 @@ struct KeySpan {
   OPST_INLINE bool ragged() const { return common_begin > 0 || common_end < width; }
 };
 
+// The columns of a tile that row r of the block sees; none where end <= begin.
+struct RowKeys {
+  int64_t begin, end;
+};
+OPST_INLINE RowKeys keys_of_row(const QueryBlock& q, const KvTile& tile, int64_t r) {
+  const int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
+  return {begin < 0 ? 0 : begin, end > tile.count ? tile.count : end};
+}
+
 template <class P>
 struct Forward {
   using V = typename P::V;
@@ -82,9 +91,7 @@ struct Forward {
     if (tile.partial) {
       low = tile.count, high = 0;
       for (int64_t r = rb.first; r < rb.first + rb.rows; ++r) {
-        int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
-        begin = begin < 0 ? 0 : begin;
-        end = end > tile.count ? tile.count : end;
+        const auto [begin, end] = keys_of_row(q, tile, r);
         common_low = begin > common_low ? begin : common_low;
         common_high = end < common_high ? end : common_high;
         if (begin >= end) continue;  // sees nothing here
@@ -270,9 +277,7 @@ struct Forward {
     const int64_t tile_words = words(tile.count);
     for (int i = 0; i < rb.rows; ++i) {
       const int64_t r = rb.first + i;
-      int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
-      begin = begin < 0 ? 0 : begin;
-      end = end > tile.count ? tile.count : end;
+      const auto [begin, end] = keys_of_row(q, tile, r);
       S* out = row_of(q.state.acc, r, q.acc_stride);
       for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
         const int64_t panel = column / kPanel * kPanel;

@@ -166,9 +166,7 @@ struct ForwardInPlace {
       Tiled::exponentiate(q, rb, span.width, scores, stride, e);
       if (tile.partial) {
         for (int i = 0; i < rb.rows; ++i) {
-          int64_t begin = q.visible_begin[i] - tile.first_key, end = q.visible_end[i] - tile.first_key;
-          begin = begin < 0 ? 0 : begin;
-          end = end > tile.count ? tile.count : end < begin ? begin : end;
+          const auto [begin, end] = keys_of_row(q, tile, i);
           weigh_rows<1>(scores + i * stride, stride, e.alpha + i, tile, begin, end, q.value_head_dim,
                         out + i * q.acc_stride, q.acc_stride, i == 0);
         }

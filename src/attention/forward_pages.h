@@ -139,9 +139,7 @@ struct ForwardPages {
                                           const S* scores, int64_t stride, const S* alpha) {
     for (int i = 0; i < rb.rows; ++i) {
       const int64_t r = rb.first + i;
-      int64_t begin = q.visible_begin[r] - tile.first_key, end = q.visible_end[r] - tile.first_key;
-      begin = begin < 0 ? 0 : begin;
-      end = end > tile.count ? tile.count : end;
+      const auto [begin, end] = keys_of_row(q, tile, r);
       S* out = static_cast<S*>(q.state.acc) + r * q.acc_stride;
       for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
         V acc = V::load(out + column) * V::set1(alpha[i]);
