@@ -68,6 +68,8 @@ struct Shape {
   Shape() = default;
   // More than kMaxRank dimensions are refused where the shape is used.
   Shape(std::initializer_list<Dim> sizes);
+  // That of a tensor, which may have no data: Shape(key_pages(layout, dtype, sizes, nullptr)).
+  explicit Shape(const ConstTensor& tensor);
   int rank = 0;
   Dim dims[kMaxRank] = {};
   bool operator==(const Shape&) const = default;
@@ -196,17 +198,19 @@ class Graph {
   Value swiglu(std::string name, Value gate, Value up);
   Value add(std::string name, Value a, Value b);
   //   key, value [tokens, num_kv_heads, head_dim], slots [tokens] i64,
-  //   caches [num_blocks, block_size, num_kv_heads, head_dim]: written in place
-  void scatter_pa_kv_cache(std::string name, Value key, Value value, Value slots, Value key_cache, Value value_cache);
+  //   caches: pages in options.layout (kv_cache.h), written in place
+  void scatter_pa_kv_cache(std::string name, Value key, Value value, Value slots, Value key_cache, Value value_cache,
+                           const ScatterOptions& options = {});
   // One sequence:
   //   query  [tokens, num_heads, head_dim] -> [tokens, num_heads, value_head_dim] of its dtype
   //   key    [kv_len, num_kv_heads, head_dim], value [kv_len, num_kv_heads, value_head_dim]
   Value attention(std::string name, Value query, Value key, Value value, const AttentionOptions& options = {});
-  // The same over pages: caches as above, block_table [1, max_blocks] and kv_lengths [1] i64. kv_len is the size by
-  // which the node is planned and counted; it should be what kv_lengths will hold.
+  // The same over pages in a layout: caches as above, block_table [1, max_blocks] and kv_lengths [1], i64 or i32.
+  // kv_len is the size by which the node is planned and counted; it should be what kv_lengths will hold.
   struct Pages {
     Value block_table, kv_lengths;
     Dim kv_len;
+    PageLayout layout = PageLayout::norm;
   };
   Value paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,
                         const AttentionOptions& options = {});

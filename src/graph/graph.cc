@@ -42,6 +42,10 @@ Shape::Shape(std::initializer_list<Dim> sizes) : rank(static_cast<int>(sizes.siz
   std::copy_n(sizes.begin(), std::min<size_t>(sizes.size(), kMaxRank), dims);
 }
 
+Shape::Shape(const ConstTensor& tensor) : rank(tensor.rank) {
+  std::copy_n(tensor.shape, std::clamp(rank, 0, kMaxRank), dims);
+}
+
 NodeCost& NodeCost::operator+=(const NodeCost& other) {
   flops += other.flops;
   weight_bytes += other.weight_bytes;

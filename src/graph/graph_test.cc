@@ -354,6 +354,83 @@ TEST(Graph, AttentionOverPagesAndRows) {
   EXPECT_EQ(std::vector<float>(values.begin(), values.begin() + kDim), std::vector<float>(k.begin(), k.begin() + kDim));
 }
 
+// Caches of two blocks, written and read in any layout, against the calls themselves.
+TEST(Graph, PagesInAnyLayout) {
+  Context context = make_context();
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 8, kValueDim = 6, kTokens = 40;
+  const PageSizes sizes = {
+      .num_blocks = 2, .block_size = 32, .num_kv_heads = kKvHeads, .head_dim = kDim, .value_head_dim = kValueDim};
+  std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1), k = random_floats(kTokens * kKvHeads * kDim, 2),
+                     v = random_floats(kTokens * kKvHeads * kValueDim, 3);
+  const Tensor query = view(q, {kTokens, kHeads, kDim}), key = view(k, {kTokens, kKvHeads, kDim}),
+               value = view(v, {kTokens, kKvHeads, kValueDim});
+  int64_t slots[kTokens];
+  for (int64_t i = 0; i < kTokens; ++i) slots[i] = i;
+  const int64_t blocks[] = {0, 1}, length = kTokens;
+  const ConstTensor slot_mapping = ConstTensor::contiguous(DType::i64, {kTokens}, slots);
+  const ConstTensor table = ConstTensor::contiguous(DType::i64, {1, 2}, blocks);
+  const ConstTensor lengths = ConstTensor::contiguous(DType::i64, {1}, &length);
+  for (const auto& [layout, dtype] :
+       {std::pair(PageLayout::norm, DType::f16), std::pair(PageLayout::panel32, DType::f32),
+        std::pair(PageLayout::panel32, DType::bf16)}) {
+    const std::string what = std::string(to_string(layout)) + " " + to_string(dtype);
+    Buffer memory[4];
+    Tensor pages[4];  // keys and values of the graph, then of the calls
+    for (int i = 0; i < 4; ++i) {
+      memory[i] = std::move(Buffer::allocate(1 << 13).value());
+      std::fill_n(static_cast<char*>(memory[i].data()), memory[i].size_bytes(), '\0');
+      pages[i] = (i % 2 == 0 ? key_pages : value_pages)(layout, dtype, sizes, memory[i].data());
+    }
+    Graph graph = make_graph();
+    const Value keys = graph.cache("keys", dtype, Shape(pages[0])),
+                values = graph.cache("values", dtype, Shape(pages[1]));
+    graph.scatter_pa_kv_cache("write", graph.input("key", DType::f32, Shape(key)),
+                              graph.input("value", DType::f32, Shape(value)),
+                              graph.input("slots", DType::i64, {kTokens}), keys, values, {.layout = layout});
+    graph.output("out", graph.paged_attention("attend", graph.input("query", DType::f32, Shape(query)), keys, values,
+                                              {.block_table = graph.input("table", DType::i64, {1, 2}),
+                                               .kv_lengths = graph.input("lengths", DType::i64, {1}),
+                                               .kv_len = kTokens,
+                                               .layout = layout},
+                                              {.causal = true}));
+    std::vector<float> out(kTokens * kHeads * kValueDim), expected(out.size());
+    ASSERT_OK(graph.bind("keys", pages[0]));
+    ASSERT_OK(graph.bind("values", pages[1]));
+    ASSERT_OK(graph.bind("query", query));
+    ASSERT_OK(graph.bind("key", key));
+    ASSERT_OK(graph.bind("value", value));
+    ASSERT_OK(graph.bind("slots", slot_mapping));
+    ASSERT_OK(graph.bind("table", table));
+    ASSERT_OK(graph.bind("lengths", lengths));
+    ASSERT_OK(graph.bind("out", view(out, {kTokens, kHeads, kValueDim})));
+    ASSERT_OK(graph.setup(context.machine()));
+    ASSERT_OK(graph.execute(context));
+
+    ASSERT_OK(scatter_pa_kv_cache(context, key, value, slot_mapping, pages[2], pages[3], {.layout = layout}));
+    const auto as_batch = [](const Tensor& t) {
+      Tensor batch = t.transposed(0, 1);
+      for (int i = 3; i > 0; --i) batch.shape[i] = batch.shape[i - 1], batch.strides[i] = batch.strides[i - 1];
+      batch.rank = 4, batch.shape[0] = 1, batch.strides[0] = 0;
+      return batch;
+    };
+    ASSERT_OK(flash_attention_forward(context,
+                                      {.query = as_batch(query),
+                                       .key = pages[2],
+                                       .value = pages[3],
+                                       .block_table = table,
+                                       .kv_lengths = lengths,
+                                       .page_layout = layout},
+                                      {.out = as_batch(view(expected, {kTokens, kHeads, kValueDim}))},
+                                      {.causal = true}));
+    EXPECT_EQ(out, expected) << what;
+    EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float x) { return x != 0; })) << what;
+    const NodeInfo attend = graph.describe(1);
+    EXPECT_EQ(attend.cost.cache_bytes, kTokens * kKvHeads * (kDim + kValueDim) * size_bytes(dtype)) << what;
+    EXPECT_EQ(attend.cost.flops, 2.0 * (kDim + kValueDim) * kHeads * kTokens * (kTokens + 1) / 2) << what;
+    EXPECT_EQ(attend.plan.find("panel_pages") != std::string::npos, layout == PageLayout::panel32) << attend.plan;
+  }
+}
+
 class Recorder : public NodeListener {
  public:
   void on_node(const char* op, const std::string& name, Clock::time_point begin, Clock::time_point end) override {
@@ -433,6 +510,29 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
               g.scatter_pa_kv_cache("write", k, k, g.input("s", DType::i64, {rows}), c, c);
             }),
             "graph test: write (scatter_pa_kv_cache): key_cache 'c' is written, but is no cache");
+  const auto write_panels = [](DType dtype, const Shape& keys, const Shape& values) {
+    return setup_message([&](Graph& g, Dim rows) {
+      const Value k = g.input("k", DType::f32, {rows, 2, 8});
+      g.scatter_pa_kv_cache("write", k, k, g.input("s", DType::i64, {rows}), g.cache("keys", dtype, keys),
+                            g.cache("values", dtype, values), {.layout = PageLayout::panel32});
+    });
+  };
+  EXPECT_EQ(write_panels(DType::f32, {3, 2, 2, 9, 32}, {3, 2, 64, 8}),
+            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' dim 3 (head_dim) is 9, but key 'k' has "
+            "head_dim = 8");
+  EXPECT_EQ(write_panels(DType::f32, {3, 2, 2, 8, 16}, {3, 2, 64, 8}),
+            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' dim 4 is 16, but a panel has 32 elements");
+  EXPECT_EQ(write_panels(DType::f32, {3, 2, 2, 8, 32}, {3, 2, 32, 8}),
+            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' holds block_size = 64, but value_cache 'values' "
+            "has block_size = 32");
+  EXPECT_EQ(write_panels(DType::bf16, {3, 2, 2, 3, 64}, {3, 2, 32, 16}),
+            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' holds head_dim = 6, but key 'k' has "
+            "head_dim = 8");
+  EXPECT_EQ(write_panels(DType::bf16, {3, 2, 2, 4, 64}, {3, 2, 32, 14}),
+            "graph test: write (scatter_pa_kv_cache): value_cache 'values' holds value_head_dim = 7, but value 'k' has "
+            "value_head_dim = 8");
+  EXPECT_EQ(write_panels(DType::f16, {3, 2, 2, 8, 32}, {3, 2, 64, 8}),
+            "graph test: write (scatter_pa_kv_cache): page layout panel32: dtype is f16, but must be f32 or bf16");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.input("x", DType::f32, {rows});
               g.input("x", DType::f32, {rows});

@@ -61,12 +61,45 @@ class NodeCheck {
     if (data != nullptr && data->kind != Kind::cache) fail(named(role, *data) + " is written, but is no cache");
   }
 
+  // The tensors of a cache. Binds num_blocks, block_size, num_kv_heads, head_dim and value_head_dim.
+  void pages(PageLayout layout, Value key_cache, Value value_cache) {
+    const ValueData* const key = find_tensor("key_cache", key_cache, kFloats);
+    if (key == nullptr) return;
+    const DType dtype = key->dtype;
+    if (layout == PageLayout::norm) {
+      tensor("key_cache", key_cache, {dtype}, {"num_blocks", "block_size", "num_kv_heads", "head_dim"});
+      tensor("value_cache", value_cache, {dtype}, {"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
+      return;
+    }
+    constexpr int64_t kPanelRows = 32;
+    if (const Status status = supports(layout, dtype, kPanelRows); !status.ok()) return fail(status.message());
+    int64_t step = 1;
+    if (dtype == DType::bf16) {
+      step = 2;
+      tensor("key_cache", key_cache, {dtype}, {"num_blocks", "num_kv_heads", "block_size / 32", "head_dim / 2", "64"});
+      tensor("value_cache", value_cache, {dtype},
+             {"num_blocks", "num_kv_heads", "block_size / 2", "2 * value_head_dim"});
+    } else {
+      tensor("key_cache", key_cache, {dtype}, {"num_blocks", "num_kv_heads", "block_size / 32", "head_dim", "32"});
+      tensor("value_cache", value_cache, {dtype}, {"num_blocks", "num_kv_heads", "block_size", "value_head_dim"});
+    }
+    if (!ok_) return;
+    const Dim* const k = key->shape.dims;
+    const Dim* const v = graph_.at(value_cache).shape.dims;
+    if (k[4].bound() != kPanelRows * step) {
+      return fail(named("key_cache", *key) + " dim 4 is " + graph_.text(k[4]) + ", but a panel has " +
+                  std::to_string(kPanelRows * step) + " elements");
+    }
+    holds("key_cache", key_cache, "head_dim", k[3].bound() * step);
+    holds("key_cache", key_cache, "block_size", k[2].bound() * kPanelRows);
+    holds("value_cache", value_cache, "block_size", v[2].bound() * step);
+    holds("value_cache", value_cache, "value_head_dim", v[3].bound() / step);
+  }
+
   // A bound size.
   Dim operator[](std::string_view name) const {
-    for (const Bound& bound : bound_) {
-      if (bound.name == name) return bound.dim;
-    }
-    return {};
+    const Bound* const known = find_bound(name);
+    return known != nullptr ? known->dim : Dim();
   }
 
  private:
@@ -78,6 +111,24 @@ class NodeCheck {
 
   static std::string named(const char* role, const ValueData& data) {
     return std::string(role) + " '" + data.name + "'";
+  }
+
+  // A size that follows from a shape.
+  void holds(const char* role, Value value, const char* name, Dim size) {
+    const ValueData* const data = find(role, value);
+    if (data == nullptr) return;
+    const Bound* const known = find_bound(name);
+    if (known == nullptr) {
+      bound_.push_back({name, size, named(role, *data)});
+    } else if (known->dim != size) {
+      fail(named(role, *data) + " holds " + name + " = " + graph_.text(size) + ", but " + known->by + " has " + name +
+           " = " + graph_.text(known->dim));
+    }
+  }
+
+  const Bound* find_bound(std::string_view name) const {
+    const auto known = std::find_if(bound_.begin(), bound_.end(), [name](const Bound& b) { return b.name == name; });
+    return known == bound_.end() ? nullptr : &*known;
   }
 
   const ValueData* find(const char* role, Value value) {
@@ -113,8 +164,8 @@ class NodeCheck {
 
   void dim(const char* role, const ValueData& data, int i, const char* name) {
     const Dim size = data.shape.dims[i];
-    const auto known = std::find_if(bound_.begin(), bound_.end(), [name](const Bound& b) { return b.name == name; });
-    if (known == bound_.end()) {
+    const Bound* const known = find_bound(name);
+    if (known == nullptr) {
       bound_.push_back({name, size, named(role, data)});
     } else if (known->dim != size) {
       fail(named(role, data) + " dim " + std::to_string(i) + " (" + name + ") is " + graph_.text(size) + ", but " +
@@ -160,6 +211,9 @@ double visible_pairs(int64_t queries, int64_t keys, const AttentionOptions& opti
 struct AttentionSizes {
   int64_t tokens, num_heads, head_dim, kv_len, num_kv_heads, value_head_dim;
   DType kv_dtype;
+  bool paged = false;
+  PageLayout layout = PageLayout::norm;
+  int64_t block_size = 0;
 };
 
 NodeCost attention_cost(const AttentionSizes& s, const AttentionOptions& options, int64_t tensor_bytes) {
@@ -169,7 +223,7 @@ NodeCost attention_cost(const AttentionSizes& s, const AttentionOptions& options
           .tensor_bytes = tensor_bytes};
 }
 
-std::string attention_plan_text(const AttentionSizes& s, DType query_dtype, bool paged, const AttentionOptions& options,
+std::string attention_plan_text(const AttentionSizes& s, DType query_dtype, const AttentionOptions& options,
                                 const Machine& machine) {
   return to_string(plan_attention({.query_dtype = query_dtype,
                                    .kv_dtype = s.kv_dtype,
@@ -179,7 +233,9 @@ std::string attention_plan_text(const AttentionSizes& s, DType query_dtype, bool
                                    .kv_len = s.kv_len,
                                    .head_dim = s.head_dim,
                                    .value_head_dim = s.value_head_dim,
-                                   .paged = paged,
+                                   .paged = s.paged,
+                                   .page_layout = s.layout,
+                                   .block_size = s.block_size,
                                    .options = options},
                                   machine));
 }
@@ -335,15 +391,13 @@ Value Graph::add(std::string name, Value a, Value b) {
 }
 
 void Graph::scatter_pa_kv_cache(std::string name, Value key, Value value, Value slots, Value key_cache,
-                                Value value_cache) {
+                                Value value_cache, const ScatterOptions& options) {
   building(*impl_, [&]() -> int {
     NodeCheck check(*impl_, name, "scatter_pa_kv_cache");
     check.tensor("key", key, kFloats, {"tokens", "num_kv_heads", "head_dim"});
     check.tensor("value", value, {dtype(key)}, {"tokens", "num_kv_heads", "value_head_dim"});
     check.tensor("slots", slots, {DType::i64}, {"tokens"});
-    check.tensor("key_cache", key_cache, kFloats, {"num_blocks", "block_size", "num_kv_heads", "head_dim"});
-    check.tensor("value_cache", value_cache, {dtype(key_cache)},
-                 {"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
+    check.pages(options.layout, key_cache, value_cache);
     check.written("key_cache", key_cache);
     check.written("value_cache", value_cache);
     if (!check.ok()) return 0;
@@ -352,8 +406,9 @@ void Graph::scatter_pa_kv_cache(std::string name, Value key, Value value, Value 
           .inputs = {key, value, slots, key_cache, value_cache},
           .outputs = {},
           .run =
-              [](Context& context, const NodeTensors& t) {
-                return opst::scatter_pa_kv_cache(context, t.input(0), t.input(1), t.input(2), t.input(3), t.input(4));
+              [options](Context& context, const NodeTensors& t) {
+                return opst::scatter_pa_kv_cache(context, t.input(0), t.input(1), t.input(2), t.input(3), t.input(4),
+                                                 options);
               },
           .cost =
               [](const NodeTensors& t) {
@@ -407,7 +462,7 @@ Value Graph::attention(std::string name, Value query, Value key, Value value, co
              },
          .plan =
              [options, sizes](const Machine& machine, const NodeTensors& t) {
-               return attention_plan_text(sizes(t), t.input(0).dtype, false, options, machine);
+               return attention_plan_text(sizes(t), t.input(0).dtype, options, machine);
              }}));
   });
 }
@@ -417,9 +472,7 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
   return building(*impl_, [&]() -> Value {
     NodeCheck check(*impl_, name, "paged_attention");
     check.tensor("query", query, kFloats, {"tokens", "num_heads", "head_dim"});
-    check.tensor("key_cache", key_cache, kFloats, {"num_blocks", "block_size", "num_kv_heads", "head_dim"});
-    check.tensor("value_cache", value_cache, {dtype(key_cache)},
-                 {"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
+    check.pages(pages.layout, key_cache, value_cache);
     check.tensor("block_table", pages.block_table, {DType::i64, DType::i32}, {"batch", "max_blocks"});
     check.tensor("kv_lengths", pages.kv_lengths, {DType::i64, DType::i32}, {"batch"});
     check_heads(check);
@@ -428,22 +481,27 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
                  ", but a node attends with one sequence");
     }
     if (!check.ok()) return {};
-    const auto sizes = [kv_len = pages.kv_len](const NodeTensors& t) {
-      const Tensor &q = t.input(0), &k = t.input(1), &v = t.input(2);
-      return AttentionSizes{q.shape[0], q.shape[1], q.shape[2], t.size(kv_len), k.shape[2], v.shape[3], k.dtype};
+    const auto sizes = [kv_len = pages.kv_len, layout = pages.layout, kv_heads = check["num_kv_heads"],
+                        value_head_dim = check["value_head_dim"],
+                        block_size = check["block_size"]](const NodeTensors& t) {
+      const Tensor& q = t.input(0);
+      return AttentionSizes{
+          q.shape[0],       q.shape[1], q.shape[2], t.size(kv_len),    t.size(kv_heads), t.size(value_head_dim),
+          t.input(1).dtype, true,       layout,     t.size(block_size)};
     };
     return only(node({.name = name,
                       .op = "paged_attention",
                       .inputs = {query, key_cache, value_cache, pages.block_table, pages.kv_lengths},
                       .outputs = {{name, dtype(query), {check["tokens"], check["num_heads"], check["value_head_dim"]}}},
                       .run =
-                          [options](Context& context, const NodeTensors& t) {
+                          [options, layout = pages.layout](Context& context, const NodeTensors& t) {
                             return flash_attention_forward(context,
                                                            {.query = as_batch(t.input(0)),
                                                             .key = t.input(1),
                                                             .value = t.input(2),
                                                             .block_table = t.input(3),
-                                                            .kv_lengths = t.input(4)},
+                                                            .kv_lengths = t.input(4),
+                                                            .page_layout = layout},
                                                            {.out = as_batch(t.output(0))}, options);
                           },
                       .cost =
@@ -452,7 +510,7 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
                           },
                       .plan =
                           [options, sizes](const Machine& machine, const NodeTensors& t) {
-                            return attention_plan_text(sizes(t), t.input(0).dtype, true, options, machine);
+                            return attention_plan_text(sizes(t), t.input(0).dtype, options, machine);
                           }}));
   });
 }
