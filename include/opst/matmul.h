@@ -1,7 +1,11 @@
-// Matrix product of activations with a weight that was packed once.
+// Matrix product of activations with a weight: packed once, or as it is.
+//
+//   out = residual + activation(x . weight^T + bias)
 //
 //   Result<PackedWeight> weight = PackedWeight::pack(context, QuantMatrix{QuantFormat::q4_1, n, k, bytes, num_bytes});
-//   Status status = matmul(context, x, weight.value(), out);      // out = x . weight^T
+//   Status status = matmul(context, x, weight.value(), out);
+//   Status status = matmul(context, x, gate_up.value(), hidden, {.activation = Activation::swiglu});
+//   Status status = matmul(context, hidden, down.value(), x, {.residual = x});
 #pragma once
 
 #include <cstdint>
@@ -16,14 +20,14 @@
 namespace opst {
 
 // A weight [n, k] (n outputs, k inputs) repacked for the multiply kernels; owns its memory. Quantised weights stay
-// quantised: a packed weight takes the bytes of its source, n rounded up to a multiple of 16.
+// quantised: a packed weight takes the bytes of its source, n rounded up to a multiple of 16 (bf16: k to one of 2).
 //
 // The packed form is the same at every instruction set level, so a weight may be used with any Context.
 class PackedWeight {
  public:
   PackedWeight() = default;
 
-  // weight [n, k] f32, bf16 or f16, any strides (a [k, n] matrix is its transposed view). bf16 is kept as f32.
+  // weight [n, k] f32, bf16 or f16, any strides (a [k, n] matrix is its transposed view). Kept in its own type.
   // Errors: invalid_argument for another rank or dtype; out_of_memory.
   static Result<PackedWeight> pack(Context& context, const ConstTensor& weight);
 
@@ -46,20 +50,59 @@ class PackedWeight {
   Buffer data_;
 };
 
+// What becomes of y = x . weight^T + bias, element by element, before the residual is added.
+enum class Activation : uint8_t {
+  none,
+  silu,       // y / (1 + exp(-y))
+  gelu_erf,   // y (1 + erf(y / sqrt(2))) / 2
+  gelu_tanh,  // y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))) / 2
+  // The weight's rows are a gate's and, below them, as many of an up projection: n is even, out [m, n / 2].
+  swiglu,          // silu(y[:, :n/2]) * y[:, n/2:]
+  swiglu_swapped,  // y[:, :n/2] * silu(y[:, n/2:])
+};
+const char* to_string(Activation activation);
+
+// All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides.
 struct MatmulOptions {
-  std::optional<ConstTensor> bias;  // [n] f32, added last; any stride
+  std::optional<ConstTensor> bias = {};  // [n]
+  Activation activation = Activation::none;
+  std::optional<ConstTensor> residual = {};  // out's shape; may be the very same view as out, and nothing else of it
 };
 
-// out[i, j] = sum_t x[i, t] * weight[j, t] (+ bias[j])
-//   x       [m, k] f32, any strides; m = 0 is legal, and k = 0 gives the bias or 0
+// y[i, j] = sum_t x[i, t] * weight[j, t] + bias[j];   out = residual + activation(y)
+//   x       [m, k] f32, bf16 or f16, any strides; m = 0 is legal, and k = 0 gives y = bias or 0
 //   weight  [n, k]
-//   out     [m, n] f32, any strides; must not overlap x or bias
+//   out     [m, n] (swiglu: [m, n / 2]) f32, bf16 or f16, any strides; must not overlap x, bias or weight
 // Numerics: every weight is exactly its dequantised f32 value; each sum runs over t in ascending order in f32, one
-// fused multiply-add per term (generic level: two roundings). So a row's bits depend neither on the number of rows, nor
-// on the number of threads. NaN and Inf of a row of x reach that row of out only. Errors: invalid_argument for ranks,
-// dtypes or sizes that disagree; out_of_memory.
+// fused multiply-add per term (generic level: two roundings); bias, activation and residual follow in f32, and out is
+// rounded once. bf16 x times a bf16 weight uses the pairwise dot instruction where the context's Machine says so: each
+// step then adds two products, and subnormal operands count as 0. A row's bits depend neither on the number of rows,
+// nor on the number of threads. NaN and Inf of a row of x reach that row of out only. Errors: invalid_argument for
+// ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options = {});
+
+// The same with a weight that changes from call to call: it is packed into the context's workspace first.
+//   weight  [n, k] f32, bf16 or f16, any strides >= 0
+// f64: x, weight, out, bias and residual all f64; sums in f64, in the same order.
+// Same bits as with the packed weight.
+Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
+              const MatmulOptions& options = {});
+
+// Gradients of sum(grad_out * (x . weight^T + bias)). Absent ones are not computed.
+struct MatmulGradients {
+  std::optional<Tensor> x = {};       // [m, k] = grad_out . weight
+  std::optional<Tensor> weight = {};  // [n, k] = grad_out^T . x
+  std::optional<Tensor> bias = {};    // [n]    = sum of grad_out over its rows
+};
+
+//   grad_out  [m, n], x [m, k], weight [n, k]: f32, bf16 or f16 each, or all f64; any strides
+//   gradients f32, bf16 or f16 each (f64 where the inputs are); any strides; must not overlap an input or one another
+// x is needed for the weight's gradient only, weight for that of x only; what is not needed may be an empty tensor
+// (data = nullptr, rank 0). Sums run over n or m in ascending order as in matmul, so the bits do not depend on the
+// number of threads. Errors: as matmul.
+Status matmul_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
+                       const MatmulGradients& gradients);
 
 // out[i, t] = weight[rows[i], t]: embedding lookup in a weight that is also multiplied with (tied embeddings).
 //   rows  [count] i64, each in [0, n); any stride

@@ -48,6 +48,24 @@ constexpr int64_t kPackRows = 32;
 
 }  // namespace
 
+const char* to_string(Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      return "none";
+    case Activation::silu:
+      return "silu";
+    case Activation::gelu_erf:
+      return "gelu_erf";
+    case Activation::gelu_tanh:
+      return "gelu_tanh";
+    case Activation::swiglu:
+      return "swiglu";
+    case Activation::swiglu_swapped:
+      return "swiglu_swapped";
+  }
+  return "unknown";
+}
+
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options) {
   return guarded([&]() -> Status {
@@ -58,6 +76,9 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
     if (options.bias) check.tensor("bias", *options.bias).dtype({DType::f32}).dims({"n"});
     check.output("out", out).dtype({DType::f32}).dims({"m", "n"});
     if (!check.ok()) return check.status();
+    if (options.activation != Activation::none || options.residual) {
+      return Status::unsupported("matmul: activation and residual are not implemented yet");
+    }
     const int64_t m = check["m"];
     const int64_t n = weight.n();
     const int64_t k = weight.k();
