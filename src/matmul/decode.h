@@ -61,12 +61,15 @@ struct Decoder<PieceQ8_0> {
   const PieceQ8_0* piece;
   int lane;
   F32 d;
-  const int8_t* q;
+  Words words[2];
 
   OPST_INLINE Decoder(const PieceQ8_0* p, int l) : piece(p), lane(l), d(F32::load(p->d + l)) {}
   OPST_INLINE void begin_scale(int) {}
-  OPST_INLINE void begin_group(int t) { q = piece->q[t] + lane; }
-  OPST_INLINE F32 weight(int j) const { return d * simd::load_i8(q + j * kPanelColumns); }
+  OPST_INLINE void begin_group(int t) {
+    words[0] = Words::load(piece->words[t / 4] + lane);
+    words[1] = Words::load(piece->words[t / 4 + 1] + lane);
+  }
+  OPST_INLINE F32 weight(int j) const { return d * simd::signed_byte(words[j % 2], j / 2); }
 };
 
 template <>
@@ -109,7 +112,7 @@ struct Decoder<PieceQ5_0> {
   OPST_INLINE void begin_scale(int) {}
   OPST_INLINE void begin_group(int t) {
     words = Words::load(piece->words[t / 8] + lane);
-    high = Words::load(piece->high[t / 8] + lane);
+    high = Words::load(piece->high[t / 32] + lane) >> t / 8 % 4;
   }
   OPST_INLINE F32 weight(int j) const { return d * simd::field5<16>(words, high, j); }
 };
@@ -126,7 +129,7 @@ struct Decoder<PieceQ5_1> {
   OPST_INLINE void begin_scale(int) {}
   OPST_INLINE void begin_group(int t) {
     words = Words::load(piece->words[t / 8] + lane);
-    high = Words::load(piece->high[t / 8] + lane);
+    high = Words::load(piece->high[t / 32] + lane) >> t / 8 % 4;
   }
   OPST_INLINE F32 weight(int j) const { return fma(d, simd::field5(words, high, j), m); }
 };
@@ -143,7 +146,7 @@ struct Decoder<PieceQ6_K> {
   OPST_INLINE void begin_scale(int t) { d = F32::load(piece->d + lane) * simd::load_i8(piece->scales[t / 16] + lane); }
   OPST_INLINE void begin_group(int t) {
     words = Words::load(piece->words[t / 8] + lane);
-    high = Words::load(piece->high[t / 8] + lane);
+    high = Words::load(piece->high[t / 16] + lane) >> t / 8 % 2 * 2;
   }
   OPST_INLINE F32 weight(int j) const { return d * simd::field6<32>(words, high, j); }
 };
@@ -188,7 +191,7 @@ struct Decoder<PieceQ5_K> {
   }
   OPST_INLINE void begin_group(int t) {
     words = Words::load(piece->words[t / 8] + lane);
-    high = Words::load(piece->high[t / 8] + lane);
+    high = Words::load(piece->high[t / 32] + lane) >> t / 8 % 4;
   }
   OPST_INLINE F32 weight(int j) const { return fma(d, simd::field5(words, high, j), m); }
 };

@@ -27,11 +27,14 @@ struct PieceF16 {
   f16 x[kPanelColumns];
 };
 
-// value t of column c = d[c] * q[t][c]
+// Quantised values come in groups of eight, so that both kinds of kernel find them with few instructions: one value to
+// a lane as a float, or four to a lane as bytes, the even ones of a group and the odd ones.
+
+// value t of column c = d[c] * q, q the signed byte t % 8 / 2 of words[t / 8 * 2 + t % 2][c]
 struct PieceQ8_0 {
   static constexpr int kValues = 32;
   f16 d[kPanelColumns];
-  int8_t q[32][kPanelColumns];
+  uint32_t words[8][kPanelColumns];
 };
 
 // value t of column c = d[c] * (4-bit field t % 8 of words[t / 8][c]) + m[c]
@@ -49,12 +52,12 @@ struct PieceQ4_0 {
   uint32_t words[4][kPanelColumns];
 };
 
-// q of value t: low four bits as in PieceQ4_1, above them bit t % 8 of high[t / 8][c].
+// q of value t: low four bits as in PieceQ4_1, above them bit t / 8 % 4 of the 4-bit field t % 8 of high[t / 32][c].
 // value t of column c = d[c] * (q - 16)
 struct PieceQ5_0 {
   static constexpr int kValues = 32;
   f16 d[kPanelColumns];
-  uint8_t high[4][kPanelColumns];
+  uint32_t high[1][kPanelColumns];
   uint32_t words[4][kPanelColumns];
 };
 
@@ -63,17 +66,18 @@ struct PieceQ5_1 {
   static constexpr int kValues = 32;
   f16 d[kPanelColumns];
   f16 m[kPanelColumns];
-  uint8_t high[4][kPanelColumns];
+  uint32_t high[1][kPanelColumns];
   uint32_t words[4][kPanelColumns];
 };
 
-// q of value t: low four bits as in PieceQ4_1, above them 2-bit field t % 8 of high[t / 8][c].
+// q of value t: low four bits as in PieceQ4_1, above them the lower (t / 8 even) or upper two bits of the 4-bit field
+// t % 8 of high[t / 16][c].
 // value t of column c = d[c] * scales[t / 16][c] * (q - 32)
 struct PieceQ6_K {
   static constexpr int kValues = 256;
   f16 d[kPanelColumns];
   int8_t scales[16][kPanelColumns];
-  uint16_t high[32][kPanelColumns];
+  uint32_t high[16][kPanelColumns];
   uint32_t words[32][kPanelColumns];
 };
 
@@ -96,7 +100,7 @@ struct PieceQ5_K {
   f16 minus_dmin[kPanelColumns];
   uint16_t scale_high[2][kPanelColumns];
   uint32_t scale_words[2][kPanelColumns];
-  uint8_t high[32][kPanelColumns];
+  uint32_t high[8][kPanelColumns];
   uint32_t words[32][kPanelColumns];
 };
 

@@ -1,5 +1,6 @@
 // Packing a weight, and reading rows back out of it. The layout: packed_layout.h.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "core/convert.h"
@@ -30,10 +31,6 @@ using gemm::PieceQ8_0;
 // Column `c` of a piece from one block, and value `t` of it back.
 void put(PieceF32& piece, int c, const BlockF32& block) { piece.x[c] = block.x; }
 void put(PieceF16& piece, int c, const BlockF16& block) { piece.x[c] = block.x; }
-void put(PieceQ8_0& piece, int c, const BlockQ8_0& block) {
-  piece.d[c] = block.d;
-  for (int t = 0; t < 32; ++t) piece.q[t][c] = block.q[t];
-}
 // The low halves of 8 bytes side by side, the first byte's lowest.
 uint32_t gather_nibbles(uint64_t bytes) {
   bytes &= 0x0f0f0f0f0f0f0f0f;
@@ -41,23 +38,34 @@ uint32_t gather_nibbles(uint64_t bytes) {
   bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
   return static_cast<uint32_t>(bytes | bytes >> 16);
 }
-// Likewise the lowest two bits, and the lowest bit.
+// Likewise the lowest two bits.
 uint16_t gather_pairs(uint64_t bytes) {
   bytes &= 0x0303030303030303;
   bytes = (bytes | bytes >> 6) & 0x000f000f000f000f;
   bytes = (bytes | bytes >> 12) & 0x000000ff000000ff;
   return static_cast<uint16_t>(bytes | bytes >> 24);
 }
-uint8_t gather_bits(uint64_t bytes) {
-  bytes &= 0x0101010101010101;
-  bytes = (bytes | bytes >> 7) & 0x0003000300030003;
-  bytes = (bytes | bytes >> 14) & 0x0000000f0000000f;
-  return static_cast<uint8_t>(bytes | bytes >> 28);
+// The 8 bits of a byte, each the lowest of its 4-bit field.
+uint32_t spread_bits(uint32_t byte) {
+  byte = (byte | byte << 12) & 0x000f000f;
+  byte = (byte | byte << 6) & 0x03030303;
+  return (byte | byte << 3) & 0x11111111;
 }
-uint64_t eight_bytes(const uint8_t* p) {
-  uint64_t bytes = 0;
-  for (int i = 7; i >= 0; --i) bytes = bytes << 8 | p[i];
+uint64_t eight_bytes(const void* p) {
+  uint64_t bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  if constexpr (std::endian::native == std::endian::big) bytes = __builtin_bswap64(bytes);
   return bytes;
+}
+void put(PieceQ8_0& piece, int c, const BlockQ8_0& block) {
+  piece.d[c] = block.d;
+  for (int group = 0; group < 4; ++group) {
+    for (int odd = 0; odd < 2; ++odd) {
+      uint32_t word = 0;
+      for (int i = 3; i >= 0; --i) word = word << 8 | static_cast<uint8_t>(block.q[8 * group + 2 * i + odd]);
+      piece.words[2 * group + odd][c] = word;
+    }
+  }
 }
 
 // 16 bytes of two 4-bit numbers -> 4 words: the lower halves first.
@@ -78,15 +86,20 @@ void put(PieceQ4_0& piece, int c, const BlockQ4_0& block) {
   piece.d[c] = block.d;
   put_halves(piece, c, block.q);
 }
+uint32_t high_bits(const uint8_t (&bytes)[4]) {
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) word |= spread_bits(bytes[i]) << i;
+  return word;
+}
 void put(PieceQ5_0& piece, int c, const BlockQ5_0& block) {
   piece.d[c] = block.d;
-  for (int i = 0; i < 4; ++i) piece.high[i][c] = block.high[i];
+  piece.high[0][c] = high_bits(block.high);
   put_halves(piece, c, block.q);
 }
 void put(PieceQ5_1& piece, int c, const BlockQ5_1& block) {
   piece.d[c] = block.d;
   piece.m[c] = block.m;
-  for (int i = 0; i < 4; ++i) piece.high[i][c] = block.high[i];
+  piece.high[0][c] = high_bits(block.high);
   put_halves(piece, c, block.q);
 }
 void put(PieceQ6_K& piece, int c, const BlockQ6_K& block) {
@@ -95,7 +108,9 @@ void put(PieceQ6_K& piece, int c, const BlockQ6_K& block) {
   for (int group = 0; group < 32; ++group) {  // of 8 values
     const int half = group / 16, i = group % 16;
     piece.words[group][c] = gather_nibbles(eight_bytes(block.low + 64 * half + 8 * (i % 8)) >> (i / 8 * 4));
-    piece.high[group][c] = gather_pairs(eight_bytes(block.high + 32 * half + 8 * (i % 4)) >> (i / 4 * 2));
+    const uint64_t high = eight_bytes(block.high + 32 * half + 8 * (i % 4)) >> (i / 4 * 2) & 0x0303030303030303;
+    if (group % 2 == 0) piece.high[group / 2][c] = 0;
+    piece.high[group / 2][c] |= gather_nibbles(high) << group % 2 * 2;
   }
 }
 // What Q4_K and Q5_K share.
@@ -122,14 +137,20 @@ void put_super_block(Piece& piece, int c, const Block& block) {
 void put(PieceQ4_K& piece, int c, const BlockQ4_K& block) { put_super_block(piece, c, block); }
 void put(PieceQ5_K& piece, int c, const BlockQ5_K& block) {
   put_super_block(piece, c, block);
-  for (int group = 0; group < 32; ++group) {
-    piece.high[group][c] = gather_bits(eight_bytes(block.high + 8 * (group % 4)) >> (group / 4));
+  for (int s = 0; s < 8; ++s) {
+    piece.high[s][c] = 0;
+    for (int i = 0; i < 4; ++i) {
+      piece.high[s][c] |= gather_nibbles(eight_bytes(block.high + 8 * i) >> s & 0x0101010101010101) << i;
+    }
   }
 }
 
 float get(const PieceF32& piece, int c, int) { return piece.x[c]; }
 float get(const PieceF16& piece, int c, int) { return to_f32(piece.x[c]); }
-float get(const PieceQ8_0& piece, int c, int t) { return to_f32(piece.d[c]) * static_cast<float>(piece.q[t][c]); }
+float get(const PieceQ8_0& piece, int c, int t) {
+  const uint32_t word = piece.words[t / 8 * 2 + t % 2][c];
+  return to_f32(piece.d[c]) * static_cast<float>(static_cast<int8_t>(word >> t % 8 / 2 * 8));
+}
 // Field `i` of `bits` bits.
 int field(uint32_t word, int i, int bits) { return static_cast<int>(word >> (i * bits) & ((1u << bits) - 1)); }
 template <class Piece>
@@ -138,7 +159,7 @@ int low_four(const Piece& piece, int c, int t) {
 }
 template <class Piece>
 int five(const Piece& piece, int c, int t) {
-  return low_four(piece, c, t) + 16 * field(piece.high[t / 8][c], t % 8, 1);
+  return low_four(piece, c, t) + 16 * (field(piece.high[t / 32][c], t % 8, 4) >> t / 8 % 4 & 1);
 }
 float get(const PieceQ4_1& piece, int c, int t) {
   return to_f32(piece.d[c]) * static_cast<float>(low_four(piece, c, t)) + to_f32(piece.m[c]);
@@ -153,7 +174,7 @@ float get(const PieceQ5_1& piece, int c, int t) {
   return to_f32(piece.d[c]) * static_cast<float>(five(piece, c, t)) + to_f32(piece.m[c]);
 }
 float get(const PieceQ6_K& piece, int c, int t) {
-  const int q = low_four(piece, c, t) + 16 * field(piece.high[t / 8][c], t % 8, 2);
+  const int q = low_four(piece, c, t) + 16 * (field(piece.high[t / 16][c], t % 8, 4) >> t / 8 % 2 * 2 & 3);
   return to_f32(piece.d[c]) * static_cast<float>(piece.scales[t / 16][c]) * static_cast<float>(q - 32);
 }
 // Value t of Q4_K and Q5_K from its q.

@@ -410,10 +410,8 @@ TEST(SmallInts, UnpackEveryField) {
     std::vector<float> out(8 * lanes);
     for (int round = 0; round < 500; ++round) {
       for (uint32_t& word : words) word = static_cast<uint32_t>(random.bits());
-      std::vector<uint8_t> bits(lanes);
-      std::vector<uint16_t> pairs(lanes);
-      for (uint8_t& x : bits) x = static_cast<uint8_t>(random.bits());
-      for (uint16_t& x : pairs) x = static_cast<uint16_t>(random.bits());
+      std::vector<uint32_t> high(lanes);
+      for (uint32_t& x : high) x = static_cast<uint32_t>(random.bits());
       const auto expect = [&](const char* verb, const auto& value) {
         for (size_t field = 0; field < 8; ++field) {
           for (size_t i = 0; i < lanes; ++i) {
@@ -428,11 +426,18 @@ TEST(SmallInts, UnpackEveryField) {
       expect(">>", low);
       level.storage.nibbles_minus_8(words.data(), out.data());
       expect("nibble<8>", [&](size_t i, size_t field) { return low(i, field) - 8; });
-      level.storage.fields5_minus_16(words.data(), bits.data(), out.data());
-      expect("field5<16>", [&](size_t i, size_t field) { return low(i, field) + 16 * (bits[i] >> field & 1) - 16; });
-      level.storage.fields6_minus_32(words.data(), pairs.data(), out.data());
-      expect("field6<32>",
-             [&](size_t i, size_t field) { return low(i, field) + 16 * (pairs[i] >> (2 * field) & 3) - 32; });
+      level.storage.fields5_minus_16(words.data(), high.data(), out.data());
+      expect("field5<16>", [&](size_t i, size_t field) {
+        return low(i, field) + 16 * static_cast<int>(high[i] >> (4 * field) & 1) - 16;
+      });
+      level.storage.fields6_minus_32(words.data(), high.data(), out.data());
+      expect("field6<32>", [&](size_t i, size_t field) {
+        return low(i, field) + 16 * static_cast<int>(high[i] >> (4 * field) & 3) - 32;
+      });
+      level.storage.signed_bytes(words.data(), out.data());
+      for (size_t i = 0; i < 4 * lanes; ++i) {
+        ASSERT_EQ(out[i], static_cast<float>(static_cast<int8_t>(words[i % lanes] >> (i / lanes * 8) & 255u)));
+      }
     }
     for (int base = -128; base < 128; base += static_cast<int>(lanes)) {
       GuardedBuffer bytes(static_cast<int64_t>(lanes));

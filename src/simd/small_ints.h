@@ -5,8 +5,9 @@
 //   nibble<M>(words, i)      lane: the i-th 4-bit field of its word (0 the lowest), 0..15, minus M, as float; i is a
 //                            constant after unrolling, here and below
 //   field5<M>(words, high, i)  likewise a 5-bit field: its low four bits are the i-th 4-bit field of words, its upper
-//                            bit is bit i of high
-//   field6<M>(words, high, i)  its upper two bits are the i-th 2-bit field of high
+//                            bit is the lowest bit of the i-th 4-bit field of high
+//   field6<M>(words, high, i)  its upper two bits are the lowest two of that field
+//   signed_byte(words, i)    lane: the i-th byte of its word, as a signed number, as float
 //   load_i8(p)               lane: p[lane] as float
 #pragma once
 
@@ -47,14 +48,17 @@ OPST_INLINE F32 nibble(Words words, int field) {
 }
 template <int M = 0>
 OPST_INLINE F32 field5(Words words, Words high, int field) {
-  return {_mm512_permutex2var_ps(counting<M>(), joined(words, high, field, field), counting<M - 16>())};
+  return {_mm512_permutex2var_ps(counting<M>(), joined(words, high, field, 4 * field), counting<M - 16>())};
 }
 // With the exponent of 2^23 above it, a small integer is a float that exceeds 2^23 by just that integer.
 template <int M = 0>
 OPST_INLINE F32 field6(Words words, Words high, int field) {
-  const __m512i bits = _mm512_ternarylogic_epi32(joined(words, high, field, 2 * field), _mm512_set1_epi32(63),
+  const __m512i bits = _mm512_ternarylogic_epi32(joined(words, high, field, 4 * field), _mm512_set1_epi32(63),
                                                  _mm512_set1_epi32(0x4b000000), 0xea);
   return F32{_mm512_castsi512_ps(bits)} - F32::set1(static_cast<float>((1 << 23) + M));
+}
+OPST_INLINE F32 signed_byte(Words words, int i) {
+  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(shifted(words.v, 8 * i - 24), 24))};
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
@@ -89,11 +93,14 @@ OPST_INLINE F32 nibble(Words words, int field) {
 }
 template <int M = 0>
 OPST_INLINE F32 field5(Words words, Words high, int field) {
-  return joined<M>(words, high, field, field, 16);
+  return joined<M>(words, high, field, 4 * field, 16);
 }
 template <int M = 0>
 OPST_INLINE F32 field6(Words words, Words high, int field) {
-  return joined<M>(words, high, field, 2 * field, 48);
+  return joined<M>(words, high, field, 4 * field, 48);
+}
+OPST_INLINE F32 signed_byte(Words words, int i) {
+  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(shifted(words.v, 8 * i - 24), 24))};
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
@@ -139,11 +146,18 @@ OPST_INLINE F32 nibble(Words words, int field) {
 }
 template <int M = 0>
 OPST_INLINE F32 field5(Words words, Words high, int field) {
-  return joined<M>(words, high, field, field, 1);
+  return joined<M>(words, high, field, 4 * field, 1);
 }
 template <int M = 0>
 OPST_INLINE F32 field6(Words words, Words high, int field) {
-  return joined<M>(words, high, field, 2 * field, 3);
+  return joined<M>(words, high, field, 4 * field, 3);
+}
+OPST_INLINE F32 signed_byte(Words words, int i) {
+  F32::Lanes out;
+  for (int l = 0; l < F32::kLanes; ++l) {
+    out.x[l] = static_cast<float>(static_cast<int8_t>(words.lane[l] >> (8 * i) & 255u));
+  }
+  return F32::of(out);
 }
 OPST_INLINE F32 load_i8(const int8_t* p) {
   F32::Lanes out;

@@ -122,17 +122,21 @@ void nibbles_minus_8(const uint32_t* words, float* out) {
   const simd::Words w = simd::Words::load(words);
   OPST_UNROLL for (int i = 0; i < 8; ++i) simd::nibble<8>(w, i).store(out + i * F32::kLanes);
 }
-void fields5_minus_16(const uint32_t* words, const uint8_t* high, float* out) {
+void fields5_minus_16(const uint32_t* words, const uint32_t* high, float* out) {
   const simd::Words w = simd::Words::load(words), h = simd::Words::load(high);
   OPST_UNROLL for (int i = 0; i < 8; ++i) simd::field5<16>(w, h, i).store(out + i * F32::kLanes);
 }
-void fields6_minus_32(const uint32_t* words, const uint16_t* high, float* out) {
+void fields6_minus_32(const uint32_t* words, const uint32_t* high, float* out) {
   const simd::Words w = simd::Words::load(words), h = simd::Words::load(high);
   OPST_UNROLL for (int i = 0; i < 8; ++i) simd::field6<32>(w, h, i).store(out + i * F32::kLanes);
 }
 void shifted_nibbles(const uint32_t* words, float* out) {
   const simd::Words w = simd::Words::load(words);
   for (int i = 0; i < 8; ++i) simd::nibble(w >> 4 * i, 0).store(out + i * F32::kLanes);
+}
+void signed_bytes(const uint32_t* words, float* out) {
+  const simd::Words w = simd::Words::load(words);
+  OPST_UNROLL for (int i = 0; i < 4; ++i) simd::signed_byte(w, i).store(out + i * F32::kLanes);
 }
 void load_i8(const int8_t* p, float* out) { simd::load_i8(p).store(out); }
 
@@ -163,8 +167,8 @@ void store_bf16_fast(const float* x, bf16* p) { simd::store_bf16_fast(F32::load(
 constexpr StorageTable storage_table() {
   StorageTable t = {load_bf16,        load_n_bf16,      store_bf16,      store_n_bf16, load_f16,
                     load_n_f16,       store_f16,        store_n_f16,     nibbles,      nibbles_minus_8,
-                    fields5_minus_16, fields6_minus_32, shifted_nibbles, load_i8,      load_words,
-                    load_n_words,     nullptr,          nullptr,         nullptr};
+                    fields5_minus_16, fields6_minus_32, shifted_nibbles, signed_bytes, load_i8,
+                    load_words,       load_n_words,     nullptr,         nullptr,      nullptr};
 #if defined(__AVX512F__)
   t.interleave_words = interleave_words;
 #endif

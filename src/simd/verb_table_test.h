@@ -51,9 +51,10 @@ struct StorageTable {
   void (*store_n_f16)(const float* x, f16* p, int64_t n);
   void (*nibbles)(const uint32_t* words, float* out);  // [8][lanes], and so below
   void (*nibbles_minus_8)(const uint32_t* words, float* out);
-  void (*fields5_minus_16)(const uint32_t* words, const uint8_t* high, float* out);
-  void (*fields6_minus_32)(const uint32_t* words, const uint16_t* high, float* out);
+  void (*fields5_minus_16)(const uint32_t* words, const uint32_t* high, float* out);
+  void (*fields6_minus_32)(const uint32_t* words, const uint32_t* high, float* out);
   void (*shifted_nibbles)(const uint32_t* words, float* out);  // of words >> 4 * i: field 0
+  void (*signed_bytes)(const uint32_t* words, float* out);     // [4][lanes]
   void (*load_i8)(const int8_t* p, float* out);
   void (*load_words)(const uint32_t* p, float* low, float* high);  // Bf16Words
   void (*load_n_words)(const uint32_t* p, int64_t n, float* low, float* high);
