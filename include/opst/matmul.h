@@ -62,11 +62,22 @@ enum class Activation : uint8_t {
 };
 const char* to_string(Activation activation);
 
+// How x meets a quantised weight.
+//   exact  as it is
+//   int8   each row rounded in blocks of 32: scale = max |x| / 127, q = round(x / scale) to nearest even; products with
+//          the weight's integers are summed exactly in each block, and scales applied once per block. Faster, with an
+//          error of at most half a scale in each x. A block with a value that is NaN or infinite makes its row of y
+//          NaN.
+// f32, bf16 and f16 weights are multiplied exactly either way.
+enum class ActivationType : uint8_t { exact, int8 };
+const char* to_string(ActivationType type);
+
 // All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides.
 struct MatmulOptions {
   std::optional<ConstTensor> bias = {};  // [n]
   Activation activation = Activation::none;
   std::optional<ConstTensor> residual = {};  // out's shape; may be the very same view as out, and nothing else of it
+  ActivationType activations = ActivationType::exact;
 };
 
 // y[i, j] = sum_t x[i, t] * weight[j, t] + bias[j];   out = residual + activation(y)

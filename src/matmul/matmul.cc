@@ -7,6 +7,7 @@
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "matmul/int8_blocks_matmul.h"
 #include "matmul/kernels.h"
 #include "matmul/packed_layout.h"
 #include "matmul/plan.h"
@@ -47,6 +48,8 @@ void pack_x(const ConstTensor& x, const Plan& plan, int64_t begin, int64_t end, 
 constexpr int64_t kPackRows = 32;
 
 }  // namespace
+
+const char* to_string(ActivationType type) { return type == ActivationType::exact ? "exact" : "int8"; }
 
 const char* to_string(Activation activation) {
   switch (activation) {
@@ -90,6 +93,14 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
     check.require(check["n"] == n, [&] { return differs("out dim 1 (n)", check["n"], "n", n); });
     if (!check.ok()) return check.status();
     if (m == 0 || n == 0) return {};
+    if (options.activations == ActivationType::int8 && gemm::multiplies_int8_blocks(weight.format())) {
+      return gemm::matmul_int8_blocks(context, x, weight,
+                                      {.data = static_cast<float*>(out.data),
+                                       .row_stride = out.strides[0],
+                                       .column_stride = out.strides[1],
+                                       .bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr,
+                                       .bias_stride = options.bias ? options.bias->strides[0] : 0});
+    }
 
     // Plan.
     const gemm::Kernels& table = kernels(context.machine().isa);

@@ -1,0 +1,45 @@
+// Products of quantised weights with activations that are rounded to int8 in blocks of 32: the one definition that
+// every kernel for it follows, few rows or many, so that all of them give the same bits.
+//
+// Activations. Each row of x is cut into blocks of 32 consecutive values. A block becomes
+//   scale = max |x| / 127                                        one rounding to f32
+//   q     = x / scale, rounded to f32, then to the nearest integer (ties to even), at most 127 in magnitude
+//   scale = 0 (no value above 2^-143 or so): all q are 0
+//   a NaN or an infinity among the values: scale = NaN, all q are 0; so the whole row of out becomes NaN
+//
+// Weights. A format is a sequence of parts of the block: 32 values, or twice 16 for q6_k. Value t of a part is
+// d * (u[t] - offset) + m, with u an unsigned integer and d (and m) one f32 per part and output:
+//
+//   format        u         offset  d          m
+//   q4_0, q5_0    q         8, 16   d          -
+//   q4_1, q5_1    q         0       d          m
+//   q8_0          q + 128   128     d          -
+//   q4_k, q5_k    q         0       d * s      -(e * m)
+//   q6_k          q         32      d * s      -
+//
+// Sums. Each output is one chain of f32 multiply-adds over the parts in ascending order, beginning with 0:
+//   total = sum over the part of q[t] * (u[t] - offset)          an exact integer, below 2^20 in magnitude
+//   sum   = fma(total, d * scale, sum)                           the product d * scale is rounded once
+//   sum   = fma(scale * (sum of q), m, sum)                      where there is an m; the product is rounded once
+// and at last the bias is added. (The generic level has no fma: product and sum round.)
+//
+// f32 and f16 weights have no integers: they are multiplied with x itself.
+#pragma once
+
+#include <cstdint>
+
+namespace opst::gemm {
+
+inline constexpr int kActivationBlock = 32;
+
+// Value 8 g + 2 i of the block is q[8 g + i], value 8 g + 2 i + 1 is q[8 g + 4 + i], for i < 4: the order in which
+// masking and shifting a word of eight 4-bit fields hands out its bytes.
+struct ActivationBlock {
+  int8_t q[kActivationBlock];
+  float scale;
+  float scaled_sum;  // scale * (sum of q)
+  int32_t sums[2];   // of q: values 0..15, 16..31
+};
+static_assert(sizeof(ActivationBlock) == 48);
+
+}  // namespace opst::gemm

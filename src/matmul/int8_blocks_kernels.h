@@ -1,0 +1,49 @@
+// The kernel table for products with activations in blocks of int8 (int8_blocks.h), one per instruction set level.
+#pragma once
+
+#include <cstdint>
+
+#include "matmul/int8_blocks.h"
+#include "matmul/kernels.h"
+
+namespace opst {
+namespace gemm {
+
+struct Int8Rows {
+  // [rows][a_stride >= k / 32]; scaled sums in row order.
+  const ActivationBlock* a;
+  int64_t a_stride;
+  int64_t rows, columns, k;
+  int64_t k_block;     // whole pieces
+  const void* panels;  // packed weight, from the panel that begins with the first column on
+  OutputPart out;
+  uint32_t* bytes;  // scratch [k_block / 4][columns_at_once], 64-byte aligned, like the others
+  float* scales;    // scratch [k_block / 16][columns_at_once]
+  float* minimums;  // scratch [k_block / 32][columns_at_once]
+  float* sums;      // scratch [rows][columns rounded up to columns_at_once]
+};
+
+struct Int8BlockKernels {
+  int columns_at_once;
+  // k values `x_stride` apart -> k / 32 blocks.
+  void (*quantise_row)(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out);
+  // null for f32 and f16
+  void (*rows[kNumBlockFormats])(const Int8Rows& part);
+};
+
+}  // namespace gemm
+
+namespace generic::gemm {
+extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
+}
+namespace avx2::gemm {
+extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
+}
+namespace avx512::gemm {
+extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
+}
+namespace avx512_vnni::gemm {
+extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
+}
+
+}  // namespace opst

@@ -1,0 +1,301 @@
+// Computes   out[i, j] = sum over blocks of int8 activations times quantised weights (int8_blocks.h), + bias[j]
+// Shapes     a [rows, k / 32] blocks; weight: packed panels; out [rows, columns]
+// Loop nest  for each block of k; for each 2 vectors of columns: unpack [k_block / 4][columns] words of four bytes
+// once;
+//            for each register tile of rows: sums += blocks * unpacked
+// Memory     at k_block 512, 192 rows, k = 576, avx512:
+//              bytes    [128][32] words    16 KB   L1
+//              scales   [16][32] f32        2 KB   L1, minimums likewise
+//              a tile   [6][16] blocks    4.5 KB   L1
+//              a        [192][18] blocks  162 KB   L2, read again for each 2 vectors of columns
+//              sums     [192][64] f32      48 KB   L2
+// Numerics   int8_blocks.h; a sum rests in memory between blocks of k and loses nothing there
+#pragma once
+
+#include "matmul/decode.h"
+#include "matmul/few_rows.h"
+#include "matmul/int8_blocks_kernels.h"
+#include "simd/dot_i8.h"
+
+namespace opst::OPST_ISA_NS::gemm {
+
+using opst::gemm::ActivationBlock;
+using opst::gemm::Int8Rows;
+using opst::gemm::kActivationBlock;
+using simd::I32;
+using simd::shift_right;
+
+// Sums and partial integer sums of a tile fill the registers.
+#if defined(__AVX512F__)
+inline constexpr int kInt8TileRows = 6;
+#else
+inline constexpr int kInt8TileRows = 2;
+#endif
+inline constexpr int kInt8TileVecs = 2;
+inline constexpr int kInt8Columns = kInt8TileVecs * F32::kLanes;
+
+// q of eight values of one vector of columns, as they meet the activations: values 0 2 4 6 and 1 3 5 7.
+struct EvenOdd {
+  Words even, odd;
+};
+OPST_INLINE EvenOdd split_nibbles(Words words) {
+  const Words mask = simd::words_of(0x0f0f0f0f);
+  return {words & mask, shift_right<4>(words) & mask};
+}
+// Bit `bit` of field j of `high` is the fifth of value j.
+OPST_INLINE EvenOdd add_fifth_bits(EvenOdd q, Words high, int bit) {
+  const Words mask = simd::words_of(0x01010101);
+  return {q.even | (high >> bit & mask) << 4, q.odd | (high >> (bit + 4) & mask) << 4};
+}
+
+// A format as the tile sees it (int8_blocks.h); most: of u. Formats alike share one tile.
+template <int part, int offset, int most, bool minimum>
+struct Int8Shape {
+  static constexpr int kPart = part, kOffset = offset, kMost = most;
+  static constexpr bool kMinimum = minimum;
+};
+
+// How a format's pieces become bytes, scales and minimums.
+template <class Piece>
+struct Int8Piece;
+
+template <>
+struct Int8Piece<PieceQ4_0> {
+  using Shape = Int8Shape<32, 8, 15, false>;
+  static OPST_INLINE EvenOdd q(const PieceQ4_0& piece, int lane, int group) {
+    return split_nibbles(Words::load(piece.words[group] + lane));
+  }
+  static OPST_INLINE F32 scale(const PieceQ4_0& piece, int lane, int) { return F32::load(piece.d + lane); }
+};
+template <>
+struct Int8Piece<PieceQ4_1> {
+  using Shape = Int8Shape<32, 0, 15, true>;
+  static OPST_INLINE EvenOdd q(const PieceQ4_1& piece, int lane, int group) {
+    return split_nibbles(Words::load(piece.words[group] + lane));
+  }
+  static OPST_INLINE F32 scale(const PieceQ4_1& piece, int lane, int) { return F32::load(piece.d + lane); }
+  static OPST_INLINE F32 minimum(const PieceQ4_1& piece, int lane, int) { return F32::load(piece.m + lane); }
+};
+template <>
+struct Int8Piece<PieceQ5_0> {
+  using Shape = Int8Shape<32, 16, 31, false>;
+  static OPST_INLINE EvenOdd q(const PieceQ5_0& piece, int lane, int group) {
+    return add_fifth_bits(split_nibbles(Words::load(piece.words[group] + lane)),
+                          Words::load(piece.high[group / 4] + lane), group % 4);
+  }
+  static OPST_INLINE F32 scale(const PieceQ5_0& piece, int lane, int) { return F32::load(piece.d + lane); }
+};
+template <>
+struct Int8Piece<PieceQ5_1> {
+  using Shape = Int8Shape<32, 0, 31, true>;
+  static OPST_INLINE EvenOdd q(const PieceQ5_1& piece, int lane, int group) {
+    return add_fifth_bits(split_nibbles(Words::load(piece.words[group] + lane)),
+                          Words::load(piece.high[group / 4] + lane), group % 4);
+  }
+  static OPST_INLINE F32 scale(const PieceQ5_1& piece, int lane, int) { return F32::load(piece.d + lane); }
+  static OPST_INLINE F32 minimum(const PieceQ5_1& piece, int lane, int) { return F32::load(piece.m + lane); }
+};
+template <>
+struct Int8Piece<PieceQ8_0> {
+  using Shape = Int8Shape<32, 128, 255, false>;
+  static OPST_INLINE EvenOdd q(const PieceQ8_0& piece, int lane, int group) {
+    const Words signs = simd::words_of(0x80808080);
+    return {Words::load(piece.words[2 * group] + lane) ^ signs, Words::load(piece.words[2 * group + 1] + lane) ^ signs};
+  }
+  static OPST_INLINE F32 scale(const PieceQ8_0& piece, int lane, int) { return F32::load(piece.d + lane); }
+};
+template <>
+struct Int8Piece<PieceQ6_K> {
+  using Shape = Int8Shape<16, 32, 63, false>;
+  static OPST_INLINE EvenOdd q(const PieceQ6_K& piece, int lane, int group) {
+    const EvenOdd low = split_nibbles(Words::load(piece.words[group] + lane));
+    const Words high = Words::load(piece.high[group / 2] + lane) >> group % 2 * 2;
+    const Words mask = simd::words_of(0x03030303);
+    return {low.even | (high & mask) << 4, low.odd | (shift_right<4>(high) & mask) << 4};
+  }
+  static OPST_INLINE F32 scale(const PieceQ6_K& piece, int lane, int part) {
+    return F32::load(piece.d + lane) * simd::load_i8(piece.scales[part] + lane);
+  }
+};
+template <>
+struct Int8Piece<PieceQ4_K> {
+  using Shape = Int8Shape<32, 0, 15, true>;
+  static OPST_INLINE EvenOdd q(const PieceQ4_K& piece, int lane, int group) {
+    return split_nibbles(Words::load(piece.words[group] + lane));
+  }
+  static OPST_INLINE F32 scale(const PieceQ4_K& piece, int lane, int part) {
+    return scale_of(piece, lane, piece.d, 0, part);
+  }
+  static OPST_INLINE F32 minimum(const PieceQ4_K& piece, int lane, int part) {
+    return scale_of(piece, lane, piece.minus_dmin, 1, part);
+  }
+};
+template <>
+struct Int8Piece<PieceQ5_K> {
+  using Shape = Int8Shape<32, 0, 31, true>;
+  static OPST_INLINE EvenOdd q(const PieceQ5_K& piece, int lane, int group) {
+    return add_fifth_bits(split_nibbles(Words::load(piece.words[group] + lane)),
+                          Words::load(piece.high[group / 4] + lane), group % 4);
+  }
+  static OPST_INLINE F32 scale(const PieceQ5_K& piece, int lane, int part) {
+    return scale_of(piece, lane, piece.d, 0, part);
+  }
+  static OPST_INLINE F32 minimum(const PieceQ5_K& piece, int lane, int part) {
+    return scale_of(piece, lane, piece.minus_dmin, 1, part);
+  }
+};
+
+// k values k0 .. k0 + depth of kInt8TileVecs vectors of columns -> scratch.
+template <class Piece>
+OPST_NOINLINE void unpack_columns(const Int8Rows& part, int64_t column, int64_t k0, int64_t depth) {
+  using Of = Int8Piece<Piece>;
+  const int64_t pieces = part.k / Piece::kValues;
+  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
+  for (int v = 0; v < kInt8TileVecs; ++v) {
+    const int64_t wanted = column / F32::kLanes + v;
+    const int64_t vec = wanted < last_vec ? wanted : last_vec;
+    const int lane = lane_of(vec);
+    const Piece* piece = panel_of<Piece>(part.panels, pieces, vec) + k0 / Piece::kValues;
+    uint32_t* bytes = part.bytes + v * F32::kLanes;
+    float* scales = part.scales + v * F32::kLanes;
+    float* minimums = part.minimums + v * F32::kLanes;
+    for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
+      for (int group = 0; group < Piece::kValues / 8; ++group, bytes += 2 * kInt8Columns) {
+        const EvenOdd q = Of::q(*piece, lane, group);
+        simd::store(q.even, bytes);
+        simd::store(q.odd, bytes + kInt8Columns);
+      }
+      for (int s = 0; s < Piece::kValues / Of::Shape::kPart; ++s, scales += kInt8Columns) {
+        Of::scale(*piece, lane, s).store(scales);
+        if constexpr (Of::Shape::kMinimum) {
+          Of::minimum(*piece, lane, s).store(minimums);
+          minimums += kInt8Columns;
+        }
+      }
+    }
+  }
+}
+
+// sums [MR][kInt8Columns] += MR rows of blocks * the unpacked columns.
+template <class Of, int MR>
+OPST_NOINLINE void int8_block_tile(const Int8Rows& part, int64_t blocks, const ActivationBlock* a, float* sums,
+                                   int64_t sums_stride) {
+  constexpr int NV = kInt8TileVecs;
+  const int64_t a_stride = part.a_stride;
+  const uint32_t* bytes = part.bytes;
+  const float* scales = part.scales;
+  const float* minimums = part.minimums;
+  F32 acc[MR][NV];
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = F32::load(sums + i * sums_stride + j * F32::kLanes);
+  }
+  for (int64_t block = 0; block < blocks; ++block, ++a) {
+    OPST_UNROLL for (int p = 0; p < kActivationBlock / Of::kPart; ++p) {
+      I32 total[MR][NV];
+      OPST_UNROLL for (int i = 0; i < MR; ++i) {
+        const int32_t* const q_sums = a[i * a_stride].sums;
+        const int32_t sum = Of::kPart == 32 ? q_sums[0] + q_sums[1] : q_sums[p];
+        OPST_UNROLL for (int j = 0; j < NV; ++j) {
+          total[i][j] = Of::kOffset == 0 ? I32::zero() : I32::set1(-Of::kOffset * sum);
+        }
+      }
+      OPST_UNROLL for (int w = 0; w < Of::kPart / 4; ++w, bytes += kInt8Columns) {
+        Words u[NV];
+        OPST_UNROLL for (int j = 0; j < NV; ++j) u[j] = Words::load(bytes + j * F32::kLanes);
+        OPST_UNROLL for (int i = 0; i < MR; ++i) {
+          uint32_t four;
+          __builtin_memcpy(&four, a[i * a_stride].q + Of::kPart * p + 4 * w, sizeof(four));
+          const Words s = simd::words_of(four);
+          OPST_UNROLL for (int j = 0; j < NV; ++j) total[i][j] = simd::dot<Of::kMost>(total[i][j], u[j], s);
+        }
+      }
+      OPST_UNROLL for (int j = 0; j < NV; ++j) {
+        const F32 d = F32::load(scales + j * F32::kLanes);
+        OPST_UNROLL for (int i = 0; i < MR; ++i) {
+          acc[i][j] = fma(to_f32(total[i][j]), d * F32::set1(a[i * a_stride].scale), acc[i][j]);
+        }
+        if constexpr (Of::kMinimum) {
+          const F32 m = F32::load(minimums + j * F32::kLanes);
+          OPST_UNROLL for (int i = 0; i < MR; ++i) {
+            acc[i][j] = fma(F32::set1(a[i * a_stride].scaled_sum), m, acc[i][j]);
+          }
+        }
+      }
+      scales += kInt8Columns;
+      if constexpr (Of::kMinimum) minimums += kInt8Columns;
+    }
+  }
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(sums + i * sums_stride + j * F32::kLanes);
+  }
+}
+
+using Int8BlockTile = void (*)(const Int8Rows&, int64_t, const ActivationBlock*, float*, int64_t);
+template <class Of, int MR = kInt8TileRows>
+OPST_INLINE Int8BlockTile int8_block_tile_for(int rows) {
+  if constexpr (MR == 1) {
+    return int8_block_tile<Of, 1>;
+  } else {
+    return rows == MR ? int8_block_tile<Of, MR> : int8_block_tile_for<Of, MR - 1>(rows);
+  }
+}
+
+template <class Piece>
+void int8_block_rows(const Int8Rows& part) {
+  using Of = typename Int8Piece<Piece>::Shape;
+  const int64_t sums_stride = (part.columns + kInt8Columns - 1) / kInt8Columns * kInt8Columns;
+  for (int64_t i = 0; i < part.rows * sums_stride; i += F32::kLanes) F32::zero().store(part.sums + i);
+  for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
+    const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
+    for (int64_t column = 0; column < part.columns; column += kInt8Columns) {
+      unpack_columns<Piece>(part, column, k0, depth);
+      for (int64_t row = 0; row < part.rows; row += kInt8TileRows) {
+        const int64_t rows = part.rows - row < kInt8TileRows ? part.rows - row : kInt8TileRows;
+        int8_block_tile_for<Of>(static_cast<int>(rows))(part, depth / kActivationBlock,
+                                                        part.a + row * part.a_stride + k0 / kActivationBlock,
+                                                        part.sums + row * sums_stride + column, sums_stride);
+      }
+    }
+  }
+  for (int64_t row = 0; row < part.rows; ++row) {
+    for (int64_t c = 0; c < part.columns; c += F32::kLanes) {
+      store_sums(part.out, row, c, part.columns, F32::load(part.sums + row * sums_stride + c));
+    }
+  }
+}
+
+OPST_INLINE void quantise_block(const float* x, int64_t x_stride, ActivationBlock* out) {
+  constexpr int kVecs = kActivationBlock / F32::kLanes;
+  F32 v[kVecs];
+  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
+    v[i] = tile::load_row<F32>(x, x_stride, i * F32::kLanes, kActivationBlock);
+  }
+  F32 top = F32::zero(), not_finite = F32::zero();  // 0 * x is NaN for the others
+  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
+    top = max(abs(v[i]), top);
+    not_finite = fma(v[i], F32::zero(), not_finite);
+  }
+  const float scale = simd::hmax(top) / 127.0f;
+  const bool finite = simd::hsum(not_finite) == 0;
+  const bool nonzero = finite && scale > 0;
+  F32 half[2] = {F32::zero(), F32::zero()};
+  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
+    F32 q = F32::zero();
+    if (nonzero) q = min(max(round(v[i] / F32::set1(scale)), F32::set1(-127.0f)), F32::set1(127.0f));
+    simd::store_i8(q, out->q + i * F32::kLanes);
+    half[i * 2 / kVecs] = half[i * 2 / kVecs] + q;
+  }
+  simd::even_odd(out->q);
+  simd::even_odd(out->q + 16);
+  const float sum0 = simd::hsum(half[0]), sum1 = simd::hsum(half[1]);
+  out->scale = finite ? scale : __builtin_nanf("");
+  out->scaled_sum = out->scale * (sum0 + sum1);
+  out->sums[0] = static_cast<int32_t>(sum0);
+  out->sums[1] = static_cast<int32_t>(sum1);
+}
+
+inline void quantise_row(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out) {
+  for (int64_t t = 0; t < k; t += kActivationBlock, ++out) quantise_block(x + t * x_stride, x_stride, out);
+}
+
+}  // namespace opst::OPST_ISA_NS::gemm
