@@ -7,6 +7,7 @@
 namespace opst {
 namespace rowwise {
 
+// data = nullptr: absent, where that is legal.
 struct ConstRow {
   const void* data;
   int64_t stride;  // between elements, in elements
@@ -16,9 +17,30 @@ struct Row {
   int64_t stride;
 };
 
-using RmsNorm = void (*)(ConstRow x, ConstRow weight, Row out, int64_t features, double eps);
+struct Moments {
+  float mean, rstd;
+};
+// out = (x - mean) rstd weight + bias: gives mean and rstd. features >= 1. RMSNorm has no mean and no bias, LayerNorm
+// may have neither weight nor bias.
+using Norm = Moments (*)(ConstRow x, ConstRow weight, ConstRow bias, Row out, int64_t features, double eps);
+
+struct NormBackwardRow {
+  ConstRow grad_out, x, weight;
+  ConstRow grad_sum;   // added to grad_x; may be absent
+  Row grad_x;          // may be absent
+  float* grad_weight;  // [features], added to; may be null
+  float* grad_bias;    // likewise
+  int64_t features;
+  double eps;
+};
+using NormBackward = void (*)(const NormBackwardRow& row);
+
+using Softmax = void (*)(ConstRow x, Row out, int64_t n, float scale);
+using SoftmaxBackward = void (*)(ConstRow grad_out, ConstRow y, Row grad_x, int64_t n, float scale);
+
 // Swiglu: out = silu(a) * b. Add: out = a + b.
 using Binary = void (*)(ConstRow a, ConstRow b, Row out, int64_t n);
+using SwigluBackward = void (*)(ConstRow grad_out, ConstRow gate, ConstRow up, Row grad_gate, Row grad_up, int64_t n);
 
 struct RopeToken {
   ConstRow x;
@@ -27,16 +49,23 @@ struct RopeToken {
   int64_t head_dim, half;  // 2 * half <= head_dim
   ConstRow cos, sin;       // f32 [half]
   bool pairs;              // else halves
+  bool inverse;
 };
 using Rope = void (*)(const RopeToken& token);
 
-// Indexed by the storage type of x and out: f32, bf16, f16.
+// The first index is the storage type of x and out: f32, bf16, f16. The second, where there is one: whether weight and
+// bias are f32, else of the type of x.
 inline constexpr int kNumTypes = 3;
 struct Kernels {
-  RmsNorm rms_norm[kNumTypes];             // weight of the same type
-  RmsNorm rms_norm_f32_weight[kNumTypes];  // weight f32
+  Norm rms_norm[kNumTypes][2];
+  NormBackward rms_norm_backward[kNumTypes][2];
+  Norm layer_norm[kNumTypes][2];
+  NormBackward layer_norm_backward[kNumTypes][2];
+  Softmax softmax[kNumTypes];
+  SoftmaxBackward softmax_backward[kNumTypes];
   Rope rope[kNumTypes];
   Binary swiglu[kNumTypes];
+  SwigluBackward swiglu_backward[kNumTypes];
   Binary add[kNumTypes];
 };
 

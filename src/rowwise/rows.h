@@ -3,7 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
+#include <optional>
 #include <string>
+#include <type_traits>
 
 #include "core/int_math.h"
 #include "core/shape_check.h"
@@ -17,27 +20,28 @@ const Kernels& kernels(Isa isa);
 // Index of f32, bf16, f16 in the tables.
 inline int type_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
-// Rank 1 to 5 and the sizes of `like`, the last dimension named `last`.
-inline void check_dims(ShapeCheck& check, ShapeCheck::TensorCheck tensor, int rank, const char* last) {
-  switch (rank) {
-    case 1:
-      tensor.dims({last});
-      break;
-    case 2:
-      tensor.dims({"dim_0", last});
-      break;
-    case 3:
-      tensor.dims({"dim_0", "dim_1", last});
-      break;
-    case 4:
-      tensor.dims({"dim_0", "dim_1", "dim_2", last});
-      break;
-    case 5:
-      tensor.dims({"dim_0", "dim_1", "dim_2", "dim_3", last});
-      break;
-    default:
-      check.require(false, std::string("rank is ") + std::to_string(rank) + ", but must be from 1 to 5");
-  }
+// Tensors of rows: null where an optional one is absent.
+struct Input {
+  const char* name;
+  const ConstTensor* tensor;
+};
+struct Output {
+  const char* name;
+  const Tensor* tensor;
+};
+
+// All of the shape [.., last] (rank 1 to 5) and dtype of the first, which is f32, bf16 or f16. An output may be the
+// same view as one of the inputs, and overlaps nothing else.
+void check_rows(ShapeCheck& check, std::initializer_list<Input> inputs, std::initializer_list<Output> outputs,
+                const char* last = "features");
+// A number of each row, [..]: after check_rows.
+void check_row_numbers(ShapeCheck& check, const char* name, const Tensor& numbers, int row_rank);
+// [features], f32 or `dtype`.
+void check_weight(ShapeCheck& check, const char* name, const ConstTensor& weight, DType dtype);
+
+template <class T>
+const T* address(const std::optional<T>& optional) {
+  return optional ? &*optional : nullptr;
 }
 
 // The same elements at the same addresses.
@@ -70,15 +74,30 @@ inline Row row_of(const Tensor& tensor, int64_t row) {
   return {static_cast<char*>(tensor.data) + row_offset_bytes(tensor, row), tensor.strides[tensor.rank - 1]};
 }
 
-// Calls body(row) for every row, in tasks of some microseconds.
+// The number of a row, as a row of one element.
+inline float* row_number(const Tensor& numbers, int64_t row) {
+  Tensor view = numbers;
+  view.shape[view.rank] = 1;
+  view.strides[view.rank] = 1;
+  ++view.rank;
+  return static_cast<float*>(row_of(view, row).data);
+}
+
+// Calls body(row), or body(row, worker), for every row, in tasks of some microseconds.
 template <class Body>
 void for_each_row(Context& context, int64_t rows, int64_t elements_per_row, const Body& body) {
   constexpr int64_t kTaskElements = int64_t{1} << 14;
   if (rows == 0 || elements_per_row == 0) return;
   const int64_t rows_per_task = std::max<int64_t>(1, kTaskElements / elements_per_row);
-  context.impl().pool.parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task, int) {
+  context.impl().pool.parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task, int worker) {
     const int64_t end = std::min(rows, (task + 1) * rows_per_task);
-    for (int64_t row = task * rows_per_task; row < end; ++row) body(row);
+    for (int64_t row = task * rows_per_task; row < end; ++row) {
+      if constexpr (std::is_invocable_v<Body, int64_t, int>) {
+        body(row, worker);
+      } else {
+        body(row);
+      }
+    }
   });
 }
 

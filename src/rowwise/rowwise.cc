@@ -1,3 +1,4 @@
+// What the room's files share, and the operators without a weight: softmax, swiglu, add.
 #include "opst/rowwise.h"
 
 #include <cmath>
@@ -6,14 +7,6 @@
 #include "rowwise/rows.h"
 
 namespace opst {
-
-using rowwise::check_dims;
-using rowwise::for_each_row;
-using rowwise::num_rows;
-using rowwise::row_of;
-using rowwise::same_view;
-using rowwise::type_index;
-
 namespace rowwise {
 
 const Kernels& kernels(Isa isa) {
@@ -27,28 +20,76 @@ const Kernels& kernels(Isa isa) {
 
 namespace {
 
-struct Input {
-  const char* name;
-  ConstTensor tensor;
-};
-
-// Inputs and `out` all of the shape [.., last] and the dtype of the first. An output that is the same view as an input
-// is in place, and legal: it is checked before that input, so that only the others are searched for overlaps.
-void check_same_shape(ShapeCheck& check, std::initializer_list<Input> inputs, const Tensor& out, const char* last) {
-  const ConstTensor& first = inputs.begin()->tensor;
-  const auto check_input = [&](const Input& input) {
-    ShapeCheck::TensorCheck tensor = check.tensor(input.name, input.tensor);
-    if (&input == inputs.begin()) tensor.dtype({DType::f32, DType::bf16, DType::f16});
-    check_dims(check, tensor.dtype({first.dtype}), first.rank, last);
-  };
-  for (const Input& input : inputs) {
-    if (!same_view(input.tensor, out)) check_input(input);
+// The leading dimensions, and behind them `last` unless it is null.
+void check_dims(ShapeCheck& check, ShapeCheck::TensorCheck tensor, int rank, const char* last) {
+  constexpr const char* kNames[] = {"dim_0", "dim_1", "dim_2", "dim_3"};
+  const char* names[kMaxRank] = {};
+  if (rank < (last != nullptr ? 1 : 0) || rank > kMaxRank - (last != nullptr ? 0 : 1)) {
+    check.require(false, [&] { return "rank is " + std::to_string(rank) + ", but must be from 1 to 5"; });
+    return;
   }
-  check_dims(check, check.output("out", out).dtype({first.dtype}), first.rank, last);
-  for (const Input& input : inputs) {
-    if (same_view(input.tensor, out)) check_input(input);
+  const int leading = last != nullptr ? rank - 1 : rank;
+  std::copy_n(kNames, leading, names);
+  if (last != nullptr) names[leading] = last;
+  switch (rank) {
+    case 0:
+      tensor.dims({});
+      break;
+    case 1:
+      tensor.dims({names[0]});
+      break;
+    case 2:
+      tensor.dims({names[0], names[1]});
+      break;
+    case 3:
+      tensor.dims({names[0], names[1], names[2]});
+      break;
+    case 4:
+      tensor.dims({names[0], names[1], names[2], names[3]});
+      break;
+    default:
+      tensor.dims({names[0], names[1], names[2], names[3], names[4]});
   }
 }
+
+}  // namespace
+
+// An input that an output lies on is checked behind the outputs, so that these are searched for overlaps with the
+// others only: with each other, and with the inputs that stay.
+void check_rows(ShapeCheck& check, std::initializer_list<Input> inputs, std::initializer_list<Output> outputs,
+                const char* last) {
+  const ConstTensor& first = *inputs.begin()->tensor;
+  const auto is_written = [&](const Input& input) {
+    return std::any_of(outputs.begin(), outputs.end(), [&](const Output& output) {
+      return output.tensor != nullptr && same_view(*input.tensor, *output.tensor);
+    });
+  };
+  const auto check_inputs = [&](bool written) {
+    for (const Input& input : inputs) {
+      if (input.tensor == nullptr || is_written(input) != written) continue;
+      ShapeCheck::TensorCheck tensor = check.tensor(input.name, *input.tensor);
+      if (&input == inputs.begin()) tensor.dtype({DType::f32, DType::bf16, DType::f16});
+      check_dims(check, tensor.dtype({first.dtype}), first.rank, last);
+    }
+  };
+  check_inputs(false);
+  for (const Output& output : outputs) {
+    if (output.tensor == nullptr) continue;
+    check_dims(check, check.output(output.name, *output.tensor).dtype({first.dtype}), first.rank, last);
+  }
+  check_inputs(true);
+}
+
+void check_row_numbers(ShapeCheck& check, const char* name, const Tensor& numbers, int row_rank) {
+  if (check.ok()) check_dims(check, check.output(name, numbers).dtype({DType::f32}), row_rank - 1, nullptr);
+}
+
+void check_weight(ShapeCheck& check, const char* name, const ConstTensor& weight, DType dtype) {
+  ShapeCheck::TensorCheck tensor = check.tensor(name, weight);
+  (dtype == DType::f32 ? tensor.dtype({dtype}) : tensor.dtype({DType::f32, dtype})).dims({"features"});
+}
+
+namespace {
 
 void run_binary(Context& context, Binary kernel, const ConstTensor& a, const ConstTensor& b, const Tensor& out) {
   const int64_t n = out.shape[out.rank - 1];
@@ -56,96 +97,67 @@ void run_binary(Context& context, Binary kernel, const ConstTensor& a, const Con
                [&](int64_t row) { kernel(row_of(a, row), row_of(b, row), row_of(out, row), n); });
 }
 
+void check_scale(ShapeCheck& check, float scale) {
+  check.require(std::isfinite(scale), [&] { return "scale is " + std::to_string(scale) + ", but must be finite"; });
+}
+
+// Gate and up side by side in `tensor`; the halves mean nothing where the check fails.
+template <class AnyTensor>
+struct Halves {
+  AnyTensor gate, up;
+};
+template <class AnyTensor>
+Halves<AnyTensor> halves_of(ShapeCheck& check, const char* name, const AnyTensor& tensor, bool swapped) {
+  check.tensor(name, tensor);
+  if (!check.ok()) return {};
+  check.require(tensor.rank >= 1, [&] { return std::string(name) + " has rank 0, but must be from 1 to 5"; });
+  if (!check.ok()) return {};
+  const int last = tensor.rank - 1;
+  const int64_t n = tensor.shape[last] / 2;
+  check.require(tensor.shape[last] % 2 == 0, [&] {
+    return std::string(name) + " dim " + std::to_string(last) + " is " + std::to_string(tensor.shape[last]) +
+           ", but must be even: gate and up side by side";
+  });
+  if (!check.ok()) return {};
+  const AnyTensor first = tensor.narrowed(last, 0, n), second = tensor.narrowed(last, n, n);
+  return swapped ? Halves<AnyTensor>{second, first} : Halves<AnyTensor>{first, second};
+}
+
 }  // namespace
 }  // namespace rowwise
 
-Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
-                const RmsNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rms_norm");
-    check.tensor("weight", weight).dtype({DType::f32, x.dtype}).dims({"features"});
-    rowwise::check_same_shape(check, {{"x", x}}, out, "features");
-    check.require(options.eps >= 0, [&] { return "eps is " + std::to_string(options.eps) + ", but must be >= 0"; });
-    if (!check.ok()) return check.status();
+using rowwise::check_rows;
+using rowwise::for_each_row;
+using rowwise::kernels;
+using rowwise::num_rows;
+using rowwise::row_of;
+using rowwise::type_index;
 
-    const rowwise::Kernels& kernels = rowwise::kernels(context.machine().isa);
-    const int type = type_index(x.dtype);
-    const rowwise::RmsNorm kernel =
-        weight.dtype == DType::f32 ? kernels.rms_norm_f32_weight[type] : kernels.rms_norm[type];
-    const int64_t features = check["features"];
-    const rowwise::ConstRow weight_row{weight.data, weight.strides[0]};
-    for_each_row(context, num_rows(x), features,
-                 [&](int64_t row) { kernel(row_of(x, row), weight_row, row_of(out, row), features, options.eps); });
+Status softmax(Context& context, const ConstTensor& x, const Tensor& out, const SoftmaxOptions& options) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("softmax");
+    check_rows(check, {{"x", &x}}, {{"out", &out}});
+    rowwise::check_scale(check, options.scale);
+    if (!check.ok()) return check.status();
+    const rowwise::Softmax kernel = kernels(context.machine().isa).softmax[type_index(x.dtype)];
+    const int64_t n = check["features"];
+    for_each_row(context, num_rows(x), n,
+                 [&](int64_t row) { kernel(row_of(x, row), row_of(out, row), n, options.scale); });
     return {};
   });
 }
 
-Status rope_table(Context& context, const ConstTensor& positions, const Tensor& cos, const Tensor& sin,
-                  const RopeTableOptions& options) {
+Status softmax_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& out, const Tensor& grad_x,
+                        const SoftmaxOptions& options) {
   return guarded([&]() -> Status {
-    ShapeCheck check("rope_table");
-    check.tensor("positions", positions).dtype({DType::i64}).dims({"tokens"});
-    check.output("cos", cos).dtype({DType::f32}).dims({"tokens", "half"});
-    check.output("sin", sin).dtype({DType::f32}).dims({"tokens", "half"});
-    check.require(options.theta > 0 && std::isfinite(options.theta),
-                  [&] { return "theta is " + std::to_string(options.theta) + ", but must be positive and finite"; });
+    ShapeCheck check("softmax_backward");
+    check_rows(check, {{"grad_out", &grad_out}, {"out", &out}}, {{"grad_x", &grad_x}});
+    rowwise::check_scale(check, options.scale);
     if (!check.ok()) return check.status();
-
-    const int64_t half = check["half"];
-    Result<WorkspaceLease> lease = context.impl().workspaces.lease(Arena::size_of<double>(half));
-    if (!lease.ok()) return lease.status();
-    auto* const frequency = Arena(lease.value()).take<double>(half);
-    for (int64_t i = 0; i < half; ++i) {
-      frequency[i] = std::pow(options.theta, -static_cast<double>(i) / static_cast<double>(half));
-    }
-    // A sine costs as much as some hundred elements of the other operators.
-    for_each_row(context, check["tokens"], 64 * half, [&](int64_t token) {
-      const int64_t position = static_cast<const int64_t*>(positions.data)[token * positions.strides[0]];
-      for (int64_t i = 0; i < half; ++i) {
-        const double angle = static_cast<double>(position) * frequency[i];
-        static_cast<float*>(cos.data)[token * cos.strides[0] + i * cos.strides[1]] =
-            static_cast<float>(std::cos(angle));
-        static_cast<float*>(sin.data)[token * sin.strides[0] + i * sin.strides[1]] =
-            static_cast<float>(std::sin(angle));
-      }
-    });
-    return {};
-  });
-}
-
-const char* to_string(RopeStyle style) { return style == RopeStyle::pairs ? "pairs" : "halves"; }
-
-Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, const ConstTensor& sin, const Tensor& out,
-            const RopeOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rope");
-    check.tensor("cos", cos).dtype({DType::f32}).dims({"tokens", "half"});
-    check.tensor("sin", sin).dtype({DType::f32}).dims({"tokens", "half"});
-    const bool in_place = same_view(x, out);
-    if (in_place) check.output("out", out).dims({"tokens", "num_heads", "head_dim"});
-    check.tensor("x", x).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "num_heads", "head_dim"});
-    if (!in_place) check.output("out", out).dtype({x.dtype}).dims({"tokens", "num_heads", "head_dim"});
-    const int64_t half = check["half"];
-    const int64_t head_dim = check["head_dim"];
-    check.require(half <= head_dim / 2, [&] {
-      return "cos dim 1 (half) is " + std::to_string(half) + ", but x has head_dim = " + std::to_string(head_dim) +
-             ", which holds " + std::to_string(head_dim / 2) + " pairs";
-    });
-    if (!check.ok()) return check.status();
-
-    const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[type_index(x.dtype)];
-    const int64_t num_heads = check["num_heads"];
-    for_each_row(context, check["tokens"], num_heads * head_dim, [&](int64_t token) {
-      kernel({.x = row_of(x.selected(1, 0), token),  // the first head's
-              .out = row_of(out.selected(1, 0), token),
-              .num_heads = num_heads,
-              .x_head_stride = x.strides[1],
-              .out_head_stride = out.strides[1],
-              .head_dim = head_dim,
-              .half = half,
-              .cos = row_of(cos, token),
-              .sin = row_of(sin, token),
-              .pairs = options.style == RopeStyle::pairs});
+    const rowwise::SoftmaxBackward kernel = kernels(context.machine().isa).softmax_backward[type_index(out.dtype)];
+    const int64_t n = check["features"];
+    for_each_row(context, num_rows(out), n, [&](int64_t row) {
+      kernel(row_of(grad_out, row), row_of(out, row), row_of(grad_x, row), n, options.scale);
     });
     return {};
   });
@@ -154,9 +166,9 @@ Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, cons
 Status swiglu(Context& context, const ConstTensor& gate, const ConstTensor& up, const Tensor& out) {
   return guarded([&]() -> Status {
     ShapeCheck check("swiglu");
-    rowwise::check_same_shape(check, {{"gate", gate}, {"up", up}}, out, "features");
+    check_rows(check, {{"gate", &gate}, {"up", &up}}, {{"out", &out}});
     if (!check.ok()) return check.status();
-    rowwise::run_binary(context, rowwise::kernels(context.machine().isa).swiglu[type_index(gate.dtype)], gate, up, out);
+    rowwise::run_binary(context, kernels(context.machine().isa).swiglu[type_index(gate.dtype)], gate, up, out);
     return {};
   });
 }
@@ -164,28 +176,46 @@ Status swiglu(Context& context, const ConstTensor& gate, const ConstTensor& up, 
 Status swiglu(Context& context, const ConstTensor& gate_up, const Tensor& out, const SwigluOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("swiglu");
-    check.tensor("gate_up", gate_up);
+    const auto halves = rowwise::halves_of(check, "gate_up", gate_up, options.swapped);
     if (!check.ok()) return check.status();
-    check.require(gate_up.rank >= 1, [] { return "gate_up has rank 0, but must be from 1 to 5"; });
+    return swiglu(context, halves.gate, halves.up, out);
+  });
+}
+
+Status swiglu_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& gate, const ConstTensor& up,
+                       const Tensor& grad_gate, const Tensor& grad_up) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("swiglu_backward");
+    check_rows(check, {{"grad_out", &grad_out}, {"gate", &gate}, {"up", &up}},
+               {{"grad_gate", &grad_gate}, {"grad_up", &grad_up}});
     if (!check.ok()) return check.status();
-    const int last = gate_up.rank - 1;
-    const int64_t n = gate_up.shape[last] / 2;
-    check.require(gate_up.shape[last] % 2 == 0, [&] {
-      return "gate_up dim " + std::to_string(last) + " is " + std::to_string(gate_up.shape[last]) +
-             ", but must be even: gate and up side by side";
+    const rowwise::SwigluBackward kernel = kernels(context.machine().isa).swiglu_backward[type_index(gate.dtype)];
+    const int64_t n = check["features"];
+    for_each_row(context, num_rows(gate), n, [&](int64_t row) {
+      kernel(row_of(grad_out, row), row_of(gate, row), row_of(up, row), row_of(grad_gate, row), row_of(grad_up, row),
+             n);
     });
+    return {};
+  });
+}
+
+Status swiglu_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& gate_up,
+                       const Tensor& grad_gate_up, const SwigluOptions& options) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("swiglu_backward");
+    const auto halves = rowwise::halves_of(check, "gate_up", gate_up, options.swapped);
+    const auto gradients = rowwise::halves_of(check, "grad_gate_up", grad_gate_up, options.swapped);
     if (!check.ok()) return check.status();
-    const ConstTensor halves[2] = {gate_up.narrowed(last, 0, n), gate_up.narrowed(last, n, n)};
-    return swiglu(context, halves[options.swapped ? 1 : 0], halves[options.swapped ? 0 : 1], out);
+    return swiglu_backward(context, grad_out, halves.gate, halves.up, gradients.gate, gradients.up);
   });
 }
 
 Status add(Context& context, const ConstTensor& a, const ConstTensor& b, const Tensor& out) {
   return guarded([&]() -> Status {
     ShapeCheck check("add");
-    rowwise::check_same_shape(check, {{"a", a}, {"b", b}}, out, "features");
+    check_rows(check, {{"a", &a}, {"b", &b}}, {{"out", &out}});
     if (!check.ok()) return check.status();
-    rowwise::run_binary(context, rowwise::kernels(context.machine().isa).add[type_index(a.dtype)], a, b, out);
+    rowwise::run_binary(context, kernels(context.machine().isa).add[type_index(a.dtype)], a, b, out);
     return {};
   });
 }

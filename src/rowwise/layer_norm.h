@@ -1,0 +1,79 @@
+// Computes   m = mean_j x[j];   r = 1 / sqrt(mean_j (x[j] - m)^2 + eps);   h[i] = (x[i] - m) r
+//            out[i] = h[i] weight[i] + bias[i]
+//            backward, g = grad_out, u = g weight: grad_x[i] = r (u[i] - mean_j u[j] - h[i] mean_j u[j] h[j]) +
+//            grad_sum[i];   grad_weight[i] += g[i] h[i];   grad_bias[i] += g[i]
+// Shapes     x, weight, bias, out and all gradients [features]
+// Loop nest  passes over the row: the mean, the variance, (backward) two sums, then the products
+// Memory     a row is read from memory once, then from L1 (or L2 beyond 10,000 features)
+// Numerics   f32; the variance from the differences to the mean, so that a large mean costs no digits
+#pragma once
+
+#include "rowwise/rms_norm.h"
+
+namespace opst::OPST_ISA_NS::rowwise {
+
+struct Centre {
+  F32 mean, rstd;
+};
+
+template <class T>
+OPST_INLINE Centre centre(ConstRow x, int64_t features, double eps) {
+  const float total =
+      sum(features, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return acc + load<T>(x, i, features); });
+  const F32 mean = F32::set1(total / static_cast<float>(features));
+  const float squares = sum(features, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA {
+    const F32 d = within(load<T>(x, i, features) - mean, i, features, F32::zero());
+    return fma(d, d, acc);
+  });
+  const F32 variance = F32::set1(squares / static_cast<float>(features));
+  return {mean, F32::set1(1) / sqrt(variance + F32::set1(static_cast<float>(eps)))};
+}
+
+// 1 where there is no weight.
+template <class W>
+OPST_INLINE F32 load_weight(ConstRow weight, int64_t begin, int64_t length) {
+  return weight.data != nullptr ? load<W>(weight, begin, length) : F32::set1(1);
+}
+
+template <class T, class W>
+Moments layer_norm(ConstRow x, ConstRow weight, ConstRow bias, Row out, int64_t features, double eps) {
+  const Centre c = centre<T>(x, features, eps);
+  for (int64_t i = 0; i < features; i += F32::kLanes) {
+    F32 y = (load<T>(x, i, features) - c.mean) * c.rstd;
+    if (weight.data != nullptr) y = y * load<W>(weight, i, features);
+    if (bias.data != nullptr) y = y + load<W>(bias, i, features);
+    store<T>(y, out, i, features);
+  }
+  float mean[F32::kLanes], rstd[F32::kLanes];
+  c.mean.store(mean);
+  c.rstd.store(rstd);
+  return {mean[0], rstd[0]};
+}
+
+template <class T, class W>
+void layer_norm_backward(const NormBackwardRow& row) {
+  const int64_t n = row.features;
+  const Centre c = centre<T>(row.x, n, row.eps);
+  const auto hat = [&](int64_t i) OPST_INLINE_LAMBDA { return (load<T>(row.x, i, n) - c.mean) * c.rstd; };
+  F32 mean_u = F32::zero(), mean_uh = F32::zero();
+  if (row.grad_x.data != nullptr) {
+    // Elements beyond the row have g = 0.
+    const auto u = [&](int64_t i)
+                       OPST_INLINE_LAMBDA { return load<T>(row.grad_out, i, n) * load_weight<W>(row.weight, i, n); };
+    const float sum_u = sum(n, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return acc + u(i); });
+    const float sum_uh = sum(n, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return fma(u(i), hat(i), acc); });
+    mean_u = F32::set1(sum_u / static_cast<float>(n));
+    mean_uh = F32::set1(sum_uh / static_cast<float>(n));
+  }
+  for (int64_t i = 0; i < n; i += F32::kLanes) {
+    const F32 g = load<T>(row.grad_out, i, n), h = hat(i);
+    if (row.grad_weight != nullptr) accumulate(g * h, row.grad_weight, i, n);
+    if (row.grad_bias != nullptr) accumulate(g, row.grad_bias, i, n);
+    if (row.grad_x.data == nullptr) continue;
+    F32 grad = c.rstd * (g * load_weight<W>(row.weight, i, n) - mean_u - h * mean_uh);
+    if (row.grad_sum.data != nullptr) grad = grad + load<T>(row.grad_sum, i, n);
+    store<T>(grad, row.grad_x, i, n);
+  }
+}
+
+}  // namespace opst::OPST_ISA_NS::rowwise

@@ -1,0 +1,48 @@
+// Computes   out[i] = exp(scale x[i] - m) / l,   m = max_j scale x[j],   l = sum_j exp(scale x[j] - m)
+//            backward: grad_x[i] = scale y[i] (grad_out[i] - sum_j grad_out[j] y[j])
+// Shapes     x, out and all gradients [n]
+// Loop nest  three passes over the row: maximum; exponentials and their sum; products
+// Memory     a row is read from memory once, then from L1 (or L2 beyond 10,000 elements). f32 keeps the exponentials in
+//            out; narrower types, which would round them, compute them twice
+// Numerics   f32, exp within 1.5 ulp, below f32's smallest normal number 0. The maximum passes over NaN, which then
+//            reaches the sum; +inf is taken from itself, which is NaN; where all is -inf, nothing is taken from it and
+//            the sum is 0
+#pragma once
+
+#include "rowwise/row_verbs.h"
+#include "simd/math.h"
+
+namespace opst::OPST_ISA_NS::rowwise {
+
+template <class T>
+void softmax(ConstRow x, Row out, int64_t n, float scale_factor) {
+  const F32 scale = F32::set1(scale_factor), lowest = F32::set1(-__builtin_inff());
+  const float highest = simd::hmax(reduce(
+      n, lowest,
+      [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return max(within(load<T>(x, i, n) * scale, i, n, lowest), acc); },
+      [](F32 a, F32 b) OPST_INLINE_LAMBDA { return max(a, b); }));
+  const F32 m = F32::set1(highest == -__builtin_inff() ? 0.0f : highest);
+  const auto e = [&](int64_t i) OPST_INLINE_LAMBDA { return simd::exp(load<T>(x, i, n) * scale - m); };
+  constexpr bool kKeep = sizeof(T) == sizeof(float);
+  const float total = sum(n, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA {
+    const F32 exponential = e(i);
+    if (kKeep) store<T>(exponential, out, i, n);
+    return acc + within(exponential, i, n, F32::zero());
+  });
+  const F32 factor = F32::set1(total == 0 ? 0.0f : 1 / total);
+  for (int64_t i = 0; i < n; i += F32::kLanes) {
+    store<T>((kKeep ? load<T>({out.data, out.stride}, i, n) : e(i)) * factor, out, i, n);
+  }
+}
+
+template <class T>
+void softmax_backward(ConstRow grad_out, ConstRow y, Row grad_x, int64_t n, float scale) {
+  const float dot = sum(
+      n, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return fma(load<T>(grad_out, i, n), load<T>(y, i, n), acc); });
+  for (int64_t i = 0; i < n; i += F32::kLanes) {
+    const F32 p = load<T>(y, i, n) * F32::set1(scale);
+    store<T>(p * (load<T>(grad_out, i, n) - F32::set1(dot)), grad_x, i, n);
+  }
+}
+
+}  // namespace opst::OPST_ISA_NS::rowwise
