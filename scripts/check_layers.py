@@ -39,7 +39,8 @@ ROOMS = {
 USERS = {"graph", "model", "tools", "examples"}
 
 # include/opst/NAME.h belongs to the room of that name, except:
-PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine"}
+PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
+                       "attention_backward": "attention"}
 
 # Kernel code may also include these, which hold types and constants only.
 PLAIN_DATA = {"include/opst/dtype.h", "src/quant/formats.h", "src/kv_cache/page_layout.h"}

@@ -1,0 +1,81 @@
+// Attention backward: the gradients of flash_attention_forward, in O(N) memory.
+//
+//   P = exp(S - lse)                    recomputed from what forward saved; S, its masks and biases as in attention.h
+//   delta = rowsum(dO * O);   dV = P^T dO;   dP = dO V^T;   dS = P (dP - delta + grad_lse)
+//   dQ = softmax_scale dS K;  dK = softmax_scale dS^T Q     summed over the query heads of a KV head
+//
+// The same inputs and options that forward was called with, and
+//   out          [batch, num_heads, query_len, value_head_dim]   what forward wrote, in any of its dtypes
+//   grad_out     out's shape                                     f32, bf16, f16; f64 if all are f64
+//   softmax_lse  f32 (f64) [batch, num_heads, query_len]         or softmax_max and softmax_sum
+// give
+//   grad_query, grad_key, grad_value    shapes of query, key, value; f32, bf16, f16; f64 where query is
+//
+// Rules: a row that sees no key gets grad_query = 0 and adds nothing to the other gradients, whatever its grad_out
+// holds; so does a row whose saved lse is infinite. A key that no row sees gets 0. NaN and Inf in an input reach what
+// depends on them and nothing else. Every sum is in f32 (f64 for f64) whatever the storage type, in an order that
+// depends on the problem only: the same bits on every run and for any number of threads. Outputs must not overlap each
+// other, themselves or an input.
+//
+// Time 2 * (3 head_dim + 2 value_head_dim) * visible pairs * num_heads flops: five products, S and dP once. Parallel
+// over tiles of keys as well as over heads. Memory beyond inputs and outputs: packed queries and gradients of a few
+// heads at a time, and a fixed amount per thread (plan_attention_backward tells).
+//
+//   flash_attention_forward(context, inputs, {.out = o, .softmax_lse = lse}, options);
+//   flash_attention_backward(context, inputs, {.out = o, .softmax_lse = lse, .grad_out = go},
+//                            {.grad_query = gq, .grad_key = gk, .grad_value = gv}, options);
+//
+// Errors: invalid_argument names the tensor or option, the dimension and both values; nothing has been written then.
+// Paged keys and values are unsupported.
+//
+// Source: Dao et al., "FlashAttention" (2022), appendix B.4.
+#pragma once
+
+#include "opst/attention.h"
+
+namespace opst {
+
+// What forward wrote, and the gradient with respect to it.
+struct AttentionSaved {
+  ConstTensor out;
+  ConstTensor softmax_lse = {};  // this one, or
+  ConstTensor softmax_max = {};  // these two
+  ConstTensor softmax_sum = {};
+  ConstTensor grad_out;
+  // With respect to softmax_lse, softmax_lse's dtype and shape; only if it has data. Makes merged parts differentiable.
+  ConstTensor grad_lse = {};
+};
+
+// Each only if it has data: what is not wanted is not computed.
+struct AttentionGradients {
+  Tensor grad_query = {};
+  Tensor grad_key = {};
+  Tensor grad_value = {};
+};
+
+Status flash_attention_backward(Context& context, const AttentionInputs& inputs, const AttentionSaved& saved,
+                                const AttentionGradients& gradients, const AttentionOptions& options = {});
+
+// What a plan depends on.
+struct AttentionBackwardProblem {
+  AttentionProblem forward = {};
+  DType grad_out_dtype = DType::f32;
+};
+
+// A pure function of problem and machine; never of the number of threads.
+struct AttentionBackwardPlan {
+  AttentionProduct product = AttentionProduct::f32;
+  int64_t block_q = 0;         // rows of queries that meet a tile of keys at a time
+  int64_t block_kv = 0;        // keys of a tile; a task is one tile against all rows that see it
+  int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed queries are held at once, twice
+  int64_t num_tasks = 0;       // of the whole call, packing not counted
+  int64_t scratch_bytes_shared = 0;
+  int64_t scratch_bytes_per_worker = 0;
+
+  int64_t scratch_bytes(int num_threads) const { return scratch_bytes_shared + num_threads * scratch_bytes_per_worker; }
+};
+
+AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& problem, const Machine& machine);
+std::string to_string(const AttentionBackwardPlan& plan);
+
+}  // namespace opst

@@ -1,0 +1,647 @@
+// Attention backward for one block of query rows and one tile of keys: the tile computation.
+//
+// Computes   S = Q K^T;  P = exp2(c S - reference) * weight         the probabilities once more, from what forward
+// saved
+//            dP = dO V^T;  dS = P (dP - delta)                      delta = rowsum(dO * O) - grad_lse
+//            dV += P^T dO;  dK += dS^T Q;  dQ += dS K               the scale is multiplied to dQ and dK at the end
+//            c = |softmax_scale| log2(e), the sign is in Q
+// Shapes     Q, dQ [rows, head_dim]; dO [rows, value_head_dim]; K, dK [keys, head_dim]; V, dV [keys, value_head_dim]
+// Loop nest  grad_tile:  for each row block of MR <= 12 rows       S and dP of the block stay in L1
+//                          for each panel of keys: S_MR x 32, and dP_MR x 32
+//                          hide keys of partial tiles; P and dS, one pass
+//                        for each panel of columns, for each 12 keys:  dV_12 x 32 += P^T dO,  dK_12 x 32 += dS^T Q
+//            grad_query: for each panel of columns, for each row block: dQ_MR x 32 += dS K
+// Memory     at the default f32 tile, block_q 120, block_kv 128, head_dim 128, avx512, all of it in L2 together:
+//              K^T and V^T panels, K rows     3 * 64 KB       dK and dV accumulators  2 * 64 KB
+//              Q, dO, dQ of the block         3 * 68 KB       P and dS                2 * 68 KB
+// Numerics   Five products, all accumulators f32 (f64 for f64) in every storage type. P and dS are rounded to bf16 for
+// the
+//            pairwise product. A row of weight 0 takes no part: forward saw no key there. Hidden pairs have P = dS = 0;
+//            where a partial tile meets a non-finite row of K, Q or dO, 0 * that would be NaN, so such a tile's pairs
+//            are added one by one over the visible ones.
+// Source     Dao et al., FlashAttention (2022), appendix B.4, with the keys in the outer loop.
+#pragma once
+
+#include "attention/backward_kernels.h"
+#include "simd/math.h"
+#include "tile/gemm_accumulate.h"
+#include "tile/pack.h"
+
+namespace opst::OPST_ISA_NS::attention {
+
+using opst::attention::BackwardSizes;
+using opst::attention::FinishGradient;
+using opst::attention::GradBlock;
+using opst::attention::GradTile;
+using opst::attention::PackKeys;
+using opst::attention::PackQueries;
+using opst::attention::QueryRows;
+using opst::attention::StackedRows;
+
+template <class P>
+struct Backward {
+  using V = typename P::V;
+  using S = typename V::Scalar;
+  using Word = typename P::Word;
+  static constexpr int kLanes = V::kLanes;
+  static constexpr int kPanel = tile::kTileVecs * kLanes;
+  static constexpr int kStep = P::kStep;
+  static constexpr int kTileRows = tile::kTileRows;
+
+  static OPST_INLINE int64_t words(int64_t elements) { return (elements + kStep - 1) / kStep; }
+  static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
+  static OPST_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+  static OPST_INLINE S* accumulators(void* base) { return static_cast<S*>(base); }
+
+  // Parts of nearly equal height that share a register tile. Rows of queries come in whole words of their columns.
+  struct Part {
+    int64_t first;
+    int rows;
+  };
+  static OPST_INLINE int64_t num_parts(int64_t rows, int unit) {
+    const int64_t units = (rows + unit - 1) / unit, most = kTileRows / unit;
+    return (units + most - 1) / most;
+  }
+  static OPST_INLINE Part part(int64_t rows, int unit, int64_t index) {
+    const int64_t units = (rows + unit - 1) / unit, n = num_parts(rows, unit);
+    const int64_t height = units / n, taller = units % n;
+    const int64_t first = (index * height + smaller(index, taller)) * unit;
+    const int64_t count = (height + (index < taller ? 1 : 0)) * unit;
+    return {first, static_cast<int>(smaller(count, rows - first))};
+  }
+
+  // Keys of the tile that some row of a part sees: columns [begin, end), begin at the start of a panel, `width` whole
+  // vectors of them.
+  struct Span {
+    int64_t begin = 0, end = 0, width = 0;
+  };
+  static OPST_INLINE Span span_of(const GradBlock& b, const GradTile& t, Part part) {
+    int64_t low = 0, high = t.count;
+    if (b.partial) {
+      low = t.count, high = 0;
+      for (int64_t r = part.first; r < part.first + part.rows; ++r) {
+        const Span row = columns_of_row(b, t, r);
+        if (row.begin >= row.end) continue;
+        low = smaller(low, row.begin);
+        high = row.end > high ? row.end : high;
+      }
+      if (low >= high) return {};
+    }
+    const int64_t begin = low / kPanel * kPanel;
+    return {begin, high, (high - begin + kLanes - 1) / kLanes * kLanes};
+  }
+  static OPST_INLINE Span columns_of_row(const GradBlock& b, const GradTile& t, int64_t r) {
+    const int64_t begin = b.visible_begin[r] - t.first_key, end = b.visible_end[r] - t.first_key;
+    return {begin < 0 ? 0 : begin, smaller(end, t.count), 0};
+  }
+
+  // A matrix as B operand: panels of columns.
+  struct Columns {
+    const Word* base;
+    int64_t row_stride;  // of the row form
+    int64_t rows;        // words of a panel's column, where it is one of value panels
+    int64_t length;
+
+    OPST_INLINE bool wide(int64_t column) const { return length - column > kLanes; }
+    OPST_INLINE const Word* panel(int64_t column) const { return kStep == 1 ? base + column : base + column * rows; }
+    OPST_INLINE int64_t stride(int64_t column) const {
+      return kStep == 1 ? row_stride : wide(column) ? kPanel : kLanes;
+    }
+  };
+  static OPST_INLINE Columns columns(const void* row_form, int64_t row_stride, const void* column_form, int64_t rows,
+                                     int64_t length) {
+    return {static_cast<const Word*>(kStep == 1 ? row_form : column_form), row_stride, words(rows), length};
+  }
+
+  // ---- S and dP, P and dS
+
+  static OPST_INLINE void multiply(Part part, Span span, const GradTile& t, const void* rows, int64_t row_stride,
+                                   int64_t length, const void* panels, S* out, int64_t out_stride,
+                                   const char*& prefetch) {
+    const int64_t depth = words(length);
+    const Word* a = static_cast<const Word*>(rows) + part.first * row_stride;
+    const Word* b = static_cast<const Word*>(panels) + span.begin * depth;
+    const auto full = tile::product_for<P, tile::kTileVecs>(part.rows);
+    int64_t j = 0;
+    for (; j + kPanel <= span.width; j += kPanel) {
+      full(depth, a, row_stride, b + j * depth, kPanel, out + j, out_stride, prefetch);
+      prefetch += depth / 4 * 64;
+    }
+    if (j < span.width) {  // one vector, of a whole panel or of a last one that is only as wide
+      const int64_t ldb = t.count - (span.begin + j) > kLanes ? kPanel : kLanes;
+      tile::product_for<P, 1>(part.rows)(depth, a, row_stride, b + j * depth, ldb, out + j, out_stride, prefetch);
+    }
+  }
+
+  // Hidden pairs, and padding: score -inf, dP = 0.
+  static OPST_NOINLINE void hide(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores, S* grads,
+                                 int64_t stride) {
+    const V hidden = V::set1(-__builtin_inff()), zero = V::zero();
+    for (int64_t i = 0; i < part.rows; ++i) {
+      Span seen = {0, t.count, 0};
+      if (b.partial) seen = columns_of_row(b, t, part.first + i);
+      const int64_t begin = seen.begin - span.begin, end = seen.end - span.begin;
+      for (int64_t j = 0; j < span.width; j += kLanes) {
+        if (begin <= j && j + kLanes <= end) continue;
+        S* s = scores + i * stride + j;
+        S* g = grads + i * stride + j;
+        simd::blend_n(clamp_lanes(begin - j), hidden, simd::blend_n(clamp_lanes(end - j), V::load(s), hidden)).store(s);
+        simd::blend_n(clamp_lanes(begin - j), zero, simd::blend_n(clamp_lanes(end - j), V::load(g), zero)).store(g);
+      }
+    }
+  }
+
+  struct Pair {
+    V p, ds;
+  };
+  struct Row {
+    V minus_reference, weight, delta;
+  };
+  static OPST_INLINE Row row_of(const QueryRows& q, int64_t r) {
+    return {V::set1(-accumulators(q.reference)[r]), V::set1(accumulators(q.weight)[r]),
+            V::set1(accumulators(q.delta)[r])};
+  }
+  static OPST_INLINE Pair differentiate(V score, V grad, V c, const Row& row) {
+    const V x = simd::fma(score, c, row.minus_reference);
+    V p;
+    if constexpr (kStep == 1)
+      p = simd::exp2_short(x) * row.weight;
+    else
+      p = simd::exp2_bf16(x) * row.weight;
+    return {p, p * (grad - row.delta)};
+  }
+
+  // S -> P and dP -> dS, in place.
+  static OPST_NOINLINE void differentiate_rows(const GradBlock& b, Part part, int64_t width, S* scores, S* grads) {
+    const V c = V::set1(static_cast<S>(b.exponent_scale));
+    for (int64_t i = 0; i < part.rows; ++i) {
+      const Row row = row_of(b.queries, part.first + i);
+      S* s = scores + i * b.scores_stride;
+      S* g = grads + i * b.scores_stride;
+      int64_t j = 0;
+      for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
+        const Pair x = differentiate(V::load(s + j), V::load(g + j), c, row);
+        const Pair y = differentiate(V::load(s + j + kLanes), V::load(g + j + kLanes), c, row);
+        x.p.store(s + j);
+        y.p.store(s + j + kLanes);
+        x.ds.store(g + j);
+        y.ds.store(g + j + kLanes);
+      }
+      if (j < width) {
+        const Pair x = differentiate(V::load(s + j), V::load(g + j), c, row);
+        x.p.store(s + j);
+        x.ds.store(g + j);
+      }
+    }
+  }
+
+#if defined(__AVX512BF16__)
+  // S, dP -> P by columns, dS by rows and by columns, rounded to bf16. Two rows at a time, whose elements make the
+  // words of the column forms.
+  static OPST_NOINLINE void differentiate_pairs(const GradBlock& b, Part part, Span span, const S* scores,
+                                                const S* grads) {
+    const V c = V::set1(static_cast<S>(b.exponent_scale));
+    for (int64_t i = 0; i < part.rows; i += 2) {
+      const int64_t r = part.first + i;
+      const bool has_odd = i + 1 < part.rows;
+      const Row even = row_of(b.queries, r), odd = row_of(b.queries, has_odd ? r + 1 : r);
+      const S* s = scores + i * b.scores_stride;
+      const S* g = grads + i * b.scores_stride;
+      const int64_t next = has_odd ? b.scores_stride : 0;
+      uint32_t* p_columns = static_cast<uint32_t*>(b.probability_columns) + r / 2 * b.scores_stride + span.begin;
+      uint32_t* ds_columns = static_cast<uint32_t*>(b.grad_score_columns) + r / 2 * b.scores_stride + span.begin;
+      bf16* ds_even = grad_score_row(b, r) + span.begin;
+      bf16* ds_odd = grad_score_row(b, has_odd ? r + 1 : r) + span.begin;
+      for (int64_t j = 0; j < span.width; j += 2 * kLanes) {
+        V ds[2][2];
+        OPST_UNROLL for (int half = 0; half < 2; ++half) {
+          const int64_t at = j + half * kLanes;
+          Pair x = differentiate(V::load(s + at), V::load(g + at), c, even);
+          Pair y = differentiate(V::load(s + next + at), V::load(g + next + at), c, odd);
+          if (!has_odd) y = {V::zero(), V::zero()};
+          if (at >= span.width) x = y = {V::zero(), V::zero()};
+          simd::store_interleaved_bf16_fast(x.p, y.p, p_columns + at);
+          simd::store_interleaved_bf16_fast(x.ds, y.ds, ds_columns + at);
+          ds[0][half] = x.ds;
+          ds[1][half] = y.ds;
+        }
+        if (has_odd) simd::store_bf16_fast(ds[1][0], ds[1][1], ds_odd + j);
+        simd::store_bf16_fast(ds[0][0], ds[0][1], ds_even + j);
+      }
+    }
+  }
+#endif
+  static OPST_INLINE bf16* grad_score_row(const GradBlock& b, int64_t r) {
+    return reinterpret_cast<bf16*>(static_cast<uint32_t*>(b.grad_scores) + r * (b.scores_stride / kStep));
+  }
+
+  // Columns [begin, end) of the column forms of P and dS become 0 for the rows of a part.
+  static OPST_INLINE void clear(const GradBlock& b, Part part, int64_t begin, int64_t end) {
+    for (int64_t w = part.first / kStep; w < words(part.first + part.rows); ++w) {
+      S* p = reinterpret_cast<S*>(static_cast<Word*>(b.probability_columns) + w * b.scores_stride);
+      S* ds = reinterpret_cast<S*>(static_cast<Word*>(b.grad_score_columns) + w * b.scores_stride);
+      for (int64_t j = begin; j < end; j += kLanes) {
+        V::zero().store(p + j);
+        V::zero().store(ds + j);
+      }
+    }
+  }
+
+  // ---- Sums over rows: dV and dK
+
+  // Spans of the parts of a block against one tile.
+  static constexpr int kMaxParts = 4096 / kTileRows + 1;
+  struct PartSpans {
+    int64_t count = 0;
+    int32_t begin[kMaxParts], end[kMaxParts];
+  };
+
+  // acc[key] += sum over rows of A[row][key] * B[row].
+  static OPST_INLINE void add_columns(const GradBlock& b, const GradTile& t, const PartSpans& spans, const void* a,
+                                      const Columns& from, void* acc, int64_t acc_stride, const char*& prefetch) {
+    const int64_t key_parts = num_parts(t.count, 1);
+    const auto add = [&](const auto& function_for, int64_t column) OPST_INLINE_LAMBDA {
+      const Word* panel = from.panel(column);
+      const int64_t ldb = from.stride(column);
+      for (int64_t k = 0; k < key_parts; ++k) {
+        const Part keys = part(t.count, 1, k);
+        int64_t first = 0, end = b.queries.rows;
+        if (b.partial) {
+          int64_t low = 0, high = spans.count;
+          const auto apart = [&](int64_t i) OPST_INLINE_LAMBDA {
+            return spans.end[i] <= keys.first || spans.begin[i] >= keys.first + keys.rows;
+          };
+          while (low < high && apart(low)) ++low;
+          while (low < high && apart(high - 1)) --high;
+          if (low == high) continue;
+          first = part(b.queries.rows, kStep, low).first;
+          const Part last = part(b.queries.rows, kStep, high - 1);
+          end = last.first + last.rows;
+        }
+        const int64_t from_word = first / kStep, depth = words(end) - from_word;
+        function_for(keys.rows)(depth, static_cast<const Word*>(a) + from_word * b.scores_stride + keys.first,
+                                b.scores_stride, panel + from_word * ldb, ldb,
+                                accumulators(acc) + keys.first * acc_stride + column, acc_stride, prefetch);
+        prefetch += depth / 2 * 64;
+      }
+    };
+    for (int64_t column = 0; column < from.length; column += kPanel) {
+      if (from.wide(column)) {
+        add([](int rows) { return tile::accumulate_transposed_for<P, tile::kTileVecs>(rows); }, column);
+      } else {
+        add([](int rows) { return tile::accumulate_transposed_for<P, 1>(rows); }, column);
+      }
+    }
+  }
+
+  static void grad_tile(const GradBlock& b, const GradTile& t) {
+    const BackwardSizes& sizes = b.sizes;
+    const QueryRows& q = b.queries;
+    const char* prefetch = b.prefetch;
+    PartSpans spans;
+    spans.count = num_parts(q.rows, kStep);
+    const int64_t width = (t.count + kLanes - 1) / kLanes * kLanes;
+    for (int64_t i = 0; i < spans.count; ++i) {
+      const Part rows = part(q.rows, kStep, i);
+      const Span span = span_of(b, t, rows);
+      spans.begin[i] = static_cast<int32_t>(span.begin);
+      spans.end[i] = static_cast<int32_t>(span.end);
+      if (b.partial) {
+        clear(b, rows, 0, span.begin);
+        clear(b, rows, span.begin + span.width, width);
+      }
+      if (span.width == 0) continue;
+      S* scores;
+      S* grads;
+      if constexpr (kStep == 1) {
+        scores = static_cast<S*>(b.probability_columns) + rows.first * b.scores_stride + span.begin;
+        grads = static_cast<S*>(b.grad_scores) + rows.first * b.scores_stride + span.begin;
+      } else {
+        scores = static_cast<S*>(b.raw);
+        grads = scores + kTileRows * b.scores_stride;
+      }
+      multiply(rows, span, t, q.query, sizes.query_stride, sizes.head_dim, t.keys, scores, b.scores_stride, prefetch);
+      multiply(rows, span, t, q.grad_out, sizes.value_stride, sizes.value_head_dim, t.values, grads, b.scores_stride,
+               prefetch);
+      if (b.partial || span.end < span.begin + span.width) hide(b, t, rows, span, scores, grads, b.scores_stride);
+      if constexpr (kStep == 1) {
+        differentiate_rows(b, rows, span.width, scores, grads);
+      } else {
+#if defined(__AVX512BF16__)
+        differentiate_pairs(b, rows, span, scores, grads);
+#endif
+      }
+    }
+    if (pair_by_pair(b, t)) {
+      add_visible_to_keys(b, t);
+      return;
+    }
+    if (t.grad_value != nullptr) {
+      add_columns(b, t, spans, b.probability_columns,
+                  columns(q.grad_out, sizes.value_stride, q.grad_out_columns, q.rows, sizes.value_head_dim),
+                  t.grad_value, sizes.value_acc_stride, prefetch);
+    }
+    if (t.grad_key != nullptr) {
+      add_columns(b, t, spans, b.grad_score_columns,
+                  columns(q.query, sizes.query_stride, q.query_columns, q.rows, sizes.head_dim), t.grad_key,
+                  sizes.acc_stride, prefetch);
+    }
+  }
+
+  // ---- Sums over keys: dQ
+
+  static void grad_query(const GradBlock& b, const GradTile& t) {
+    if (pair_by_pair(b, t)) {
+      add_visible_to_queries(b, t);
+      return;
+    }
+    const BackwardSizes& sizes = b.sizes;
+    const Columns keys = columns(t.key_columns, sizes.query_stride, t.key_columns, t.count, sizes.head_dim);
+    const int64_t stride = b.scores_stride / kStep, parts = num_parts(b.queries.rows, kStep);
+    const char* prefetch = static_cast<const char*>(t.keys);
+    const auto add = [&](const auto& function_for, int64_t column) OPST_INLINE_LAMBDA {
+      const int64_t ldb = keys.stride(column);
+      for (int64_t i = 0; i < parts; ++i) {
+        const Part rows = part(b.queries.rows, kStep, i);
+        const Span span = span_of(b, t, rows);
+        if (span.width == 0) continue;
+        const int64_t first = span.begin / kStep, depth = words(span.end) - first;
+        function_for(rows.rows)(depth, static_cast<const Word*>(b.grad_scores) + rows.first * stride + first, stride,
+                                keys.panel(column) + first * ldb, ldb,
+                                accumulators(b.queries.grad_query) + rows.first * sizes.acc_stride + column,
+                                sizes.acc_stride, prefetch);
+      }
+    };
+    for (int64_t column = 0; column < sizes.head_dim; column += kPanel) {
+      if (keys.wide(column)) {
+        add([](int rows) { return tile::accumulate_for<P, tile::kTileVecs>(rows); }, column);
+      } else {
+        add([](int rows) { return tile::accumulate_for<P, 1>(rows); }, column);
+      }
+    }
+  }
+
+  // ---- The same sums over visible pairs alone
+
+  static OPST_INLINE bool pair_by_pair(const GradBlock& b, const GradTile& t) {
+    return b.partial && !(t.keys_finite && *b.queries.finite);
+  }
+  static OPST_INLINE S widened(uint32_t bits) {
+    S x = 0;
+    __builtin_memcpy(&x, &bits, sizeof(bits));
+    return x;
+  }
+  // Element (row, key) of a column form.
+  static OPST_INLINE V element(const void* column_form, int64_t stride, int64_t row, int64_t key) {
+    const Word* word = static_cast<const Word*>(column_form) + row / kStep * stride + key;
+    if constexpr (kStep == 1)
+      return V::set1(*word);
+    else
+      return V::set1(widened(row % 2 == 0 ? *word << 16 : *word & 0xffff0000u));
+  }
+  // kLanes elements of a row form.
+  static OPST_INLINE V elements(const void* row_form, int64_t stride, int64_t row, int64_t d) {
+    const Word* words_of_row = static_cast<const Word*>(row_form) + row * stride;
+    if constexpr (kStep == 1)
+      return V::load(words_of_row + d);
+    else
+      return V::load(reinterpret_cast<const bf16*>(words_of_row) + d);
+  }
+  static OPST_INLINE void add_row(V factor, const void* row_form, int64_t stride, int64_t row, int64_t length, S* acc) {
+    for (int64_t d = 0; d < length; d += kLanes) {
+      simd::fma(factor, elements(row_form, stride, row, d), V::load(acc + d)).store(acc + d);
+    }
+  }
+
+  static OPST_NOINLINE void add_visible_to_keys(const GradBlock& b, const GradTile& t) {
+    const BackwardSizes& z = b.sizes;
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      const Span seen = columns_of_row(b, t, r);
+      for (int64_t j = seen.begin; j < seen.end; ++j) {
+        if (t.grad_value != nullptr) {
+          add_row(element(b.probability_columns, b.scores_stride, r, j), b.queries.grad_out, z.value_stride, r,
+                  z.value_head_dim, accumulators(t.grad_value) + j * z.value_acc_stride);
+        }
+        if (t.grad_key != nullptr) {
+          add_row(element(b.grad_score_columns, b.scores_stride, r, j), b.queries.query, z.query_stride, r, z.head_dim,
+                  accumulators(t.grad_key) + j * z.acc_stride);
+        }
+      }
+    }
+  }
+
+  static OPST_NOINLINE void add_visible_to_queries(const GradBlock& b, const GradTile& t) {
+    const BackwardSizes& z = b.sizes;
+    const Columns keys = columns(t.key_columns, z.query_stride, t.key_columns, t.count, z.head_dim);
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      const Span seen = columns_of_row(b, t, r);
+      S* acc = accumulators(b.queries.grad_query) + r * z.acc_stride;
+      for (int64_t j = seen.begin; j < seen.end; ++j) {
+        const V ds = element(b.grad_score_columns, b.scores_stride, r, j);
+        for (int64_t d = 0; d < z.head_dim; d += kLanes) {
+          const int64_t column = d / kPanel * kPanel;
+          const Word* at = keys.panel(column) + j / kStep * keys.stride(column) + (d - column);
+          simd::fma(ds, key_of_words(at, j), V::load(acc + d)).store(acc + d);
+        }
+      }
+    }
+  }
+  static OPST_INLINE V key_of_words(const Word* at, int64_t key) {
+    if constexpr (kStep == 1) {
+      return V::load(at);
+    } else {
+      const simd::Bf16Words pairs = simd::Bf16Words::load(at);
+      return key % 2 == 0 ? pairs.low() : pairs.high();
+    }
+  }
+
+  // ---- Packing
+
+  // A row as words, zeros up to `stride`. True where it is finite.
+  template <class T>
+  static OPST_INLINE bool copy_row(const T* row, int64_t dim_stride, int64_t length, double factor, Word* out,
+                                   int64_t stride) {
+    if constexpr ((sizeof(T) == 8) != (sizeof(S) == 8)) {  // f64 has f64 kernels only
+      return true;
+    } else {
+      const V f = V::set1(static_cast<S>(factor)), zero = V::zero();
+      V not_finite = zero;
+      for (int64_t d = 0; d < stride * kStep; d += kLanes) {
+        const V x = d < length ? tile::load_row<V>(row, dim_stride, d, length) : zero;
+        not_finite = simd::fma(x, zero, not_finite);
+        store_words(x * f, out, d);
+      }
+      return simd::hsum(not_finite) == 0;
+    }
+  }
+  static OPST_INLINE void store_words(V x, Word* out, int64_t d) {
+    if constexpr (kStep == 1)
+      x.store(out + d);
+    else  // exact: it was bf16, and the factor is a power of two
+      x.store(reinterpret_cast<bf16*>(out) + d);
+  }
+  static OPST_INLINE bool copy_row(const StackedRows& from, int64_t offset, int64_t length, double factor, Word* out,
+                                   int64_t stride) {
+    switch (from.dtype) {
+      case DType::f32:
+        return copy_row(static_cast<const float*>(from.data) + offset, from.dim_stride, length, factor, out, stride);
+      case DType::bf16:
+        return copy_row(static_cast<const bf16*>(from.data) + offset, from.dim_stride, length, factor, out, stride);
+      case DType::f16:
+        return copy_row(static_cast<const f16*>(from.data) + offset, from.dim_stride, length, factor, out, stride);
+      default:
+        return copy_row(static_cast<const double*>(from.data) + offset, from.dim_stride, length, factor, out, stride);
+    }
+  }
+
+  // Sum of a packed row times a row of `from`.
+  template <class T>
+  static OPST_INLINE S dot_row(const T* row, int64_t dim_stride, int64_t length, const Word* packed) {
+    if constexpr ((sizeof(T) == 8) != (sizeof(S) == 8)) {
+      return 0;
+    } else {
+      V sum = V::zero();
+      for (int64_t d = 0; d < length; d += kLanes) {
+        sum = simd::fma(elements(packed, 0, 0, d), tile::load_row<V>(row, dim_stride, d, length), sum);
+      }
+      return simd::hsum(sum);
+    }
+  }
+  static OPST_INLINE S dot_row(const StackedRows& from, int64_t offset, int64_t length, const Word* packed) {
+    switch (from.dtype) {
+      case DType::f32:
+        return dot_row(static_cast<const float*>(from.data) + offset, from.dim_stride, length, packed);
+      case DType::bf16:
+        return dot_row(static_cast<const bf16*>(from.data) + offset, from.dim_stride, length, packed);
+      case DType::f16:
+        return dot_row(static_cast<const f16*>(from.data) + offset, from.dim_stride, length, packed);
+      default:
+        return dot_row(static_cast<const double*>(from.data) + offset, from.dim_stride, length, packed);
+    }
+  }
+
+  static OPST_INLINE int64_t offset_of(const StackedRows& t, int64_t row) {
+    return row / t.group * t.seq_stride + row % t.group * t.head_stride;
+  }
+  static OPST_INLINE S statistic(const StackedRows& t, int64_t row) {
+    return static_cast<const S*>(t.data)[offset_of(t, row)];
+  }
+  static OPST_INLINE bool is_finite(S x) { return x - x == 0; }
+
+  static void pack_queries(const PackQueries& from, const BackwardSizes& z, const QueryRows& to) {
+    bool all_finite = true;
+    for (int64_t r = 0; r < to.rows; ++r) {
+      const int64_t row = from.first_row + r;
+      Word* query = static_cast<Word*>(to.query) + r * z.query_stride;
+      Word* grad_out = static_cast<Word*>(to.grad_out) + r * z.value_stride;
+      S* acc = accumulators(to.grad_query) + r * z.acc_stride;
+      if (to.grad_query != nullptr) {
+        for (int64_t d = 0; d < z.acc_stride; d += kLanes) V::zero().store(acc + d);
+      }
+      S reference = 0, weight = 0, delta = 0;
+      if (takes_part(from, row, r)) {
+        const bool has_max = from.max.data != nullptr;
+        const S top = statistic(has_max ? from.max : from.lse, row);
+        // The reference is rounded; its rest goes into the weight.
+        const double exact = static_cast<double>(top) * from.reference_scale;
+        reference = static_cast<S>(exact);
+        const double rest = (static_cast<double>(reference) - exact) * 0x1.62e42fefa39efp-1;
+        const double sum = has_max ? static_cast<double>(statistic(from.sum, row)) : 1;
+        weight = static_cast<S>(__builtin_exp(rest) / sum);
+        const bool finite_query =
+            copy_row(from.query, offset_of(from.query, row), z.head_dim, from.query_factor, query, z.query_stride);
+        const bool finite_grad =
+            copy_row(from.grad_out, offset_of(from.grad_out, row), z.value_head_dim, 1, grad_out, z.value_stride);
+        delta = dot_row(from.out, offset_of(from.out, row), z.value_head_dim, grad_out);
+        if (from.grad_lse.data != nullptr) delta -= statistic(from.grad_lse, row);
+        all_finite =
+            all_finite && finite_query && finite_grad && is_finite(delta) && is_finite(weight) && is_finite(reference);
+      } else {
+        for (int64_t d = 0; d < z.query_stride * kStep; d += kLanes) store_words(V::zero(), query, d);
+        for (int64_t d = 0; d < z.value_stride * kStep; d += kLanes) store_words(V::zero(), grad_out, d);
+      }
+      accumulators(to.reference)[r] = reference;
+      accumulators(to.weight)[r] = weight;
+      accumulators(to.delta)[r] = delta;
+    }
+    *to.finite = all_finite;
+    if constexpr (kStep == 2) {
+      to_columns(to.query, z.query_stride, to.rows, z.head_dim, from.pointers, to.query_columns);
+      to_columns(to.grad_out, z.value_stride, to.rows, z.value_head_dim, from.pointers, to.grad_out_columns);
+    }
+  }
+  // Whether forward saw a key there, and the sums can be trusted to be numbers or NaN.
+  static OPST_INLINE bool takes_part(const PackQueries& from, int64_t row, int64_t r) {
+    if (from.visible_begin[r] >= from.visible_end[r]) return false;
+    const S inf = __builtin_inff();
+    const auto infinite = [&](S x) { return x == inf || x == -inf; };
+    if (from.max.data == nullptr) return !infinite(statistic(from.lse, row));
+    const S sum = statistic(from.sum, row);
+    return !infinite(statistic(from.max, row)) && !infinite(sum) && sum != 0;
+  }
+  static OPST_INLINE void to_columns(const void* row_form, int64_t stride, int64_t rows, int64_t length,
+                                     const void** pointers, void* out) {
+    for (int64_t r = 0; r < rows; ++r) pointers[r] = static_cast<const Word*>(row_form) + r * stride;
+    tile::pack_values<P, bf16>({pointers, 1}, rows, length, static_cast<Word*>(out));
+  }
+
+  template <class T>
+  static bool pack_keys(const PackKeys& from, const BackwardSizes& z) {
+    const tile::Rows<T> keys = {from.key_rows, from.key_dim_stride}, values = {from.value_rows, from.value_dim_stride};
+    tile::pack_columns<P, T>(keys, from.count, z.head_dim, static_cast<Word*>(from.keys));
+    tile::pack_columns<P, T>(values, from.count, z.value_head_dim, static_cast<Word*>(from.values));
+    if constexpr (kStep == 2) {
+      return tile::pack_values<P, T>(keys, from.count, z.head_dim, static_cast<Word*>(from.key_columns));
+    } else {
+      bool finite = true;
+      for (int64_t j = 0; j < from.count; ++j) {
+        finite = copy_row(keys.row(j), keys.dim_stride, z.head_dim, 1,
+                          static_cast<Word*>(from.key_columns) + j * z.query_stride, z.query_stride) &&
+                 finite;
+      }
+      return finite;
+    }
+  }
+
+  // ---- Outputs
+
+  static void finish_rows(const FinishGradient& f) {
+    for (int64_t r = 0; r < f.rows; ++r) {
+      const S* acc = static_cast<const S*>(f.acc) + r * f.acc_stride;
+      const int64_t offset = offset_of(f.out, f.first_row + r);
+      switch (f.out.dtype) {
+        case DType::f32:
+          write_row(f, acc, static_cast<float*>(f.out.data) + offset);
+          break;
+        case DType::bf16:
+          write_row(f, acc, static_cast<bf16*>(f.out.data) + offset);
+          break;
+        case DType::f16:
+          write_row(f, acc, static_cast<f16*>(f.out.data) + offset);
+          break;
+        default:
+          write_row(f, acc, static_cast<double*>(f.out.data) + offset);
+          break;
+      }
+    }
+  }
+  template <class T>
+  static OPST_INLINE void write_row(const FinishGradient& f, const S* acc, T* out) {
+    if constexpr ((sizeof(S) == 8) == (sizeof(T) == 8)) {
+      const V factor = V::set1(static_cast<S>(f.factor));
+      for (int64_t d = 0; d < f.length; d += kLanes) {
+        const V x = V::load(acc + d) * factor;
+        const int64_t n = clamp_lanes(f.length - d);
+        if (f.out.dim_stride == 1) {
+          n == kLanes ? x.store(out + d) : x.store_n(out + d, n);
+        } else {
+          T lanes[kLanes];
+          x.store(lanes);
+          for (int64_t j = 0; j < n; ++j) out[(d + j) * f.out.dim_stride] = lanes[j];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace opst::OPST_ISA_NS::attention

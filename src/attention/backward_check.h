@@ -1,0 +1,13 @@
+// The contract of flash_attention_backward's tensors, checked before anything is written.
+#pragma once
+
+#include "opst/attention_backward.h"
+
+namespace opst::attention {
+
+// The problem that the tensors pose, or why they are refused. Its kv_len is that of the key tensor, since every key has
+// a gradient.
+Result<AttentionBackwardProblem> check_backward(const AttentionInputs& inputs, const AttentionSaved& saved,
+                                                const AttentionGradients& gradients, const AttentionOptions& options);
+
+}  // namespace opst::attention

@@ -1,0 +1,115 @@
+// The contract between backward.cc and its per-level kernels: blocks of query rows against one KV tile at a time.
+//
+// As in kernels.h, kernels know neither layouts nor masks: a layout is an array of row pointers or a StackedRows, a
+// mask an interval of visible keys per row. Plain data only; all memory is the caller's.
+//
+// Life of a KV head's gradient:  pack_queries for each block of its query rows. Then for each tile of its keys:
+// pack_keys, and for each block that sees some of the tile, grad_tile, then, in the order of the tiles, grad_query.
+// finish_rows turns accumulators into outputs.
+//
+// "Words" and "accumulator type" as in kernels.h. Row forms are words [rows][stride]; column forms are what the product
+// wants as its B operand: for f32 and f64 the row form itself, for pairs of bf16 value panels (tile/pack.h).
+#pragma once
+
+#include <cstdint>
+
+#include "attention/kernels.h"
+
+namespace opst::attention {
+
+struct BackwardSizes {
+  int64_t head_dim, value_head_dim;
+  int64_t query_stride, value_stride;    // of row forms of Q and K, and of dO, in words
+  int64_t acc_stride, value_acc_stride;  // of accumulators of head_dim and value_head_dim
+};
+
+// A block of query rows in scratch memory.
+struct QueryRows {
+  int64_t rows;
+  void* query;          // words [rows][query_stride]
+  void* grad_out;       // words [rows][value_stride]
+  void* query_columns;  // column forms of the two; unused where the row form serves
+  void* grad_out_columns;
+  void* reference;   // accumulators [rows]: P = exp2(c s - reference) * weight
+  void* weight;      // [rows]; 0 where the row takes no part: its Q, dO and delta are 0 then
+  void* delta;       // [rows]: rowsum(dO * O) - grad_lse
+  void* grad_query;  // [rows][acc_stride]
+  bool* finite;      // no NaN or Inf in Q and dO of the block
+};
+
+struct PackQueries {
+  StackedRows query, out, grad_out;
+  StackedRows lse, max, sum, grad_lse;  // lse, or max and sum; grad_lse may have no data
+  int64_t first_row;                    // row r of the block is row first_row + r of these
+  const int64_t* visible_begin;         // keys that row r may see; a row without any takes no part
+  const int64_t* visible_end;
+  double query_factor;     // 0 or a power of two, goes into Q
+  double reference_scale;  // reference = max (or lse) * reference_scale
+  const void** pointers;   // room for one per row
+};
+
+// One tile of keys and what its keys have gathered so far.
+struct GradTile {
+  int64_t first_key;
+  int64_t count;
+  const void* keys;  // column panels of K and of V (tile/pack.h): B operands of Q K^T and dO V^T
+  const void* values;
+  const void* key_columns;  // column form of K: B operand of dS K
+  bool keys_finite;
+  void* grad_key;    // accumulators [count][acc_stride]
+  void* grad_value;  // [count][value_acc_stride]; either null where not wanted
+};
+
+struct PackKeys {
+  const void* const* key_rows;  // count of each
+  const void* const* value_rows;
+  int64_t key_dim_stride, value_dim_stride;
+  int64_t count;
+  void* keys;
+  void* values;
+  void* key_columns;
+};
+
+// A block against a tile.
+struct GradBlock {
+  BackwardSizes sizes;
+  QueryRows queries;
+  double exponent_scale;         // c = softmax_scale * log2(e)
+  bool partial;                  // some row does not see some key of the tile
+  const int64_t* visible_begin;  // as in QueryBlock; read where partial
+  const int64_t* visible_end;
+  // Written by grad_tile, read by it and by grad_query. Row form of dS, and P and dS such that columns are words: for
+  // f32 the row form, for pairs of bf16 a row per two rows.
+  void* grad_scores;          // words [rows][scores_stride]
+  void* probability_columns;  // words [rows / step][scores_stride]
+  void* grad_score_columns;
+  int64_t scores_stride;
+  void* raw;             // pairs of bf16: accumulators [2][tile_rows][scores_stride], S and dP of a register tile
+  const char* prefetch;  // what comes next, in steps of a cache line
+};
+
+struct FinishGradient {
+  const void* acc;  // accumulators [rows][acc_stride]
+  int64_t rows, length, acc_stride;
+  double factor;
+  int64_t first_row;
+  StackedRows out;
+};
+
+struct BackwardKernels {
+  void (*pack_queries)(const PackQueries& pack, const BackwardSizes& sizes, const QueryRows& out);
+  // Returns whether all keys are finite.
+  bool (*pack_keys)(const PackKeys& pack, const BackwardSizes& sizes);
+  void (*grad_tile)(const GradBlock& block, const GradTile& tile);   // dV += P^T dO, dK += dS^T Q
+  void (*grad_query)(const GradBlock& block, const GradTile& tile);  // dQ += dS K
+  void (*finish_rows)(const FinishGradient& finish);
+};
+
+// By product and storage type of keys, as KernelTable.
+struct BackwardKernelTable {
+  BackwardKernels f32_product[3];
+  BackwardKernels bf16_dot;
+  BackwardKernels f64_product;
+};
+
+}  // namespace opst::attention

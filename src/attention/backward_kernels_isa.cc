@@ -1,0 +1,35 @@
+// The kernels of attention's gradient at one instruction set level: a table, no logic.
+#include "attention/backward.h"
+#include "attention/backward_kernels.h"
+
+namespace opst::OPST_ISA_NS::attention {
+
+using opst::attention::BackwardKernels;
+using opst::attention::BackwardKernelTable;
+
+template <class P, class T>
+constexpr BackwardKernels backward_kernels() {
+  return {.pack_queries = Backward<P>::pack_queries,
+          .pack_keys = Backward<P>::template pack_keys<T>,
+          .grad_tile = Backward<P>::grad_tile,
+          .grad_query = Backward<P>::grad_query,
+          .finish_rows = Backward<P>::finish_rows};
+}
+
+extern const BackwardKernelTable kBackwardTable;
+constinit const BackwardKernelTable kBackwardTable = {
+    .f32_product = {backward_kernels<tile::ProductF32, float>(), backward_kernels<tile::ProductF32, bf16>(),
+                    backward_kernels<tile::ProductF32, f16>()},
+#if defined(__AVX512BF16__)
+    .bf16_dot = backward_kernels<tile::ProductBf16Dot, bf16>(),
+#else
+    .bf16_dot = {},
+#endif
+#if !defined(__AVX2__)
+    .f64_product = backward_kernels<tile::ProductF64, double>(),
+#else
+    .f64_product = {},
+#endif
+};
+
+}  // namespace opst::OPST_ISA_NS::attention

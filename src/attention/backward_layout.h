@@ -1,0 +1,88 @@
+// Layout of a backward call's scratch memory: what backward_plan.cc adds up and backward.cc hands out.
+//
+//   shared    [2 waves: heads][packed query rows, statistics, dQ, progress of each block]   [partial sums of all heads]
+//   worker    packed keys of a tile, dK and dV, P and dS of a block, row pointers, visible intervals
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "attention/backward_kernels.h"
+#include "attention/layout.h"
+#include "opst/attention_backward.h"
+
+namespace opst::attention {
+
+// A block of query rows in a head's scratch memory: the keys that it sees, and how far its dQ is.
+struct BlockState {
+  int64_t some_begin, some_end;  // seen by some row
+  int64_t all_begin, all_end;    // seen by every row
+  bool finite;
+  std::atomic<int64_t> tiles_done;
+};
+
+struct BackwardLayout {
+  BackwardSizes sizes;
+  int64_t rows, blocks;  // of the longest sequence
+  int64_t tiles;
+  int64_t scores_stride;                           // words of column forms; row forms of dS: divided by step
+  int64_t query_bytes, value_bytes;                // row forms of a block
+  int64_t query_column_bytes, value_column_bytes;  // column forms; 0 where the row forms serve
+  int64_t grad_query_bytes, statistic_bytes;       // of a block
+  int64_t block_bytes, head_bytes;
+  int64_t key_bytes, key_value_bytes, key_column_bytes;  // of a tile
+  int64_t grad_key_bytes, grad_value_bytes;
+  int64_t scores_bytes, score_row_bytes, raw_bytes;
+  int64_t worker_bytes;
+
+  BackwardLayout(const AttentionProblem& p, int64_t block_q, int64_t block_kv, const Geometry& g) {
+    rows = p.query_len * (p.num_heads / p.num_kv_heads);
+    blocks = ceil_div(rows, block_q);
+    tiles = ceil_div(p.kv_len, block_kv);
+    const bool pairs = g.step > 1;
+    // One vector more than the data: rows a power of two apart would share few cache sets.
+    const auto row_stride = [&](int64_t length) { return round_up(ceil_div(length, g.step), g.lanes) + g.lanes; };
+    sizes = {p.head_dim,
+             p.value_head_dim,
+             row_stride(p.head_dim),
+             row_stride(p.value_head_dim),
+             round_up(p.head_dim, g.lanes),
+             round_up(p.value_head_dim, g.lanes)};
+    scores_stride = round_up(block_kv, g.panel) + g.lanes * g.step;
+
+    const auto bytes = [&](int64_t count, int64_t stride, int64_t element) {
+      return Arena::round_up(count * stride * element);
+    };
+    query_bytes = bytes(block_q, sizes.query_stride, g.word_bytes);
+    value_bytes = bytes(block_q, sizes.value_stride, g.word_bytes);
+    const int64_t pair_rows = ceil_div(block_q, g.step);
+    query_column_bytes = pairs ? bytes(pair_rows, sizes.acc_stride, g.word_bytes) : 0;
+    value_column_bytes = pairs ? bytes(pair_rows, sizes.value_acc_stride, g.word_bytes) : 0;
+    grad_query_bytes = bytes(block_q, sizes.acc_stride, g.accumulator_bytes);
+    statistic_bytes = bytes(block_q, 1, g.accumulator_bytes);
+    block_bytes = query_bytes + value_bytes + query_column_bytes + value_column_bytes + grad_query_bytes +
+                  3 * statistic_bytes + Arena::size_of<BlockState>(1);
+    head_bytes = blocks * block_bytes;
+
+    const int64_t padded_keys = round_up(block_kv, g.panel);
+    key_bytes = bytes(padded_keys, ceil_div(p.head_dim, g.step), g.word_bytes);
+    key_value_bytes = bytes(padded_keys, ceil_div(p.value_head_dim, g.step), g.word_bytes);
+    key_column_bytes = pairs ? bytes(ceil_div(block_kv, g.step), sizes.acc_stride, g.word_bytes)
+                             : bytes(block_kv, sizes.query_stride, g.word_bytes);
+    grad_key_bytes = bytes(block_kv, sizes.acc_stride, g.accumulator_bytes);
+    grad_value_bytes = bytes(block_kv, sizes.value_acc_stride, g.accumulator_bytes);
+    scores_bytes = bytes(pair_rows, scores_stride, g.word_bytes);
+    score_row_bytes = pairs ? bytes(block_q, scores_stride / g.step, g.word_bytes) : 0;
+    raw_bytes = pairs ? bytes(2 * g.tile_rows, scores_stride, g.accumulator_bytes) : 0;
+    worker_bytes = key_bytes + key_value_bytes + key_column_bytes + grad_key_bytes + grad_value_bytes +
+                   2 * scores_bytes + score_row_bytes + raw_bytes + 2 * Arena::size_of<void*>(block_kv) +
+                   Arena::size_of<void*>(block_q) + 2 * Arena::size_of<int64_t>(block_q);
+  }
+
+  // Two waves are in flight at a time, if there are two.
+  int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
+    return std::min(heads, 2 * heads_per_wave) * head_bytes;
+  }
+};
+
+}  // namespace opst::attention

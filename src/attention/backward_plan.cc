@@ -1,0 +1,84 @@
+// plan_attention_backward: from a problem and a machine to tiles and memory. Beside each number, the limit that sets
+// it.
+#include <algorithm>
+#include <string>
+
+#include "attention/backward_layout.h"
+#include "core/int_math.h"
+#include "opst/attention_backward.h"
+
+namespace opst {
+
+using attention::BackwardLayout;
+using attention::Geometry;
+using attention::geometry_of;
+
+namespace {
+
+// Tasks that a call should have at least, so that a machine of some cores is busy.
+constexpr int64_t kWantedTasks = 16;
+// Packed query rows of a wave of heads: tasks of several heads do not wait for one another, and what they read should
+// stay in the last-level cache.
+constexpr int64_t kWaveBytes = 4 << 20;
+
+AttentionProduct choose_product(const AttentionBackwardProblem& b, const Machine& m) {
+  const AttentionProblem& p = b.forward;
+  if (p.query_dtype == DType::f64) return AttentionProduct::f64;
+  const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16 && b.grad_out_dtype == DType::bf16;
+  const bool dot = m.isa >= Isa::avx512_bf16 && m.bf16_product == Bf16Product::dot;
+  return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
+}
+
+// Keys per tile: three packed forms and two accumulators take a third of L2, which they share with a block of rows.
+// Fewer where there would be too few tasks.
+int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
+  const int64_t dims = p.head_dim + p.value_head_dim;
+  const int64_t key_bytes = (dims + p.head_dim) * g.word_bytes / g.step + dims * g.accumulator_bytes;
+  const int64_t by_l2 = m.cache.l2_bytes / 3 / key_bytes / g.panel * g.panel;
+  int64_t keys = std::clamp<int64_t>(by_l2, g.panel, 4 * g.panel);
+  const int64_t heads = p.batch * p.num_kv_heads;
+  while (keys > 2 * g.panel && heads * ceil_div(p.kv_len, keys) < kWantedTasks) keys -= g.panel;
+  return std::min(keys, round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
+}
+
+// Rows per block: their Q, dO, dQ, P and dS take another third of L2. Whole register tiles.
+int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t block_kv) {
+  const int64_t dims = p.head_dim + p.value_head_dim;
+  const int64_t forms = g.step > 1 ? 2 : 1;
+  const int64_t row_bytes = forms * dims * g.word_bytes / g.step + p.head_dim * g.accumulator_bytes +
+                            (g.step > 1 ? 3 : 2) * block_kv * g.word_bytes / g.step;
+  const int64_t by_l2 = m.cache.l2_bytes / 3 / row_bytes / g.tile_rows * g.tile_rows;
+  return std::clamp<int64_t>(by_l2, g.tile_rows, 10 * g.tile_rows);
+}
+
+}  // namespace
+
+AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& problem, const Machine& machine) {
+  const AttentionProblem& p = problem.forward;
+  AttentionBackwardPlan plan;
+  plan.product = choose_product(problem, machine);
+  const Geometry g = geometry_of(machine.isa, plan.product);
+  const int64_t group = p.num_kv_heads > 0 ? p.num_heads / p.num_kv_heads : 0;
+  const int64_t rows = p.query_len * group, heads = p.batch * p.num_kv_heads;
+  if (heads == 0) return plan;
+
+  plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
+  plan.block_q = p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, plan.block_kv);
+  plan.block_q = std::clamp<int64_t>(plan.block_q, 1, std::max<int64_t>(rows, 1));
+  plan.num_tasks = heads * ceil_div(p.kv_len, plan.block_kv);
+
+  const BackwardLayout layout(p, plan.block_q, plan.block_kv, g);
+  plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.head_bytes, 1), 1, heads);
+  plan.scratch_bytes_shared = layout.shared_bytes(heads, plan.heads_per_wave);
+  plan.scratch_bytes_per_worker = layout.worker_bytes;
+  return plan;
+}
+
+std::string to_string(const AttentionBackwardPlan& plan) {
+  return std::string("backward ") + to_string(plan.product) + ", block_q " + std::to_string(plan.block_q) +
+         ", block_kv " + std::to_string(plan.block_kv) + ", " + std::to_string(plan.num_tasks) + " tasks, scratch " +
+         std::to_string(plan.scratch_bytes_shared) + " + " + std::to_string(plan.scratch_bytes_per_worker) +
+         " bytes per thread";
+}
+
+}  // namespace opst
