@@ -1,6 +1,7 @@
-// Attention forward, exact and in O(N) memory.
+// Attention forward, exact and in O(N) memory on every combination of options.
 //
-//   S = softmax_scale * Q K^T;   hide keys;   P = softmax(S) by rows;   O = P V
+//   Z = softmax_scale * Q K^T;   Y = softcap * tanh(Z / softcap);   S = Y + alibi + bias_scale * bias;   hide keys
+//   P = softmax(S) by rows, with the sink among the scores;   O = dropout(P) V
 //
 // query  [batch, num_heads, query_len, head_dim]            f32, bf16, f16; f64 if all are f64
 // key    [batch, num_kv_heads, kv_len, head_dim]            f32, bf16, f16, f64; may differ from query's dtype
@@ -11,26 +12,51 @@
 // value_head_dim are 1 to 768 each and may differ. Inputs may have any strides >= 0; nothing needs to be contiguous.
 // The output must not overlap itself or an input.
 //
+// Sequences of different lengths (varlen). With cu_seqlens_q, query, out and the statistics hold the sequences one
+// after the other, without padding:
+//   query [total_q, num_heads, head_dim], out [total_q, num_heads, value_head_dim], softmax_lse [num_heads, total_q]
+// and sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. With cu_seqlens_k the same holds for
+//   key [total_k, num_kv_heads, head_dim], value [total_k, num_kv_heads, value_head_dim].
+// Each may be given without the other; cu_seqlens_q also with pages (chunked prefill and mixed batches in one call).
+// The first entry is 0, entries do not decrease, the last is at most the total. Sequences may be empty. Rows of the
+// outputs behind the last sequence become rows that see no key. Below, query_len and kv_len are those of sequence b.
+//
 // Paged keys and values: with a block_table,
 //   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
 //          the shapes of another PageLayout (kv_cache.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it.
 //
-// Rules: a row that sees no key gives out = 0 and softmax_lse = -inf. NaN and Inf in an input reach exactly the rows
-// that depend on it; the bytes of a hidden key never matter. Accumulation is in f32 (f64 for f64). The same bits for
-// any number of threads, and for contiguous keys and norm pages of the same values.
+// Which keys query i of a sequence sees: key j where all of these hold
+//   - j < kv_lengths[b], if there are lengths;
+//   - i + off - window_left <= j <= i + off + window_right, or j < prefix[b];  causal means window_right <= 0.
+//     off = 0 (top_left) or kv_len - query_len (bottom_right). A side that is kUnbounded does not limit. Both ends are
+//     included: a window of (4, 0) sees 5 keys. Negative sides are bands away from the diagonal, and may see nothing;
+//   - the bool mask is not 0 there;
+//   - the biased score is not -inf.
+//
+// Rules: a row that sees no key gives out = 0 and softmax_lse = -inf (with a sink: softmax_lse = sink). NaN and Inf in
+// an input reach exactly the rows that depend on it; the bytes of a key hidden by structure (lengths, windows, prefix)
+// or by the bool mask never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the lowest finite float is
+// only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of threads, and for
+// contiguous keys and norm pages of the same values. An option that changes nothing (a mask of ones, keep_prob = 1)
+// changes no bit.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values and a fixed amount per thread (plan_attention tells).
+// packed copy of the keys and values and a fixed amount per thread (plan_attention tells). Masks are read through their
+// strides and never expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //
+// Errors: invalid_argument names the tensor or option, the dimension and both values; nothing has been written then.
+//
 // Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov and Gimelshein, "Online normalizer calculation for
-// softmax" (2018).
+// softmax" (2018); Press et al., "Train Short, Test Long" (2022) for ALiBi; Salmon et al., "Parallel Random Numbers: As
+// Easy as 1, 2, 3" (2011) for Philox.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -41,10 +67,20 @@
 
 namespace opst {
 
-// Where the diagonal of a causal mask lies when query_len and kv_len differ: query i sees keys
+// Where the diagonal of causal masks, windows and ALiBi lies when query_len and kv_len differ. Under a causal mask
+// query i sees keys
 //   top_left       j <= i
 //   bottom_right   j <= i + kv_len - query_len       (the last query sees every key; what a KV cache needs)
 enum class CausalAlignment : uint8_t { top_left, bottom_right };
+
+// A side of a window that hides nothing.
+inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
+
+// The bias of distance d = |(j + key_start) - (i + query_start) - off|:
+enum class AlibiForm : uint8_t {
+  linear,       // -slope d
+  square_root,  // -slope sqrt(d)
+};
 
 enum class AttentionPath : uint8_t {
   automatic,  // the plan's choice
@@ -62,6 +98,27 @@ struct AttentionInputs {
   // i32 or i64 [batch]: keys of each sequence. Required with a block_table; absent: kv_len for all.
   ConstTensor kv_lengths = {};
   PageLayout page_layout = PageLayout::norm;  // with a block_table
+
+  // Each of the following only if it has data.
+  // i32 or i64 [batch + 1]: where sequences begin; see above.
+  ConstTensor cu_seqlens_q = {};
+  ConstTensor cu_seqlens_k = {};
+  // i32 or i64 [batch], 0 to the sequence's kv_len: the first prefix[b] keys are visible to every query.
+  ConstTensor prefix = {};
+  // bool, not 0 = visible; shape broadcasts to [batch, num_heads, query_len, kv_len] (missing dimensions in front and
+  // sizes of 1 repeat). Varlen and paged: the last two sizes, where not 1, are at least the longest sequence's; a
+  // sequence reads from index 0.
+  ConstTensor mask = {};
+  // f32 or query's dtype, shapes as for mask: added to the score in f32 (f64 for f64).
+  ConstTensor bias = {};
+  // f32 (f64 for f64) [num_heads] or [batch, num_heads].
+  ConstTensor alibi_slopes = {};
+  // f32 (f64 for f64) [num_heads]: one more score of each row, which joins max, sum and lse but has no value.
+  ConstTensor sinks = {};
+  // u8, contiguous: bit k of byte m is element 8 m + k of [batch, num_heads, query_len, kv_len] (dense: kv_len of the
+  // tensor; paged: the longest length; varlen: the sequences' [num_heads, query_len, kv_len] one after the other);
+  // 1 = keep. Takes the place of the seed; kept values are scaled by 1 / keep_prob.
+  ConstTensor drop_mask = {};
 };
 
 struct AttentionOutputs {
@@ -69,7 +126,23 @@ struct AttentionOutputs {
   // f32 (f64 for f64 inputs) [batch, num_heads, query_len], each only if it has data:
   Tensor softmax_lse = {};  // natural logarithm of the sum of exp(score)
   Tensor softmax_max = {};  // largest score; -inf where no key is seen
-  Tensor softmax_sum = {};  // sum of exp(score - max)
+  Tensor softmax_sum = {};  // sum of exp(score - max), before dropout
+};
+
+// Weights are kept with probability keep_prob and then scaled by 1 / keep_prob. Which are kept is a pure function of
+// seed, offset and position, whatever the tiles, and the same in forward and backward:
+//   Philox4x32-10 with key = {low, high half of seed} and
+//   counter = {key index / 4, query index, batch * num_heads + head, low half of offset};
+//   word (key index % 4) of the result, as a 32-bit number, < keep_prob * 2^32 keeps the weight.
+// Indices are within the sequence. A call that holds a part of a larger problem says where the part begins.
+struct DropoutOptions {
+  double keep_prob = 1;  // in (0, 1]
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+  int64_t first_query = 0;
+  int64_t first_key = 0;
+  int64_t first_head = 0;
+  int64_t total_heads = 0;  // query heads of the larger problem; 0: num_heads
 };
 
 struct AttentionOptions {
@@ -80,6 +153,14 @@ struct AttentionOptions {
   // Tile sizes: rows of queries (query heads of one KV head are stacked) and keys. 0: the plan's choice. Up to 4096.
   int64_t block_q = 0;
   int64_t block_kv = 0;
+  int64_t window_left = kUnbounded;
+  int64_t window_right = kUnbounded;
+  float softcap = 0;     // > 0: scores are bounded by +-softcap; 0: they are not
+  float bias_scale = 1;  // any finite number
+  AlibiForm alibi_form = AlibiForm::linear;
+  int64_t alibi_query_start = 0;  // of a sequence that was cut: index of the first query, and of the first key
+  int64_t alibi_key_start = 0;
+  DropoutOptions dropout = {};
 };
 
 Status flash_attention_forward(Context& context, const AttentionInputs& inputs, const AttentionOutputs& outputs,
@@ -101,6 +182,11 @@ struct AttentionProblem {
   int64_t block_size = 0;      // paged: keys of a page
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
   AttentionOptions options = {};
+  // Varlen: the longest sequences count as query_len and kv_len above.
+  bool varlen_q = false, varlen_k = false;
+  // Which optional tensors are there.
+  bool has_prefix = false, has_mask = false, has_bias = false, has_alibi = false, has_sinks = false,
+       has_drop_mask = false;
 };
 
 // How keys and values reach the micro-kernels.
@@ -136,5 +222,24 @@ struct AttentionPlan {
 
 AttentionPlan plan_attention(const AttentionProblem& problem, const Machine& machine);
 std::string to_string(const AttentionPlan& plan);
+
+// Joins attention over parts of the keys (split keys, a ring of ranks, a shared prefix) into attention over all of
+// them:
+//   L = log sum over parts of exp(lse_k);   out = sum over parts of exp(lse_k - L) out_k
+// in either form: with lse, or with max and sum (M = largest max, sum = sum of sum_k exp(max_k - M), lse = M + log
+// sum). A part with lse = -inf (max = -inf or sum = 0) contributes nothing, whatever its out holds; where all parts are
+// so the result is out = 0, lse = max = -inf, sum = 0. One part alone is copied bit for bit. Parts are added in their
+// order. A sink belongs to one part only, or is a part of its own: out = 0, lse = sink. NaN and lse = +inf make their
+// row NaN.
+struct AttentionParts {
+  ConstTensor out;               // f32 (f64) [parts, ...], up to 4 more dimensions; the last one is value_head_dim
+  ConstTensor softmax_lse = {};  // out's dtype, out's shape without its last dimension; or
+  ConstTensor softmax_max = {};  // both of these
+  ConstTensor softmax_sum = {};
+};
+
+// outputs.out [...] without the parts dimension, in any floating dtype (f64 for f64 parts); each of lse, max and sum
+// only if it has data. max and sum need the parts' max and sum.
+Status merge_attention(Context& context, const AttentionParts& parts, const AttentionOutputs& outputs);
 
 }  // namespace opst

@@ -11,10 +11,10 @@
 #include "opst/attention.h"
 
 #include <atomic>
-#include <cmath>
 #include <thread>
 
 #include "attention/call_memory.h"
+#include "attention/call_rules.h"
 #include "attention/check.h"
 #include "attention/kernel_table.h"
 #include "attention/kernels.h"
@@ -42,21 +42,6 @@ class Counter {
   alignas(64) std::atomic<int64_t> count_{0};
 };
 
-// softmax_scale in two parts: what the queries are multiplied by when they are copied, which is exact, and the positive
-// rest. A scale of 0 makes every score 0. A power of two goes along where the scale times log2(e) would be no float.
-struct Scale {
-  explicit Scale(const AttentionProblem& p) {
-    const double natural = 1 / std::sqrt(static_cast<double>(p.head_dim));
-    double scale = p.query_dtype == DType::f64 ? natural : static_cast<double>(static_cast<float>(natural));
-    if (p.options.softmax_scale) scale = static_cast<double>(*p.options.softmax_scale);
-    const double power = std::fabs(scale) > 1e38 ? 4 : 1;
-    of_query = scale > 0 ? power : scale < 0 ? -power : 0;
-    of_score = scale == 0 ? 1 : std::fabs(scale) / power;
-    of_exponent = of_score * 1.4426950408889634;  // log2(e)
-  }
-  double of_query, of_score, of_exponent;
-};
-
 class ForwardCall {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const AttentionProblem& problem,
@@ -67,13 +52,13 @@ class ForwardCall {
         plan_(plan),
         kernels_(kernels_for(machine.isa, plan.product, problem.kv_dtype)),
         memory_(inputs, problem, plan, geometry_of(machine.isa, plan.product), scratch),
-        scale_(problem),
+        rules_(inputs, problem),
         in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages) {}
 
   void run(ThreadPool& pool) {
     const int64_t wave_heads = plan_.heads_per_wave, tiles_per_head = memory_.layout.tiles_per_head;
     const int64_t packs = plan_.kv_access == KvAccess::packed_shared ? wave_heads * tiles_per_head : 0;
-    const int64_t tasks_per_head = memory_.blocks * plan_.kv_splits, tasks = wave_heads * tasks_per_head;
+    const int64_t tasks_per_head = memory_.most_blocks * plan_.kv_splits, tasks = wave_heads * tasks_per_head;
     const int64_t waves = ceil_div(memory_.heads, wave_heads);
     pool.parallel_for(waves * (packs + tasks), [&](int64_t index, int worker) {
       const int64_t wave = index / (packs + tasks), in_wave = index % (packs + tasks);
@@ -86,16 +71,20 @@ class ForwardCall {
         progress.packed.add_one();
       } else {
         const int64_t task = in_wave - packs, head = wave * wave_heads + task / tasks_per_head;
-        // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
-        const int64_t block = memory_.blocks - 1 - task % tasks_per_head / plan_.kv_splits;
         progress.packed.wait_for((turn + 1) * packs);
-        if (head < memory_.heads) attend_block(head, block, task % plan_.kv_splits, worker);
+        if (head < memory_.heads) {
+          // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
+          const int64_t block = memory_.blocks(head) - 1 - task % tasks_per_head / plan_.kv_splits;
+          if (block >= 0) attend_block(head, block, task % plan_.kv_splits, worker);
+        }
         progress.attended.add_one();
       }
     });
     if (plan_.kv_splits > 1) {
-      pool.parallel_for(memory_.heads * memory_.blocks,
-                        [&](int64_t task, int) { join_splits(task / memory_.blocks, task % memory_.blocks); });
+      pool.parallel_for(memory_.heads * memory_.most_blocks, [&](int64_t task, int) {
+        const int64_t head = task / memory_.most_blocks, block = task % memory_.most_blocks;
+        if (block < memory_.blocks(head)) join_splits(head, block);
+      });
     }
   }
 
@@ -119,21 +108,27 @@ class ForwardCall {
   // One block of query rows against one part of the keys.
   void attend_block(int64_t head, int64_t block, int64_t split, int worker) const {
     const CallMemory::Worker w = memory_.worker(worker);
-    const int64_t first_row = block * plan_.block_q;
+    const int64_t block_rows = memory_.block_rows(head), first_row = block * block_rows;
     QueryBlock q;
-    q.rows = std::min(plan_.block_q, memory_.rows - first_row);
+    q.rows = std::min(block_rows, memory_.rows(head) - first_row);
     q.head_dim = p_.head_dim;
     q.value_head_dim = p_.value_head_dim;
     q.query = w.query;
     q.query_stride = memory_.layout.query_stride;
     q.state = plan_.kv_splits > 1 ? memory_.split_state(head, block, split) : w.state;
     q.acc_stride = memory_.layout.acc_stride;
-    q.exponent_scale = scale_.of_exponent;
+    q.exponent_scale = rules_.exponent_scale();
     q.scores = w.scores;
     q.scores_stride = memory_.layout.scores_stride;
     q.visible_begin = w.visible_begin;
     q.visible_end = w.visible_end;
-    kernels_.begin_block(memory_.stacked_rows(in_.query, head), first_row, scale_.of_query, w.query, q);
+    ScoreRules rules;
+    q.rules = nullptr;
+    if (const int64_t b = memory_.batch(head); rules_.any(b)) {
+      rules = rules_.of_block(b, head % p_.num_kv_heads, first_row, q.rows, w.rules);
+      q.rules = &rules;
+    }
+    kernels_.begin_block(memory_.stacked_rows(in_.query, head), first_row, rules_.scale().of_query, w.query, q);
 
     const KeyInterval part = {split * plan_.keys_per_split, (split + 1) * plan_.keys_per_split};
     KvBlocks visible(memory_.visibility(head), first_row, q.rows, memory_.group, part, plan_.block_kv, w.visible_begin,
@@ -158,7 +153,12 @@ class ForwardCall {
     const int64_t tile_bytes = memory_.layout.key_tile_bytes + memory_.layout.value_tile_bytes;
     Arena arena = w.tiles_memory;
     int64_t n = 0;
-    for (KvBlocks::Tile tile; n < memory_.layout.tiles_per_task && visible.next(&tile); ++n) {
+    int64_t end = visible.upcoming();
+    for (KvBlocks::Tile tile; n < memory_.layout.tiles_per_task; ++n) {
+      // Row pointers of a call are one array: its tiles follow one another.
+      if (in_place_ && visible.upcoming() != end) break;
+      if (!visible.next(&tile)) break;
+      end = tile.first_key + plan_.block_kv;
       KvTile& t = w.tiles[n];
       t = {};
       t.first_key = tile.first_key;
@@ -212,12 +212,20 @@ class ForwardCall {
     FinishRows f;
     f.parts = parts;
     f.num_parts = num_parts;
-    f.first_row = block * plan_.block_q;
-    f.rows = std::min(plan_.block_q, memory_.rows - f.first_row);
+    f.first_row = block * memory_.block_rows(head);
+    f.rows = std::min(memory_.block_rows(head), memory_.rows(head) - f.first_row);
     f.value_head_dim = p_.value_head_dim;
     f.acc_stride = memory_.layout.acc_stride;
-    f.exponent_scale = scale_.of_exponent;
-    f.score_scale = scale_.of_score;
+    f.exponent_scale = rules_.exponent_scale();
+    f.score_scale = rules_.score_scale();
+    f.keep_prob = rules_.keep_prob();
+    f.sinks = nullptr;
+    f.sinks_stride = 0;
+    if (p_.has_sinks) {
+      const int64_t first_head = head % p_.num_kv_heads * memory_.group;
+      f.sinks_stride = in_.sinks.strides[0];
+      f.sinks = static_cast<const char*>(in_.sinks.data) + first_head * f.sinks_stride * size_bytes(in_.sinks.dtype);
+    }
     f.out = memory_.stacked_rows(out_.out, head);
     f.lse = memory_.stacked_rows(out_.softmax_lse, head);
     f.max = memory_.stacked_rows(out_.softmax_max, head);
@@ -233,13 +241,45 @@ class ForwardCall {
   const AttentionPlan& plan_;
   const Kernels& kernels_;
   const CallMemory memory_;
-  const Scale scale_;
+  const CallRules rules_;
   const bool in_place_;
   struct Progress {
     Counter packed, attended;
   };
   Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
+
+void fill(const Tensor& t, int64_t offset, double x) {
+  switch (t.dtype) {
+    case DType::f64:
+      static_cast<double*>(t.data)[offset] = x;
+      break;
+    case DType::f32:
+      static_cast<float*>(t.data)[offset] = static_cast<float>(x);
+      break;
+    default:  // only 0 is stored as f16 or bf16
+      static_cast<uint16_t*>(t.data)[offset] = 0;
+      break;
+  }
+}
+
+// Rows behind the last sequence are rows that see no key.
+void clear_rows_behind(const ConstTensor& cu_seqlens, int64_t batch, const AttentionOutputs& out) {
+  const int64_t first = integer_at(cu_seqlens, batch * cu_seqlens.strides[0]);
+  for (int64_t h = 0; h < out.out.shape[1]; ++h) {
+    for (int64_t i = first; i < out.out.shape[2]; ++i) {
+      for (int64_t d = 0; d < out.out.shape[3]; ++d) {
+        fill(out.out, h * out.out.strides[1] + i * out.out.strides[2] + d * out.out.strides[3], 0);
+      }
+      const auto statistic = [&](const Tensor& t, double x) {
+        if (t.data != nullptr) fill(t, h * t.strides[1] + i * t.strides[2], x);
+      };
+      statistic(out.softmax_lse, -HUGE_VAL);
+      statistic(out.softmax_max, -HUGE_VAL);
+      statistic(out.softmax_sum, 0);
+    }
+  }
+}
 
 }  // namespace
 }  // namespace attention
@@ -251,12 +291,15 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     if (!problem.ok()) return problem.status();
 
     Context::Impl& impl = context.impl();
+    const AttentionInputs in = attention::uniform_shapes(inputs, problem.value());
+    const AttentionOutputs out = attention::uniform_shapes(outputs, problem.value());
     const AttentionPlan plan = plan_attention(problem.value(), impl.machine);
-    if (plan.num_tasks == 0) return {};
-
-    Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
-    if (!lease.ok()) return lease.status();
-    attention::ForwardCall(inputs, outputs, problem.value(), plan, impl.machine, lease.value().data()).run(impl.pool);
+    if (plan.num_tasks > 0) {
+      Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
+      if (!lease.ok()) return lease.status();
+      attention::ForwardCall(in, out, problem.value(), plan, impl.machine, lease.value().data()).run(impl.pool);
+    }
+    if (problem.value().varlen_q) attention::clear_rows_behind(inputs.cu_seqlens_q, problem.value().batch, out);
     return {};
   });
 }

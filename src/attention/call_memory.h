@@ -2,19 +2,22 @@
 // memory that layout.h adds up.
 //
 //   shared    [buffer of a wave: heads][packed tiles, their finite bits, states of split tasks]  [score matrices]
-//   worker    query rows, scores, visible intervals, row pointers, tile descriptions, state, private tiles
+//   worker    query rows, scores, visible intervals, rules of rows, row pointers, tile descriptions, state, private
+//   tiles
 #pragma once
 
 #include "attention/check.h"
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
+#include "attention/sequences.h"
 
 namespace opst::attention {
 
 static_assert(sizeof(KvTile) == 64, "layout.h counts on it");
+static_assert(sizeof(RowRules) == 48, "layout.h counts on it");
 
-// `head` counts (batch, KV head) pairs throughout.
+// `head` counts (batch, KV head) pairs throughout. Tensors have the shapes of a call without varlen (uniform_shapes).
 class CallMemory {
  public:
   CallMemory(const AttentionInputs& inputs, const AttentionProblem& problem, const AttentionPlan& plan,
@@ -23,20 +26,31 @@ class CallMemory {
         p_(problem),
         plan_(plan),
         geometry_(geometry),
+        sequences_(inputs, problem),
         layout(problem, plan, geometry),
         group(problem.num_heads / problem.num_kv_heads),
-        rows(problem.query_len * group),
-        blocks(ceil_div(rows, plan.block_q)),
+        most_blocks(ceil_div(problem.query_len * group, plan.block_q)),
         heads(problem.batch * problem.num_kv_heads),
         shared_(static_cast<char*>(scratch)) {}
 
   Visibility visibility(int64_t head) const {
-    return Visibility::of(p_.options, p_.query_len, kv_length(in_.kv_lengths, head / p_.num_kv_heads, p_.kv_len));
+    const int64_t b = batch(head);
+    return Visibility::of(p_.options, sequences_.query_len(b), sequences_.kv_len(b), sequences_.prefix(b));
   }
+
+  int64_t batch(int64_t head) const { return head / p_.num_kv_heads; }
+  // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
+  int64_t rows(int64_t head) const { return sequences_.query_len(batch(head)) * group; }
+  int64_t block_rows(int64_t head) const {
+    const int64_t n = rows(head);
+    if (p_.options.block_q > 0 || n <= plan_.block_q) return plan_.block_q;
+    return ceil_div(n, ceil_div(n, plan_.block_q));
+  }
+  int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
 
   // Rows of key or value.
   KvRows kv_rows(const ConstTensor& t, int64_t head) const {
-    const int64_t batch = head / p_.num_kv_heads, kv_head = head % p_.num_kv_heads, size = size_bytes(t.dtype);
+    const int64_t b = batch(head), kv_head = head % p_.num_kv_heads, size = size_bytes(t.dtype);
     const char* data = static_cast<const char*>(t.data);
     KvRows kv;
     if (p_.paged && p_.page_layout == PageLayout::panel32) {
@@ -51,7 +65,7 @@ class CallMemory {
       kv.row_bytes = t.strides[1] * size;
       kv.page_bytes = t.strides[0] * size;
     } else {
-      kv.base = data + (batch * t.strides[0] + kv_head * t.strides[1]) * size;
+      kv.base = data + (b * t.strides[0] + kv_head * t.strides[1] + sequences_.key_start(b) * t.strides[2]) * size;
       kv.row_bytes = t.strides[2] * size;
     }
     return kv;
@@ -60,8 +74,9 @@ class CallMemory {
   // Rows of query, out or a statistic, the head's group stacked. Nothing for a tensor without data.
   StackedRows stacked_rows(const ConstTensor& t, int64_t head) const {
     if (t.data == nullptr) return {};
-    const int64_t batch = head / p_.num_kv_heads, first_head = head % p_.num_kv_heads * group;
-    const int64_t offset = (batch * t.strides[0] + first_head * t.strides[1]) * size_bytes(t.dtype);
+    const int64_t b = batch(head), first_head = head % p_.num_kv_heads * group;
+    const int64_t offset =
+        (b * t.strides[0] + first_head * t.strides[1] + sequences_.query_start(b) * t.strides[2]) * size_bytes(t.dtype);
     // The kernels' struct serves inputs and outputs; queries are only read through it.
     char* data = const_cast<char*>(static_cast<const char*>(t.data)) + offset;
     return {data, t.dtype, t.strides[2], t.strides[1], t.strides[3], group};
@@ -72,6 +87,7 @@ class CallMemory {
     void* scores;
     int64_t* visible_begin;
     int64_t* visible_end;
+    RowRules* rules;
     const void** key_rows;
     const void** value_rows;
     KvTile* tiles;
@@ -85,11 +101,12 @@ class CallMemory {
     void* scores = arena.take_bytes(layout.scores_bytes);
     int64_t* begin = arena.take<int64_t>(plan_.block_q);
     int64_t* end = arena.take<int64_t>(plan_.block_q);
+    RowRules* rules = arena.take<RowRules>(layout.row_rules);
     const void** keys = arena.take<const void*>(layout.pointers_per_call);
     const void** values = arena.take<const void*>(layout.pointers_per_call);
     KvTile* tiles = arena.take<KvTile>(layout.tiles_per_task);
     const RowState state = plan_.kv_splits == 1 ? take_state(arena) : RowState{};
-    return {query, scores, begin, end, keys, values, tiles, state, arena};
+    return {query, scores, begin, end, rules, keys, values, tiles, state, arena};
   }
 
   char* packed_tile(int64_t head, int64_t tile) const {
@@ -107,17 +124,16 @@ class CallMemory {
   // The block's part of the score matrix of the standard path.
   void* score_matrix(int64_t head, int64_t block) const {
     return shared_ + layout.wave_bytes(plan_) + head * layout.matrix_head_bytes +
-           block * (layout.matrix_head_bytes / blocks);
+           block * (layout.matrix_head_bytes / most_blocks);
   }
 
  private:
   // The block table's part of a KvRows.
   KvRows pages_of(int64_t head) const {
     const ConstTensor& table = in_.block_table;
-    const int64_t batch = head / p_.num_kv_heads;
     KvRows kv;
     kv.block_size = p_.block_size;
-    kv.pages = static_cast<const char*>(table.data) + batch * table.strides[0] * size_bytes(table.dtype);
+    kv.pages = static_cast<const char*>(table.data) + batch(head) * table.strides[0] * size_bytes(table.dtype);
     kv.pages_stride = table.strides[1];
     kv.pages_i64 = table.dtype == DType::i64;
     return kv;
@@ -137,13 +153,13 @@ class CallMemory {
   const AttentionProblem& p_;
   const AttentionPlan& plan_;
   const Geometry geometry_;
+  const Sequences sequences_;
 
  public:
   const Layout layout;
-  const int64_t group;   // query heads per KV head
-  const int64_t rows;    // query_len * group
-  const int64_t blocks;  // of rows
-  const int64_t heads;   // batch * num_kv_heads
+  const int64_t group;        // query heads per KV head
+  const int64_t most_blocks;  // of the rows of a head
+  const int64_t heads;        // batch * num_kv_heads
 
  private:
   char* const shared_;

@@ -5,6 +5,8 @@
 #include <limits>
 #include <string>
 
+#include "attention/call_rules.h"
+#include "attention/sequences.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "kv_cache/page_layout.h"
@@ -16,54 +18,116 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 768;
 constexpr int64_t kMaxBlock = 4096;
+constexpr int64_t kMaxStart = int64_t{1} << 60;  // of indices that a caller sets: sums stay within 63 bits
 
-int64_t integer_at(const ConstTensor& t, int64_t offset) {
-  return t.dtype == DType::i64 ? static_cast<const int64_t*>(t.data)[offset]
-                               : static_cast<const int32_t*>(t.data)[offset];
-}
+constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16, DType::f64};
+constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i64};
 
 std::string str(int64_t x) { return std::to_string(x); }
 
-void check_dtypes(ShapeCheck& check, const AttentionInputs& in, const AttentionOutputs& out) {
+bool panels(const AttentionInputs& in) {
+  return in.block_table.data != nullptr && in.page_layout == PageLayout::panel32;
+}
+// What panel32 pages hold; their dimensions are no sizes by themselves.
+int64_t panel_head_dim(const AttentionInputs& in) { return in.key.shape[3] * kv_cache::panel_step(in.key.dtype); }
+int64_t panel_value_head_dim(const AttentionInputs& in) {
+  return in.value.shape[3] / kv_cache::panel_step(in.value.dtype);
+}
+int64_t panel_block_size(const AttentionInputs& in) { return in.key.shape[2] * kPanelRows; }
+
+// [batch + 1] offsets: bound as [batch].
+void bind_offsets(ShapeCheck& check, const char* name, const ConstTensor& t) {
+  check.tensor(name, t).dtype(kIntegers);
+  if (!check.ok()) return;
+  check.require(t.rank == 1 && t.shape[0] >= 1, [&] {
+    return std::string(name) + " is " + to_string(t) + ", but must be [batch + 1], which has at least one entry";
+  });
+  if (check.ok()) check.tensor(name, t.narrowed(0, 1, t.shape[0] - 1)).dims({"batch"});
+}
+
+void check_dtypes(ShapeCheck& check, const AttentionInputs& in, DType out) {
   const bool f64 = in.query.dtype == DType::f64;
-  check.require((in.key.dtype == DType::f64) == f64 && (out.out.dtype == DType::f64) == f64, [&] {
+  check.require((in.key.dtype == DType::f64) == f64 && (out == DType::f64) == f64, [&] {
     return std::string("f64 does not mix with other types: query is ") + to_string(in.query.dtype) + ", key " +
-           to_string(in.key.dtype) + ", out " + to_string(out.out.dtype);
+           to_string(in.key.dtype) + ", out " + to_string(out);
   });
   check.require(in.value.dtype == in.key.dtype, [&] {
     return std::string("value is ") + to_string(in.value.dtype) + ", but key is " + to_string(in.key.dtype);
   });
 }
 
-void check_options(ShapeCheck& check, const AttentionOptions& options) {
-  if (options.softmax_scale) {
-    check.require(std::isfinite(*options.softmax_scale),
-                  [&] { return "softmax_scale is " + std::to_string(*options.softmax_scale) + ", must be finite"; });
+void check_options(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options, int64_t num_heads) {
+  const auto finite = [&](const char* name, float x) {
+    check.require(std::isfinite(x),
+                  [&] { return std::string(name) + " is " + std::to_string(x) + ", must be finite"; });
+  };
+  const auto within = [&](const char* name, int64_t x, int64_t low, int64_t high) {
+    check.require(x >= low && x <= high,
+                  [&] { return std::string(name) + " is " + str(x) + ", must be " + str(low) + " to " + str(high); });
+  };
+  if (options.softmax_scale) finite("softmax_scale", *options.softmax_scale);
+  within("block_q", options.block_q, 0, kMaxBlock);
+  within("block_kv", options.block_kv, 0, kMaxBlock);
+  if (panels(in)) {
+    check.require(options.path != AttentionPath::standard,
+                  [] { return std::string("path = standard does not read panel32 pages"); });
+    check.require(options.block_kv % kPanelRows == 0, [&] {
+      return "block_kv is " + str(options.block_kv) + ", must be a multiple of 32 for panel32 pages";
+    });
   }
-  check.require(options.block_q >= 0 && options.block_q <= kMaxBlock,
-                [&] { return "block_q is " + str(options.block_q) + ", must be 0 to " + str(kMaxBlock); });
-  check.require(options.block_kv >= 0 && options.block_kv <= kMaxBlock,
-                [&] { return "block_kv is " + str(options.block_kv) + ", must be 0 to " + str(kMaxBlock); });
+  finite("softcap", options.softcap);
+  check.require(!(options.softcap < 0),
+                [&] { return "softcap is " + std::to_string(options.softcap) + ", must be 0 or positive"; });
+  finite("bias_scale", options.bias_scale);
+  within("alibi_query_start", options.alibi_query_start, -kMaxStart, kMaxStart);
+  within("alibi_key_start", options.alibi_key_start, -kMaxStart, kMaxStart);
+  const DropoutOptions& drop = options.dropout;
+  check.require(drop.keep_prob > 0 && drop.keep_prob <= 1, [&] {
+    return "dropout.keep_prob is " + std::to_string(drop.keep_prob) + ", must be above 0 and at most 1";
+  });
+  within("dropout.first_query", drop.first_query, 0, kMaxStart);
+  within("dropout.first_key", drop.first_key, 0, kMaxStart);
+  within("dropout.first_head", drop.first_head, 0, kMaxStart);
+  const int64_t total_heads = drop.total_heads == 0 ? num_heads : drop.total_heads;
+  check.require(drop.first_head + num_heads <= total_heads, [&] {
+    return "dropout.first_head + num_heads is " + str(drop.first_head + num_heads) + ", but dropout.total_heads is " +
+           str(total_heads);
+  });
 }
 
-// Lengths within `capacity`, which `what()` explains. Returns the longest.
-template <class What>
-int64_t check_lengths(ShapeCheck& check, const ConstTensor& lengths, int64_t capacity, const What& what) {
-  int64_t longest = 0;
-  for (int64_t b = 0; check.ok() && b < lengths.shape[0]; ++b) {
-    const int64_t length = integer_at(lengths, b * lengths.strides[0]);
-    check.require(length >= 0 && length <= capacity, [&] {
-      return "kv_lengths[" + str(b) + "] is " + str(length) + ", must be 0 to " + str(capacity) + " (" + what() + ")";
+// Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains.
+template <class Capacity, class What>
+void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, const Capacity& capacity,
+                   const What& what) {
+  for (int64_t b = 0; check.ok() && b < t.shape[0]; ++b) {
+    const int64_t x = integer_at(t, b * t.strides[0]), most = capacity(b);
+    check.require(x >= 0 && x <= most, [&] {
+      return std::string(name) + "[" + str(b) + "] is " + str(x) + ", must be 0 to " + str(most) + " (" + what(b) + ")";
     });
-    longest = std::max(longest, length);
   }
-  return longest;
+}
+
+// From 0, not decreasing, the last at most `total`, which is dimension 0 of `tensor`.
+void check_offsets(ShapeCheck& check, const char* name, const ConstTensor& t, const char* tensor, int64_t total) {
+  int64_t previous = 0;
+  for (int64_t b = 0; check.ok() && b < t.shape[0]; ++b) {
+    const int64_t x = integer_at(t, b * t.strides[0]);
+    check.require(b > 0 || x == 0, [&] { return std::string(name) + "[0] is " + str(x) + ", must be 0"; });
+    check.require(x >= previous, [&] {
+      return std::string(name) + "[" + str(b) + "] is " + str(x) + ", less than " + name + "[" + str(b - 1) +
+             "] = " + str(previous);
+    });
+    check.require(x <= total, [&] {
+      return std::string(name) + "[" + str(b) + "] is " + str(x) + ", but " + tensor + " has " + str(total) + " rows";
+    });
+    previous = x;
+  }
 }
 
 void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num_blocks, int64_t block_size) {
   const ConstTensor& table = in.block_table;
   for (int64_t b = 0; check.ok() && b < table.shape[0]; ++b) {
-    const int64_t used = ceil_div(kv_length(in.kv_lengths, b, 0), block_size);
+    const int64_t used = ceil_div(integer_at(in.kv_lengths, b * in.kv_lengths.strides[0]), block_size);
     for (int64_t i = 0; check.ok() && i < used; ++i) {
       const int64_t block = integer_at(table, b * table.strides[0] + i * table.strides[1]);
       if (block >= 0 && block < num_blocks) continue;
@@ -73,99 +137,195 @@ void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num
   }
 }
 
+// A mask or bias broadcasts to [batch, num_heads, query_len, kv_len]. `exact[d]`: a size that is not 1 must be equal,
+// else it must be at least as large.
+void check_broadcast(ShapeCheck& check, const char* name, const ConstTensor& t, const int64_t (&sizes)[4],
+                     const bool (&exact)[4]) {
+  static constexpr const char* kNames[4] = {"batch", "num_heads", "query_len", "kv_len"};
+  check.require(t.rank <= 4, [&] { return std::string(name) + " has rank " + str(t.rank) + ", must be at most 4"; });
+  for (int d = 0; check.ok() && d < t.rank; ++d) {
+    const int target = 4 - t.rank + d;
+    const int64_t size = t.shape[d], wanted = sizes[target];
+    check.require(size == 1 || size == wanted || (!exact[target] && size > wanted), [&] {
+      return std::string(name) + " dim " + str(d) + " is " + str(size) + ", but must be 1 or " +
+             (exact[target] ? "" : "at least ") + kNames[target] + " = " + str(wanted);
+    });
+  }
+}
+
 }  // namespace
 
-int64_t kv_length(const ConstTensor& lengths, int64_t b, int64_t kv_len) {
-  return lengths.data == nullptr ? kv_len : integer_at(lengths, b * lengths.strides[0]);
+const QueryDims& query_dims(bool varlen_q) {
+  static constexpr QueryDims kBatched = {{"batch", "num_heads", "query_len", "head_dim"},
+                                         {"batch", "num_heads", "query_len", "value_head_dim"},
+                                         {"batch", "num_heads", "query_len"}};
+  static constexpr QueryDims kVarlen = {
+      {"total_q", "num_heads", "head_dim"}, {"total_q", "num_heads", "value_head_dim"}, {"num_heads", "total_q"}};
+  return varlen_q ? kVarlen : kBatched;
+}
+
+void bind_inputs(ShapeCheck& check, const AttentionInputs& in) {
+  const bool paged = in.block_table.data != nullptr;
+  const bool varlen_q = in.cu_seqlens_q.data != nullptr, varlen_k = in.cu_seqlens_k.data != nullptr;
+
+  check.tensor("query", in.query).dtype(kFloats).dims(query_dims(varlen_q).query);
+  if (varlen_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
+  if (panels(in)) {
+    kv_cache::check_pages(check, in.page_layout, "key", in.key, "value", in.value);
+    if (check.ok()) {
+      kv_cache::require_size(check, "key", "head_dim", panel_head_dim(in), "query", check["head_dim"]);
+    }
+  } else if (paged) {
+    check.tensor("key", in.key).dtype(kFloats).dims({"num_blocks", "block_size", "num_kv_heads", "head_dim"});
+    check.tensor("value", in.value).dtype(kFloats).dims({"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
+  } else if (varlen_k) {
+    check.tensor("key", in.key).dtype(kFloats).dims({"total_k", "num_kv_heads", "head_dim"});
+    check.tensor("value", in.value).dtype(kFloats).dims({"total_k", "num_kv_heads", "value_head_dim"});
+  } else {
+    check.tensor("key", in.key).dtype(kFloats).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
+    check.tensor("value", in.value).dtype(kFloats).dims({"batch", "num_kv_heads", "kv_len", "value_head_dim"});
+  }
+  if (varlen_k) bind_offsets(check, "cu_seqlens_k", in.cu_seqlens_k);
+  if (paged) {
+    check.tensor("block_table", in.block_table).dtype(kIntegers).dims({"batch", "max_blocks"});
+    check.require(in.kv_lengths.data != nullptr,
+                  [] { return std::string("block_table is given, but kv_lengths is not"); });
+    check.require(!varlen_k, [] { return std::string("block_table and cu_seqlens_k are given, but only one may be"); });
+  }
+  if (in.kv_lengths.data != nullptr) check.tensor("kv_lengths", in.kv_lengths).dtype(kIntegers).dims({"batch"});
+  if (in.prefix.data != nullptr) check.tensor("prefix", in.prefix).dtype(kIntegers).dims({"batch"});
+
+  const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
+  if (in.mask.data != nullptr) check.tensor("mask", in.mask).dtype({DType::boolean});
+  if (in.bias.data != nullptr) check.tensor("bias", in.bias).dtype({real, in.query.dtype});
+  if (in.alibi_slopes.data != nullptr) {
+    ShapeCheck::TensorCheck slopes = check.tensor("alibi_slopes", in.alibi_slopes).dtype({real});
+    if (in.alibi_slopes.rank == 1)
+      slopes.dims({"num_heads"});
+    else
+      slopes.dims({"batch", "num_heads"});
+  }
+  if (in.sinks.data != nullptr) check.tensor("sinks", in.sinks).dtype({real}).dims({"num_heads"});
+  if (in.drop_mask.data != nullptr) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
+}
+
+Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
+  AttentionProblem p;
+  p.query_dtype = in.query.dtype;
+  p.kv_dtype = in.key.dtype;
+  p.batch = check["batch"];
+  p.num_heads = check["num_heads"];
+  p.num_kv_heads = check["num_kv_heads"];
+  p.head_dim = check["head_dim"];
+  p.paged = in.block_table.data != nullptr;
+  p.page_layout = in.page_layout;
+  p.options = options;
+  p.varlen_q = in.cu_seqlens_q.data != nullptr;
+  p.varlen_k = in.cu_seqlens_k.data != nullptr;
+  p.has_prefix = in.prefix.data != nullptr;
+  p.has_mask = in.mask.data != nullptr;
+  p.has_bias = in.bias.data != nullptr;
+  p.has_alibi = in.alibi_slopes.data != nullptr;
+  p.has_sinks = in.sinks.data != nullptr;
+  p.has_drop_mask = in.drop_mask.data != nullptr;
+  if (check.ok()) {
+    p.value_head_dim = panels(in) ? panel_value_head_dim(in) : check["value_head_dim"];
+    p.block_size = panels(in) ? panel_block_size(in) : p.paged ? check["block_size"] : 0;
+    p.unit_stride_kv = in.key.strides[in.key.rank - 1] == 1 && in.value.strides[in.value.rank - 1] == 1;
+  }
+
+  check_options(check, in, options, p.num_heads);
+  for (const auto& [name, d] : {std::pair("head_dim", p.head_dim), std::pair("value_head_dim", p.value_head_dim)}) {
+    check.require(d >= 1 && d <= kMaxHeadDim,
+                  [&] { return std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim); });
+  }
+  check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0, [&] {
+    return "num_heads is " + str(p.num_heads) + ", not a multiple of num_kv_heads = " + str(p.num_kv_heads);
+  });
+  if (!check.ok()) return check.status();
+
+  // Offsets first, then lengths within them, then what must lie within lengths.
+  if (p.varlen_q) check_offsets(check, "cu_seqlens_q", in.cu_seqlens_q, "query", check["total_q"]);
+  if (p.varlen_k) check_offsets(check, "cu_seqlens_k", in.cu_seqlens_k, "key", check["total_k"]);
+  p.query_len = p.varlen_q ? 0 : check["query_len"];
+  p.kv_len = p.paged || p.varlen_k ? 0 : check["kv_len"];
+  if (!check.ok()) return check.status();
+  if (p.paged) {
+    const int64_t max_blocks = check["max_blocks"];
+    check.require(p.block_size >= 1, [&] { return "block_size is " + str(p.block_size) + ", must be at least 1"; });
+    int64_t capacity = 0;
+    if (__builtin_mul_overflow(max_blocks, p.block_size, &capacity)) capacity = std::numeric_limits<int64_t>::max();
+    check_entries(
+        check, "kv_lengths", in.kv_lengths, [&](int64_t) { return capacity; },
+        [&](int64_t) { return str(max_blocks) + " blocks of " + str(p.block_size) + " keys in block_table"; });
+    if (check.ok()) check_block_table(check, in, check["num_blocks"], p.block_size);
+  } else if (in.kv_lengths.data != nullptr) {
+    AttentionInputs without_lengths = in;
+    without_lengths.kv_lengths = {};
+    const Sequences whole(without_lengths, p);
+    check_entries(
+        check, "kv_lengths", in.kv_lengths, [&](int64_t b) { return whole.kv_len(b); },
+        [&](int64_t b) { return p.varlen_k ? "keys of sequence " + str(b) : std::string("kv_len of key"); });
+  }
+  if (!check.ok()) return check.status();
+
+  const Sequences sequences(in, p);
+  int64_t longest_query = 0, longest_keys = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    longest_query = std::max(longest_query, sequences.query_len(b));
+    longest_keys = std::max(longest_keys, sequences.kv_len(b));
+  }
+  if (p.has_prefix) {
+    check_entries(
+        check, "prefix", in.prefix, [&](int64_t b) { return sequences.kv_len(b); },
+        [&](int64_t b) { return "keys of sequence " + str(b); });
+  }
+  // Masks of a dense call are as wide as its tensors, whatever the lengths.
+  const bool dense_keys = !p.paged && !p.varlen_k;
+  const int64_t sizes[4] = {p.batch, p.num_heads, p.varlen_q ? longest_query : p.query_len,
+                            dense_keys ? p.kv_len : longest_keys};
+  const bool exact[4] = {true, true, !p.varlen_q, dense_keys};
+  if (p.has_mask) check_broadcast(check, "mask", in.mask, sizes, exact);
+  if (p.has_bias) check_broadcast(check, "bias", in.bias, sizes, exact);
+  p.query_len = longest_query;
+  // Where there are no keys at all no length says so.
+  p.kv_len = p.batch > 0 ? longest_keys : p.kv_len;
+  if (p.has_drop_mask && check.ok()) {
+    check.require(in.drop_mask.is_contiguous(), [&] {
+      return "drop_mask " + to_string(in.drop_mask) + " is not contiguous, but its bits are counted on";
+    });
+    const int64_t bits = CallRules(in, p).drop_mask_bits(), bytes = in.drop_mask.num_elements();
+    check.require(bits / 8 + (bits % 8 != 0) <= bytes, [&] {
+      return "drop_mask has " + str(bytes) + " bytes, but " + str(bits) + " weights need " +
+             str(bits / 8 + (bits % 8 != 0));
+    });
+  }
+  if (!check.ok()) return check.status();
+  return p;
 }
 
 Result<AttentionProblem> check_forward(const AttentionInputs& in, const AttentionOutputs& out,
                                        const AttentionOptions& options) {
   ShapeCheck check("flash_attention_forward");
-  const bool paged = in.block_table.data != nullptr;
-  const bool has_lengths = in.kv_lengths.data != nullptr;
-  const bool panels = paged && in.page_layout == PageLayout::panel32;
-  const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
-
-  check.tensor("query", in.query).dtype(floats).dims({"batch", "num_heads", "query_len", "head_dim"});
-  PageSizes pages;
-  if (panels) {
+  if (panels(in)) {
     Status dtype = kv_cache::check_layout_dtype("flash_attention_forward", in.page_layout, in.key.dtype);
     if (!dtype.ok()) return dtype;
-    pages = kv_cache::check_pages(check, in.page_layout, "key", in.key, "value", in.value);
-    kv_cache::require_size(check, "key", "head_dim", pages.head_dim, "query", check["head_dim"]);
-  } else if (paged) {
-    check.tensor("key", in.key).dtype(floats).dims({"num_blocks", "block_size", "num_kv_heads", "head_dim"});
-    check.tensor("value", in.value).dtype(floats).dims({"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
-  } else {
-    check.tensor("key", in.key).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
-    check.tensor("value", in.value).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "value_head_dim"});
   }
-  if (paged) {
-    check.tensor("block_table", in.block_table).dtype({DType::i32, DType::i64}).dims({"batch", "max_blocks"});
-    check.require(has_lengths, [] { return std::string("block_table is given, but kv_lengths is not"); });
-  }
-  if (has_lengths) check.tensor("kv_lengths", in.kv_lengths).dtype({DType::i32, DType::i64}).dims({"batch"});
-  check.output("out", out.out).dtype(floats).dims({"batch", "num_heads", "query_len", "value_head_dim"});
+  bind_inputs(check, in);
+  const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
+  check.output("out", out.out).dtype(kFloats).dims(dims.out);
   const DType statistics = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
   const auto statistic = [&](const char* name, const Tensor& t) {
-    if (t.data != nullptr) check.output(name, t).dtype({statistics}).dims({"batch", "num_heads", "query_len"});
+    if (t.data != nullptr) check.output(name, t).dtype({statistics}).dims(dims.statistic);
   };
   statistic("softmax_lse", out.softmax_lse);
   statistic("softmax_max", out.softmax_max);
   statistic("softmax_sum", out.softmax_sum);
-  if (panels) {
-    kv_cache::require_size(check, "value", "value_head_dim", pages.value_head_dim, "out", check["value_head_dim"]);
-    check.require(options.path != AttentionPath::standard,
-                  [] { return std::string("path = standard does not read panel32 pages"); });
-    check.require(options.block_kv % kPanelRows == 0, [&] {
-      return "block_kv is " + str(options.block_kv) + ", must be a multiple of 32 for panel32 pages";
-    });
+  if (panels(in) && check.ok()) {
+    kv_cache::require_size(check, "value", "value_head_dim", panel_value_head_dim(in), "out", check["value_head_dim"]);
   }
-  check_dtypes(check, in, out);
-  check_options(check, options);
-
-  for (const char* name : {"head_dim", "value_head_dim"}) {
-    const int64_t d = check[name];
-    check.require(d >= 1 && d <= kMaxHeadDim,
-                  [&] { return std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim); });
-  }
-  const int64_t heads = check["num_heads"], kv_heads = check["num_kv_heads"];
-  check.require(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0,
-                [&] { return "num_heads is " + str(heads) + ", not a multiple of num_kv_heads = " + str(kv_heads); });
-  if (!check.ok()) return check.status();
-
-  int64_t kv_len = check["kv_len"];
-  if (paged) {
-    const int64_t block_size = panels ? pages.block_size : check["block_size"], max_blocks = check["max_blocks"];
-    check.require(block_size >= 1, [&] { return "block_size is " + str(block_size) + ", must be at least 1"; });
-    if (!check.ok()) return check.status();
-    int64_t capacity = 0;
-    if (__builtin_mul_overflow(max_blocks, block_size, &capacity)) capacity = std::numeric_limits<int64_t>::max();
-    kv_len = check_lengths(check, in.kv_lengths, capacity,
-                           [&] { return str(max_blocks) + " blocks of " + str(block_size) + " keys in block_table"; });
-    if (check.ok()) check_block_table(check, in, check["num_blocks"], block_size);
-  } else if (has_lengths) {
-    kv_len = check_lengths(check, in.kv_lengths, kv_len, [] { return std::string("kv_len of key"); });
-  }
-  if (!check.ok()) return check.status();
-
-  AttentionProblem p;
-  p.query_dtype = in.query.dtype;
-  p.kv_dtype = in.key.dtype;
-  p.batch = check["batch"];
-  p.num_heads = heads;
-  p.num_kv_heads = kv_heads;
-  p.query_len = check["query_len"];
-  p.kv_len = kv_len;
-  p.head_dim = check["head_dim"];
-  p.value_head_dim = check["value_head_dim"];
-  p.paged = paged;
-  p.page_layout = in.page_layout;
-  p.block_size = panels ? pages.block_size : paged ? check["block_size"] : 0;
-  p.unit_stride_kv = in.key.strides[3] == 1 && in.value.strides[3] == 1;
-  p.options = options;
-  return p;
+  check_dtypes(check, in, out.out.dtype);
+  return pose_problem(check, in, options);
 }
 
 }  // namespace opst::attention

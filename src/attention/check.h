@@ -1,15 +1,31 @@
-// The contract of flash_attention_forward's tensors, checked before anything is written.
+// The contract of the attention operators' tensors, checked before anything is written. An operator checks in three
+// steps, so that messages come in the order of its arguments:
+//
+//   ShapeCheck check("flash_attention_forward");
+//   bind_inputs(check, inputs);                          // dtypes, ranks, sizes
+//   check.output("out", out).dims(query_dims(...).out);  // the operator's own outputs
+//   Result<AttentionProblem> problem = pose_problem(check, inputs, options);   // values: lengths, options
 #pragma once
 
+#include "core/shape_check.h"
 #include "opst/attention.h"
 
 namespace opst::attention {
 
-// The problem that the tensors pose, or why they are refused.
+// Names of the dimensions of tensors that have a row per query.
+struct QueryDims {
+  std::initializer_list<const char*> query, out, statistic;
+};
+const QueryDims& query_dims(bool varlen_q);
+
+// Binds batch, num_heads, num_kv_heads, head_dim; query_len, kv_len and value_head_dim where tensors have them.
+void bind_inputs(ShapeCheck& check, const AttentionInputs& inputs);
+
+Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& inputs,
+                                      const AttentionOptions& options);
+
+// The problem that inputs and outputs of flash_attention_forward pose, or why they are refused.
 Result<AttentionProblem> check_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                        const AttentionOptions& options);
-
-// Length of sequence b; kv_len where there are no per-sequence lengths. `lengths` has been checked.
-int64_t kv_length(const ConstTensor& lengths, int64_t b, int64_t kv_len);
 
 }  // namespace opst::attention

@@ -25,6 +25,7 @@
 #pragma once
 
 #include "attention/kernels.h"
+#include "attention/score_ops.h"
 #include "simd/math.h"
 #include "tile/gemm_tile.h"
 #include "tile/pack.h"
@@ -80,16 +81,20 @@ struct Forward {
   using V = typename P::V;
   using S = typename V::Scalar;
   using Word = typename P::Word;
+  using Ops = ScoreOps<V>;
   static constexpr int kLanes = V::kLanes;
   static constexpr int kPanel = kTileVecs * kLanes;
 
   static OPST_INLINE int64_t words(int64_t elements) { return (elements + P::kStep - 1) / P::kStep; }
   static OPST_INLINE S* row_of(void* base, int64_t row, int64_t stride) { return static_cast<S*>(base) + row * stride; }
 
-  static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowBlock rb, const KvTile& tile) {
+  // Keys below `prefix` are seen by every row, whatever its interval.
+  static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowBlock rb, const KvTile& tile, int64_t prefix = 0) {
     int64_t low = 0, high = tile.count, common_low = 0, common_high = tile.count;
     if (tile.partial) {
       low = tile.count, high = 0;
+      if (prefix > tile.first_key) low = 0, high = prefix - tile.first_key;
+      if (high > tile.count) high = tile.count;
       for (int64_t r = rb.first; r < rb.first + rb.rows; ++r) {
         const auto [begin, end] = keys_of_row(q, tile, r);
         common_low = begin > common_low ? begin : common_low;
@@ -162,6 +167,37 @@ struct Forward {
       top.store(row_max + i * kLanes);
     }
   }
+
+  // As score and hide, where there are rules: raw scores become S.
+  static OPST_NOINLINE void shape(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+                                  int64_t stride, S* row_max) {
+    const int64_t origin = tile.first_key + span.begin, count = span.end - span.begin;
+    for (int i = 0; i < rb.rows; ++i) {
+      const int64_t r = rb.first + i;
+      const RowRules& row = q.rules->rows[r];
+      S* s = scores + i * stride;
+      Ops::shape(*q.rules, row, origin, count, span.width, s, nullptr);
+      const int64_t begin = tile.partial ? q.visible_begin[r] - origin : 0;
+      const int64_t end = tile.partial ? q.visible_end[r] - origin : count;
+      Ops::hide(*q.rules, row, origin, count, span.width, begin, end, s).store(row_max + i * kLanes);
+    }
+  }
+  // Weights that dropout does not keep become 0; sums have been taken.
+  static OPST_NOINLINE void drop(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+                                 int64_t stride) {
+    KeepBits bits;
+    for (int i = 0; i < rb.rows; ++i) {
+      Ops::keep(*q.rules, q.rules->rows[rb.first + i], tile.first_key + span.begin, span.end - span.begin, bits);
+      if constexpr (P::kStep == 1) {
+        Ops::drop(bits, span.width, scores + i * stride);
+      } else {
+#if defined(__AVX512BF16__)
+        Ops::drop(bits, span.width, reinterpret_cast<bf16*>(scores + i * stride));
+#endif
+      }
+    }
+  }
+
   static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
 
   // How the exponents c (s - max) of a row are taken: c (s - origin) - reference in one multiply-add. For ordinary
@@ -271,25 +307,43 @@ struct Forward {
     }
   }
 
-  // The same for a partial tile with non-finite values: each row over the keys that it sees, one key at a time.
+  // The same for a tile with non-finite values of which some are hidden: each row over the keys that reach it, one key
+  // at a time.
   static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
                                           const S* scores, int64_t stride, const S* alpha) {
     const int64_t tile_words = words(tile.count);
     for (int i = 0; i < rb.rows; ++i) {
       const int64_t r = rb.first + i;
-      const auto [begin, end] = keys_of_row(q, tile, r);
       S* out = row_of(q.state.acc, r, q.acc_stride);
       for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
-        const int64_t panel = column / kPanel * kPanel;
-        const int64_t width = q.value_head_dim - panel > kLanes ? kPanel : kLanes;
-        const Word* values = static_cast<const Word*>(tile.values) + panel * tile_words + (column - panel);
-        V acc = V::load(out + column) * V::set1(alpha[i]);
-        for (int64_t j = begin; j < end; ++j) {
-          acc = simd::fma(probability(scores + i * stride, j - span.begin),
-                          value_of_key(values + j / P::kStep * width, j), acc);
-        }
-        acc.store(out + column);
+        const V factor = V::set1(alpha[i]);
+        (V::load(out + column) * factor).store(out + column);
       }
+      for_visible(q, tile, span, r, [&](int64_t j) OPST_INLINE_LAMBDA {
+        const V p = probability(scores + i * stride, j - span.begin);
+        for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
+          const int64_t panel = column / kPanel * kPanel;
+          const int64_t width = q.value_head_dim - panel > kLanes ? kPanel : kLanes;
+          const Word* values = static_cast<const Word*>(tile.values) + panel * tile_words + (column - panel);
+          const V value = value_of_key(values + j / P::kStep * width, j);
+          simd::fma(p, value, V::load(out + column)).store(out + column);
+        }
+      });
+    }
+  }
+  // Columns of the tile whose keys reach row r, in ascending order.
+  template <class Visit>
+  static OPST_INLINE void for_visible(const QueryBlock& q, const KvTile& tile, KeySpan span, int64_t r,
+                                      const Visit& visit) {
+    if (q.rules == nullptr) {
+      const auto [begin, end] = keys_of_row(q, tile, r);
+      for (int64_t j = begin; j < end; ++j) visit(j);
+      return;
+    }
+    for (int64_t j = span.begin; j < span.end; ++j) {
+      const bool seen =
+          Ops::contributes(*q.rules, q.rules->rows[r], tile.first_key + j, q.visible_begin[r], q.visible_end[r]);
+      if (seen) visit(j);
     }
   }
   static OPST_INLINE V probability(const S* row, int64_t j) {
@@ -317,7 +371,7 @@ struct Forward {
 
   static OPST_INLINE void weigh_tile(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
                                      const S* scores, int64_t stride, const S* alpha, const char*& prefetch) {
-    if (tile.partial && !tile.values_finite) {
+    if (!tile.values_finite && (tile.partial || (q.rules != nullptr && q.rules->hides()))) {
       weigh_visible(q, rb, tile, span, scores, stride, alpha);
     } else {
       weigh(q, rb, tile, span, scores, stride, alpha, prefetch);
@@ -326,20 +380,35 @@ struct Forward {
 
   // The flash path.
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
+    if (q.rules == nullptr)
+      attend_tiles<false>(q, tiles, num_tiles);
+    else
+      attend_tiles<true>(q, tiles, num_tiles);
+  }
+  template <bool kRules>
+  static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     S* scores = static_cast<S*>(q.scores);
     alignas(64) S row_max[kTileRows * kLanes];
     Exponents e;
+    const int64_t prefix = kRules ? q.rules->prefix : 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tile);
+        const KeySpan span = key_span(q, rb, tile, prefix);
         if (span.width == 0) continue;
         score(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
-        if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
+        if constexpr (kRules) {
+          shape(q, rb, tile, span, scores, q.scores_stride, row_max);
+        } else {
+          if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
+        }
         raise_maxima(q, rb, row_max, e);
         exponentiate(q, rb, span.width, scores, q.scores_stride, e);
+        if constexpr (kRules) {
+          if (q.rules->drops()) drop(q, rb, tile, span, scores, q.scores_stride);
+        }
         weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
       }
     }
@@ -353,14 +422,18 @@ struct Forward {
     Exponents e;
     const int64_t tile_width = num_tiles > 0 ? (tiles[0].count + kPanel - 1) / kPanel * kPanel : 0;
     const char* prefetch = static_cast<const char*>(q.query);
+    const int64_t prefix = q.rules == nullptr ? 0 : q.rules->prefix;
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tiles[t]);
+        const KeySpan span = key_span(q, rb, tiles[t], prefix);
         S* scores = row_of(matrix, rb.first, matrix_stride) + t * tile_width;
         if (span.width > 0) {
           score(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max, prefetch);
-          if (span.ragged()) hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
+          if (q.rules != nullptr)
+            shape(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
+          else if (span.ragged())
+            hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
         }
         fill_hidden(rb.rows, scores, matrix_stride, 0, span.begin);
         fill_hidden(rb.rows, scores, matrix_stride, span.begin + span.width, tile_width);
@@ -382,12 +455,13 @@ struct Forward {
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tiles[t]);
+        const KeySpan span = key_span(q, rb, tiles[t], prefix);
         if (span.width == 0) continue;
         // P's words are as far into the row as its elements.
-        const Word* p =
-            reinterpret_cast<const Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
-        weigh_tile(q, rb, tiles[t], span, reinterpret_cast<const S*>(p), matrix_stride, e.alpha, prefetch);
+        Word* p = reinterpret_cast<Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
+        S* scores = reinterpret_cast<S*>(p);
+        if (q.rules != nullptr && q.rules->drops()) drop(q, rb, tiles[t], span, scores, matrix_stride);
+        weigh_tile(q, rb, tiles[t], span, scores, matrix_stride, e.alpha, prefetch);
       }
     }
   }
@@ -483,18 +557,31 @@ struct Forward {
       const bool empty = sum == 0;
       const int64_t row = f.first_row + r;
       const int64_t i = row / f.out.group, g = row % f.out.group;
-      write_row(f, r, weights, empty ? S(0) : S(1) / sum, empty, f.out.seq_stride * i + f.out.head_stride * g);
-      if (f.lse.data == nullptr && f.max.data == nullptr && f.sum.data == nullptr) continue;
       double top = static_cast<double>(max) * f.score_scale;
       // The sum against the maximum itself: times 2^rest, |rest| < 2^-13, e^x = 1 + x + x^2 / 2.
       const double rest = (reference - static_cast<double>(max) * static_cast<double>(c)) * 0x1.62e42fefa39efp-1;
       double exact = static_cast<double>(sum) * (1 + rest + rest * rest / 2);
       if (empty) top = -__builtin_inf(), exact = 0;
-      if (sum != sum) top = exact = __builtin_nan("");
-      if (f.lse.data != nullptr) write_statistic(f.lse, i, g, empty ? top : top + __builtin_log(exact));
+      S scale = empty ? S(0) : S(1) / (sum * static_cast<S>(f.keep_prob));
+      if (f.sinks != nullptr) scale *= add_sink(static_cast<const S*>(f.sinks)[g * f.sinks_stride], top, exact);
+      write_row(f, r, weights, scale, empty, f.out.seq_stride * i + f.out.head_stride * g);
+      if (f.lse.data == nullptr && f.max.data == nullptr && f.sum.data == nullptr) continue;
+      if (exact != exact) top = exact = __builtin_nan("");
+      const bool nothing = exact == 0;
+      if (f.lse.data != nullptr) write_statistic(f.lse, i, g, nothing ? top : top + __builtin_log(exact));
       if (f.max.data != nullptr) write_statistic(f.max, i, g, top);
       if (f.sum.data != nullptr) write_statistic(f.sum, i, g, exact);
     }
+  }
+  // One more score joins maximum and sum. Returns the share of the sum that the keys keep.
+  static OPST_NOINLINE S add_sink(S sink, double& top, double& sum) {
+    const double score = static_cast<double>(sink);
+    if (score == -__builtin_inf()) return 1;
+    const double keys_top = top;
+    if (!(score <= top)) top = score;
+    const double keys = sum == 0 ? 0 : sum * __builtin_exp(keys_top - top);
+    sum = keys + __builtin_exp(score - top);  // NaN for a sink of +inf
+    return static_cast<S>(keys / sum);
   }
   static constexpr int kMaxParts = 256;
   static OPST_INLINE S exp2_scalar(S x) {

@@ -144,7 +144,26 @@ struct ForwardInPlace {
     weigh_rows<R>(p, stride, alpha, tile, 0, tile.count, value_head_dim, out, out_stride, prefetch);
   }
 
+  static OPST_NOINLINE bool values_finite(const KvTile& tile, int64_t value_head_dim) {
+    V not_finite = V::zero();  // 0 * x is NaN for the others
+    for (int64_t j = 0; j < tile.count; ++j) {
+      const T* values = at(tile.value_rows, j);
+      for (int64_t d = 0; d < value_head_dim; d += kLanes) {
+        const V v = V::load_n(values + d, Tiled::clamp_lanes(value_head_dim - d));
+        not_finite = simd::fma(v, V::zero(), not_finite);
+      }
+    }
+    return simd::hsum(not_finite) == 0;
+  }
+
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
+    if (q.rules == nullptr)
+      attend_tiles<false>(q, tiles, num_tiles);
+    else
+      attend_tiles<true>(q, tiles, num_tiles);
+  }
+  template <bool kRules>
+  static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     const RowBlock rb{0, static_cast<int>(q.rows)};
     S* scores = static_cast<S*>(q.scores);
     const S* query = static_cast<const S*>(q.query);
@@ -161,10 +180,19 @@ struct ForwardInPlace {
       const KeySpan span{.end = tile.count,
                          .width = (tile.count + kLanes - 1) / kLanes * kLanes,
                          .common_end = tile.partial ? 0 : tile.count};
-      Tiled::hide(q, rb, tile, span, scores, stride, row_max);
+      if constexpr (kRules)
+        Tiled::shape(q, rb, tile, span, scores, stride, row_max);
+      else
+        Tiled::hide(q, rb, tile, span, scores, stride, row_max);
       Tiled::raise_maxima(q, rb, row_max, e);
       Tiled::exponentiate(q, rb, span.width, scores, stride, e);
-      if (tile.partial) {
+      if constexpr (kRules) {
+        if (q.rules->drops()) Tiled::drop(q, rb, tile, span, scores, stride);
+        if ((tile.partial || q.rules->hides()) && !values_finite(tile, q.value_head_dim)) {
+          weigh_visible(q, rb, tile, span, scores, stride, e.alpha);
+          continue;
+        }
+      } else if (tile.partial) {
         for (int i = 0; i < rb.rows; ++i) {
           const auto [begin, end] = keys_of_row(q, tile, i);
           weigh_rows<1>(scores + i * stride, stride, e.alpha + i, tile, begin, end, q.value_head_dim,
@@ -176,6 +204,21 @@ struct ForwardInPlace {
         weigh_group(rb.rows - i, scores + i * stride, stride, e.alpha + i, tile, q.value_head_dim,
                     out + i * q.acc_stride, q.acc_stride, i == 0);
       }
+    }
+  }
+
+  // Each row over the keys that reach it.
+  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+                                          const S* scores, int64_t stride, const S* alpha) {
+    const S one = 1;
+    for (int i = 0; i < rb.rows; ++i) {
+      S* out = static_cast<S*>(q.state.acc) + i * q.acc_stride;
+      const auto add = [&](const S* factor, int64_t begin, int64_t end) OPST_INLINE_LAMBDA {
+        weigh_rows<1>(scores + i * stride, stride, factor, tile, begin, end, q.value_head_dim, out, q.acc_stride,
+                      false);
+      };
+      add(alpha + i, 0, 0);
+      Tiled::for_visible(q, tile, span, i, [&](int64_t j) OPST_INLINE_LAMBDA { add(&one, j, j + 1); });
     }
   }
 };

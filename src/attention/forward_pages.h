@@ -134,40 +134,58 @@ struct ForwardPages {
     return simd::hsum(not_finite) == 0;
   }
 
-  // As weigh, for a partial tile with non-finite values: each row over the keys that it sees.
+  // As weigh, for a tile with non-finite values of which some are hidden: each row over the keys that reach it.
   static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
                                           const S* scores, int64_t stride, const S* alpha) {
     for (int i = 0; i < rb.rows; ++i) {
       const int64_t r = rb.first + i;
-      const auto [begin, end] = keys_of_row(q, tile, r);
       S* out = static_cast<S*>(q.state.acc) + r * q.acc_stride;
       for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
-        V acc = V::load(out + column) * V::set1(alpha[i]);
-        for (int64_t j = begin; j < end; ++j) {
-          acc = simd::fma(Tiled::probability(scores + i * stride, j - span.begin),
-                          value_of_key(tile, j, column, q.value_head_dim), acc);
-        }
-        acc.store(out + column);
+        const V factor = V::set1(alpha[i]);
+        (V::load(out + column) * factor).store(out + column);
       }
+      Tiled::for_visible(q, tile, span, r, [&](int64_t j) OPST_INLINE_LAMBDA {
+        const V p = Tiled::probability(scores + i * stride, j - span.begin);
+        for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
+          const V value = value_of_key(tile, j, column, q.value_head_dim);
+          simd::fma(p, value, V::load(out + column)).store(out + column);
+        }
+      });
     }
   }
 
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
+    if (q.rules == nullptr)
+      attend_tiles<false>(q, tiles, num_tiles);
+    else
+      attend_tiles<true>(q, tiles, num_tiles);
+  }
+  template <bool kRules>
+  static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     S* scores = static_cast<S*>(q.scores);
     const int64_t stride = q.scores_stride;
     alignas(64) S row_max[kTileRows * kLanes];
     typename Tiled::Exponents e;
+    const int64_t prefix = kRules ? q.rules->prefix : 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
-      const bool by_row = tile.partial && !values_finite(tile, q.value_head_dim);
+      const bool some_hidden = tile.partial || (kRules && q.rules->hides());
+      const bool by_row = some_hidden && !values_finite(tile, q.value_head_dim);
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = Tiled::key_span(q, rb, tile);
+        const KeySpan span = Tiled::key_span(q, rb, tile, prefix);
         if (span.width == 0) continue;
         score(q, rb, tile, span, scores, stride, row_max);
-        if (span.ragged()) Tiled::hide(q, rb, tile, span, scores, stride, row_max);
+        if constexpr (kRules) {
+          Tiled::shape(q, rb, tile, span, scores, stride, row_max);
+        } else {
+          if (span.ragged()) Tiled::hide(q, rb, tile, span, scores, stride, row_max);
+        }
         Tiled::raise_maxima(q, rb, row_max, e);
         Tiled::exponentiate(q, rb, span.width, scores, stride, e);
+        if constexpr (kRules) {
+          if (q.rules->drops()) Tiled::drop(q, rb, tile, span, scores, stride);
+        }
         if (by_row)
           weigh_visible(q, rb, tile, span, scores, stride, e.alpha);
         else

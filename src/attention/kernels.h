@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "attention/score_rules.h"
 #include "opst/dtype.h"
 
 namespace opst::attention {
@@ -27,7 +28,7 @@ struct StackedRows {
 // Running softmax of `rows` rows, all in the accumulator type.
 struct RowState {
   void* acc;   // [rows][acc_stride]   sum of exp2(c (score - max)) * value
-  void* max;   // [rows]               largest raw score q k; -inf before the first visible key
+  void* max;   // [rows]               largest score, raw or natural; -inf before the first visible key
   void* sums;  // [rows][lanes]        sum of exp2(c (score - max)), in one partial sum per lane
 };
 
@@ -38,12 +39,13 @@ struct QueryBlock {
   int64_t query_stride;  // in words
   RowState state;
   int64_t acc_stride;     // value_head_dim rounded up to whole vectors
-  double exponent_scale;  // c = |softmax_scale| * log2(e) > 0; the rest of softmax_scale is in `query`
+  double exponent_scale;  // c = |softmax_scale| * log2(e) > 0, the sign is in `query`; log2(e) where scores are natural
   void* scores;           // accumulator type [rows of one register tile][scores_stride], 64-byte aligned
   int64_t scores_stride;  // at least a tile's keys, rounded up to panels
-  // Keys that row r may see: [visible_begin[r], visible_end[r]). Read for partial tiles only.
+  // Keys that row r may see: [visible_begin[r], visible_end[r]), and those below the prefix of `rules`.
   const int64_t* visible_begin;
   const int64_t* visible_end;
+  const ScoreRules* rules;  // null: scores are used as they are
 };
 
 struct KvTile {
@@ -67,8 +69,11 @@ struct FinishRows {
   int64_t rows;
   int64_t value_head_dim, acc_stride;
   double exponent_scale;
-  double score_scale;  // |softmax_scale|, turns max into a score
-  int64_t first_row;   // row r of the block is row first_row + r of `out`
+  double score_scale;  // turns max into a score: |softmax_scale|, or 1 where scores are natural (ScoreRules)
+  double keep_prob;    // of dropout
+  const void* sinks;   // accumulator type, of the group's heads; null: none
+  int64_t sinks_stride;
+  int64_t first_row;  // row r of the block is row first_row + r of `out`
   StackedRows out;
   StackedRows lse, max, sum;  // dim_stride unused, dtype the accumulator's; data = null: not wanted
 };

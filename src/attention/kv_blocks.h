@@ -18,20 +18,30 @@ struct KeyInterval {
   int64_t end = 0;  // empty where end <= begin
 };
 
-// The mask of one sequence.
+// What the structure of one sequence shows: query i sees keys [i + low, i + high], and those below the prefix.
 struct Visibility {
   int64_t kv_len = 0;
-  bool causal = false;
-  int64_t diagonal = 0;  // query i sees keys j <= i + diagonal
+  int64_t low = -kFar, high = kFar;
+  int64_t prefix = 0;
 
-  static Visibility of(const AttentionOptions& options, int64_t query_len, int64_t kv_len) {
-    const bool bottom_right = options.alignment == CausalAlignment::bottom_right;
-    return {kv_len, options.causal, options.causal && bottom_right ? kv_len - query_len : 0};
+  static Visibility of(const AttentionOptions& options, int64_t query_len, int64_t kv_len, int64_t prefix = 0) {
+    const int64_t off = options.alignment == CausalAlignment::bottom_right ? kv_len - query_len : 0;
+    // Sides beyond any length do not limit; what is added to them must not overflow.
+    const int64_t left = std::clamp(options.window_left, -kFar, kFar);
+    int64_t right = std::clamp(options.window_right, -kFar, kFar);
+    if (options.causal) right = std::min<int64_t>(right, 0);
+    return {kv_len, left == kFar ? -kFar : off - left, right == kFar ? kFar : off + right, prefix};
   }
 
+  // The interval of query i. It holds the prefix where it touches it; otherwise the prefix is seen besides.
   KeyInterval keys_of_query(int64_t i) const {
-    return {0, causal ? std::clamp<int64_t>(i + diagonal + 1, 0, kv_len) : kv_len};
+    const int64_t begin = std::clamp<int64_t>(i + low, 0, kv_len), end = std::clamp<int64_t>(i + high + 1, 0, kv_len);
+    if (prefix == 0) return {begin, end};
+    if (begin >= end) return {0, prefix};
+    return begin <= prefix ? KeyInterval{0, std::max(end, prefix)} : KeyInterval{begin, end};
   }
+
+  static constexpr int64_t kFar = int64_t{1} << 60;
 };
 
 // The tiles of [range.begin, range.end), cut on multiples of block_kv, that rows [first_row, first_row + rows) see. Row
@@ -57,25 +67,34 @@ class KvBlocks {
     }
     some_ = {std::max(some_.begin, range.begin), std::min(some_.end, range.end)};
     range_end_ = std::min(range.end, visibility.kv_len);
-    next_ = some_.begin / block_kv * block_kv;
+    prefix_end_ = std::min(visibility.prefix, range_end_);
+    end_ = std::max(some_.end, prefix_end_);
+    next_ = prefix_end_ > range.begin ? range.begin : some_.begin / block_kv * block_kv;
   }
 
   // False where no tile is left. Tiles ascend.
   bool next(Tile* tile) {
-    if (next_ >= some_.end) return false;
+    if (next_ >= end_) return false;
     // Tiles are whole except at the end of the keys: packed tiles are shared between blocks of rows.
     tile->first_key = next_;
     tile->count = std::min(block_kv_, range_end_ - next_);
-    tile->partial = next_ < all_.begin || next_ + tile->count > all_.end;
+    const int64_t last = next_ + tile->count;
+    tile->partial = (next_ < all_.begin || last > all_.end) && last > prefix_end_;
     next_ += block_kv_;
+    // Between the prefix and the first key of any interval there is nothing to see.
+    if (next_ >= prefix_end_ && next_ < some_.begin) next_ = std::max(next_, some_.begin / block_kv_ * block_kv_);
     return true;
   }
+  // First key of the tile that comes next.
+  int64_t upcoming() const { return next_; }
 
  private:
   int64_t block_kv_;
-  KeyInterval some_;  // seen by some row
+  KeyInterval some_;  // of the rows' intervals, seen by some row
   KeyInterval all_;   // seen by every row
   int64_t range_end_ = 0;
+  int64_t prefix_end_ = 0;
+  int64_t end_ = 0;
   int64_t next_ = 0;
 };
 

@@ -48,6 +48,7 @@ struct Layout {
   int64_t packed_head_bytes;  // packed tiles of one KV head, keys and values of a tile next to each other
   int64_t state_bytes;        // RowState of one task
   int64_t query_bytes, scores_bytes, pointers_per_call;
+  int64_t row_rules;  // RowRules of a block's rows; 0 where no option needs them
   int64_t matrix_head_bytes;
   int64_t worker_bytes;
 
@@ -80,8 +81,11 @@ struct Layout {
     const bool pages = plan.kv_access == KvAccess::panel_pages;
     pointers_per_call = plan.block_kv * (in_place ? kTilesPerCall : 1);
     if (pages) pointers_per_call = plan.block_kv / kPanelRows * kTilesPerCall;
+    const bool rules = p.options.softcap > 0 || p.has_alibi || p.has_bias || p.has_mask || p.has_prefix ||
+                       p.has_drop_mask || p.options.dropout.keep_prob < 1;
+    row_rules = rules ? plan.block_q : 0;
     worker_bytes = query_bytes + scores_bytes + 2 * Arena::size_of<int64_t>(plan.block_q) +
-                   2 * Arena::size_of<void*>(pointers_per_call);
+                   Arena::round_up(row_rules * kRowRulesBytes) + 2 * Arena::size_of<void*>(pointers_per_call);
     if (split_states == 0) worker_bytes += state_bytes;
     // The standard path goes through its tiles twice, so all of them stay packed.
     if (plan.kv_access == KvAccess::packed_per_task) {
@@ -102,7 +106,8 @@ struct Layout {
   int64_t shared_bytes(const AttentionPlan& plan) const { return wave_bytes(plan) + heads_ * matrix_head_bytes; }
 
  private:
-  static constexpr int64_t kTileDescriptionBytes = 64;  // sizeof(KvTile), checked in attention.cc
+  static constexpr int64_t kTileDescriptionBytes = 64;  // sizeof(KvTile), checked in call_memory.h
+  static constexpr int64_t kRowRulesBytes = 48;         // sizeof(RowRules), likewise
   int64_t heads_;
 };
 

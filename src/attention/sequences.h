@@ -1,0 +1,66 @@
+// Sequences: where each sequence of a call begins and how long it is, whatever form the caller gave it in.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "opst/attention.h"
+
+namespace opst::attention {
+
+// Element of an i32 or i64 tensor, `offset` in elements.
+inline int64_t integer_at(const ConstTensor& t, int64_t offset) {
+  return t.dtype == DType::i64 ? static_cast<const int64_t*>(t.data)[offset]
+                               : static_cast<const int32_t*>(t.data)[offset];
+}
+
+// The tensors have been checked.
+class Sequences {
+ public:
+  Sequences(const AttentionInputs& inputs, const AttentionProblem& problem) : in_(inputs), p_(problem) {}
+
+  int64_t query_start(int64_t b) const { return p_.varlen_q ? entry(in_.cu_seqlens_q, b) : 0; }
+  int64_t query_len(int64_t b) const {
+    return p_.varlen_q ? entry(in_.cu_seqlens_q, b + 1) - entry(in_.cu_seqlens_q, b) : p_.query_len;
+  }
+  int64_t key_start(int64_t b) const { return p_.varlen_k ? entry(in_.cu_seqlens_k, b) : 0; }
+  int64_t kv_len(int64_t b) const {
+    if (in_.kv_lengths.data != nullptr) return entry(in_.kv_lengths, b);
+    return p_.varlen_k ? entry(in_.cu_seqlens_k, b + 1) - entry(in_.cu_seqlens_k, b) : p_.kv_len;
+  }
+  int64_t prefix(int64_t b) const { return p_.has_prefix ? entry(in_.prefix, b) : 0; }
+
+ private:
+  static int64_t entry(const ConstTensor& t, int64_t b) { return integer_at(t, b * t.strides[0]); }
+
+  const AttentionInputs& in_;
+  const AttentionProblem& p_;
+};
+
+// [tokens, heads, dim] or [heads, tokens] of all sequences as [1, heads, tokens, dim] or [1, heads, tokens]: a sequence
+// is then a part of dimension 2, and the stride between sequences is 0.
+template <class T>
+T token_rows(const T& t) {
+  if (t.data == nullptr) return t;
+  T rows = t;
+  const int64_t tokens = t.rank == 3 ? 0 : 1, heads = 1 - tokens;
+  rows.rank = t.rank + 1;
+  rows.shape[0] = 1, rows.strides[0] = 0;
+  rows.shape[1] = t.shape[heads], rows.strides[1] = t.strides[heads];
+  rows.shape[2] = t.shape[tokens], rows.strides[2] = t.strides[tokens];
+  if (t.rank == 3) rows.shape[3] = t.shape[2], rows.strides[3] = t.strides[2];
+  return rows;
+}
+
+// The inputs and outputs in the shapes of a call without varlen.
+inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem& p) {
+  if (p.varlen_q) in.query = token_rows(in.query);
+  if (p.varlen_k) in.key = token_rows(in.key), in.value = token_rows(in.value);
+  return in;
+}
+inline AttentionOutputs uniform_shapes(AttentionOutputs out, const AttentionProblem& p) {
+  if (!p.varlen_q) return out;
+  return {token_rows(out.out), token_rows(out.softmax_lse), token_rows(out.softmax_max), token_rows(out.softmax_sum)};
+}
+
+}  // namespace opst::attention
