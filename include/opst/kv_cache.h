@@ -13,10 +13,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "opst/context.h"
+#include "opst/rowwise.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
@@ -82,6 +84,34 @@ struct ScatterOptions {
 Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const ConstTensor& value,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options = {});
+
+// A step's queries, keys and values in one pass (what a decoder does between its projections and attention):
+//   query_out[t, h, :] = rope(rms_norm(query[t, h, :], query_weight))
+//   key_cache[slot / block_size, slot % block_size, h, :] = rope(rms_norm(key[t, h, :], key_weight)),  slot as above
+//   value_cache                                    likewise = value[t, h, :]
+//   query         [tokens, num_heads, head_dim]            f32, bf16 or f16
+//   key           [tokens, num_kv_heads, head_dim]         the dtype of query
+//   value         [tokens, num_kv_heads, value_head_dim]   the dtype of query
+//   cos, sin      [tokens, half] f32, 2 * half <= head_dim (rowwise.h)
+//   weights       [head_dim] f32, the same for all heads; absent: no norm
+//   query_out     as query; may be the very same view
+//   slot_mapping, key_cache, value_cache                   as in scatter_pa_kv_cache
+// All in f32, rounded once, when it is stored: for f32 the bits of rms_norm, rope and scatter_pa_kv_cache one after the
+// other. Errors: as of those.
+struct RopeScatterInputs {
+  ConstTensor query, key, value;
+  ConstTensor cos, sin;
+  ConstTensor slot_mapping;
+  std::optional<ConstTensor> query_weight = {}, key_weight = {};
+};
+struct RopeScatterOptions {
+  PageLayout layout = PageLayout::norm;
+  RopeStyle style = RopeStyle::halves;
+  double eps = 1e-5;  // of the norms
+};
+Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& inputs, const Tensor& query_out,
+                                const Tensor& key_cache, const Tensor& value_cache,
+                                const RopeScatterOptions& options = {});
 
 struct ConvertPagesOptions {
   PageLayout from = PageLayout::norm;

@@ -8,6 +8,7 @@
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "kv_cache/pages.h"
+#include "kv_cache/slots.h"
 #include "machine/context_impl.h"
 
 namespace opst {
@@ -20,11 +21,6 @@ using kv_cache::PageSide;
 
 // A task should be worth handing out; more tasks than this serve nobody.
 constexpr int64_t kTaskElements = int64_t{1} << 14;
-
-// scatter: slots are dealt out to tasks in runs, and a task writes its slots in token order: so of several tokens with
-// one slot the last wins, whoever runs the tasks. Each task looks at every slot, so they are few.
-constexpr int64_t kRunSlots = 16;
-constexpr int64_t kMaxScatterTasks = 16;
 
 // convert: the rows that a task takes at once, a panel of panel32.
 constexpr int64_t kPieceRows = 32;
@@ -76,20 +72,10 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
       return status;
     }
 
-    // No overflow: a tensor's elements, hence its slots, were counted above, unless it has no heads.
-    const int64_t tokens = check["tokens"];
-    int64_t num_slots = 0;
-    if (__builtin_mul_overflow(sizes.num_blocks, sizes.block_size, &num_slots)) num_slots = INT64_MAX;
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t slot = index_at(slot_mapping, t);
-      if (slot >= -1 && slot < num_slots) continue;
-      check.require(false, std::string("slot_mapping[") + std::to_string(t) + "] is " + std::to_string(slot) +
-                               ", but the cache has " + std::to_string(sizes.num_blocks) + " blocks of " +
-                               std::to_string(sizes.block_size) + " rows = " + std::to_string(num_slots) +
-                               " slots (-1 skips a token)");
-      return check.status();
-    }
+    kv_cache::check_slots(check, slot_mapping, sizes);
+    if (!check.ok()) return check.status();
 
+    const int64_t tokens = check["tokens"];
     const int64_t elements = tokens * sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return {};
     const CopyRowsKernel copy_rows = kv_cache::copy_rows_kernel(context.machine().isa, key.dtype, key_cache.dtype);
@@ -104,11 +90,11 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
                  .to = to.writable_at(slot / sizes.block_size, slot % sizes.block_size),
                  .to_view = to.heads_view()});
     };
-    const int64_t num_tasks = std::clamp<int64_t>(elements / kTaskElements, 1, kMaxScatterTasks);
-    context.impl().pool.parallel_for(num_tasks, [&](int64_t task, int) {
+    const kv_cache::SlotTasks tasks(elements);
+    context.impl().pool.parallel_for(tasks.count, [&](int64_t task, int) {
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t slot = index_at(slot_mapping, t);
-        if (slot < 0 || slot / kRunSlots % num_tasks != task) continue;
+        if (!tasks.writes(task, slot)) continue;
         write(key, t, keys, slot);
         write(value, t, values, slot);
       }

@@ -1,0 +1,42 @@
+// Slots of a cache: check, and how the writing of tokens to them is dealt out to tasks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "core/shape_check.h"
+#include "kv_cache/pages.h"
+
+namespace opst::kv_cache {
+
+// Every slot is -1 or one of the cache's; after the shapes.
+inline void check_slots(ShapeCheck& check, const ConstTensor& slot_mapping, const PageSizes& sizes) {
+  if (!check.ok()) return;
+  // No overflow: a tensor's elements, hence its slots, were counted, unless it has no heads.
+  int64_t num_slots = 0;
+  if (__builtin_mul_overflow(sizes.num_blocks, sizes.block_size, &num_slots)) num_slots = INT64_MAX;
+  for (int64_t t = 0; t < slot_mapping.shape[0]; ++t) {
+    const int64_t slot = index_at(slot_mapping, t);
+    if (slot >= -1 && slot < num_slots) continue;
+    check.require(false, std::string("slot_mapping[") + std::to_string(t) + "] is " + std::to_string(slot) +
+                             ", but the cache has " + std::to_string(sizes.num_blocks) + " blocks of " +
+                             std::to_string(sizes.block_size) + " rows = " + std::to_string(num_slots) +
+                             " slots (-1 skips a token)");
+    return;
+  }
+}
+
+// Slots are dealt out in runs, and a task writes its slots in token order: so of several tokens with one slot the last
+// wins, whoever runs the tasks. Each task looks at every slot, so they are few.
+struct SlotTasks {
+  static constexpr int64_t kRunSlots = 16;
+  static constexpr int64_t kMaxTasks = 16;
+  static constexpr int64_t kTaskElements = int64_t{1} << 14;  // worth handing out
+  int64_t count;
+
+  explicit SlotTasks(int64_t elements) : count(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks)) {}
+  bool writes(int64_t task, int64_t slot) const { return slot >= 0 && slot / kRunSlots % count == task; }
+};
+
+}  // namespace opst::kv_cache
