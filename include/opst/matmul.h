@@ -78,6 +78,10 @@ struct MatmulOptions {
   Activation activation = Activation::none;
   std::optional<ConstTensor> residual = {};  // out's shape; may be the very same view as out, and nothing else of it
   ActivationType activations = ActivationType::exact;
+  // One or two rows of f32 times a quantised weight are multiplied in fixed point (24 bits per block of 32 values),
+  // which is faster and as accurate, but gives other bits than more rows do. True: the same bits for any number of
+  // rows.
+  bool batch_invariant = false;
 };
 
 // y[i, j] = sum_t x[i, t] * weight[j, t] + bias[j];   out = residual + activation(y)
@@ -87,9 +91,9 @@ struct MatmulOptions {
 // Numerics: every weight is exactly its dequantised f32 value; each sum runs over t in ascending order in f32, one
 // fused multiply-add per term (generic level: two roundings); bias, activation and residual follow in f32, and out is
 // rounded once. bf16 x times a bf16 weight uses the pairwise dot instruction where the context's Machine says so: each
-// step then adds two products, and subnormal operands count as 0. A row's bits depend neither on the number of rows,
-// nor on the number of threads. NaN and Inf of a row of x reach that row of out only. Errors: invalid_argument for
-// ranks, dtypes or sizes that disagree; out_of_memory.
+// step then adds two products, and subnormal operands count as 0. A row's bits depend neither on the other rows, nor on
+// the number of threads; on the number of rows only as options.batch_invariant tells. NaN and Inf of a row of x reach
+// that row of out only. Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options = {});
 

@@ -7,6 +7,7 @@
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "matmul/fixed_point_matmul.h"
 #include "matmul/int8_blocks_matmul.h"
 #include "matmul/kernels.h"
 #include "matmul/packed_layout.h"
@@ -93,13 +94,24 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
     check.require(check["n"] == n, [&] { return differs("out dim 1 (n)", check["n"], "n", n); });
     if (!check.ok()) return check.status();
     if (m == 0 || n == 0) return {};
+    const gemm::OutputPart whole{.data = static_cast<float*>(out.data),
+                                 .row_stride = out.strides[0],
+                                 .column_stride = out.strides[1],
+                                 .bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr,
+                                 .bias_stride = options.bias ? options.bias->strides[0] : 0};
     if (options.activations == ActivationType::int8 && gemm::multiplies_int8_blocks(weight.format())) {
-      return gemm::matmul_int8_blocks(context, x, weight,
-                                      {.data = static_cast<float*>(out.data),
-                                       .row_stride = out.strides[0],
-                                       .column_stride = out.strides[1],
-                                       .bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr,
-                                       .bias_stride = options.bias ? options.bias->strides[0] : 0});
+      return gemm::matmul_int8_blocks(context, x, weight, whole);
+    }
+    if (!options.batch_invariant && gemm::multiplies_fixed_point(context.machine(), weight.format(), m)) {
+      const Result<bool> done = gemm::matmul_fixed_point(context, x, weight, whole);
+      if (!done.ok()) return done.status();
+      if (done.value()) return {};
+      // The other rows keep their bits.
+      for (int64_t i = 0; m > 1 && i < m; ++i) {
+        const Status status = matmul(context, x.narrowed(0, i, 1), weight, out.narrowed(0, i, 1), options);
+        if (!status.ok()) return status;
+      }
+      if (m > 1) return {};
     }
 
     // Plan.

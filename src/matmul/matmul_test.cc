@@ -199,8 +199,9 @@ TEST(Matmul, RowsHaveTheSameBitsInAnyCompany) {
       const auto run = [&](int threads, int64_t first, int64_t rows, std::vector<float>& out) {
         const TestContext& t = contexts_with_threads(threads)[level];
         SCOPED_TRACE(t.name);
-        const Status status = matmul(t.context, Tensor::contiguous(DType::f32, {rows, kK}, x.data() + first * kK),
-                                     weight.packed, Tensor::contiguous(DType::f32, {rows, kN}, out.data()));
+        const Status status =
+            matmul(t.context, Tensor::contiguous(DType::f32, {rows, kK}, x.data() + first * kK), weight.packed,
+                   Tensor::contiguous(DType::f32, {rows, kN}, out.data()), {.batch_invariant = true});
         ASSERT_TRUE(status.ok()) << status.message();
       };
       run(1, 0, kM, all);
@@ -241,7 +242,9 @@ TEST(Matmul, MultipliesExactlyTheDequantisedWeights) {
       for (const TestContext& t : contexts_with_threads(1)) {
         for (int64_t m : {1, 3, 20}) {
           const Tensor in = Tensor::contiguous(DType::f32, {m, kK}, x.data());
-          ASSERT_TRUE(matmul(t.context, in, weight.packed, Tensor::contiguous(DType::f32, {m, kN}, out.data())).ok());
+          ASSERT_TRUE(matmul(t.context, in, weight.packed, Tensor::contiguous(DType::f32, {m, kN}, out.data()),
+                             {.batch_invariant = true})
+                          .ok());
           ASSERT_TRUE(matmul(t.context, in, wide, Tensor::contiguous(DType::f32, {m, kN}, expected.data())).ok());
           ASSERT_TRUE(same_bits_or_nan(out, expected, 0, 0, static_cast<size_t>(m * kN)))
               << t.name << ", " << to_string(format) << ", round " << round << ", m " << m;

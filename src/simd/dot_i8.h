@@ -2,7 +2,9 @@
 //
 //   Words (small_ints.h)     words_of(x): the same 32 bits in every lane; a & b, a | b, a << n, shift_right<n>(a);
 //                            store(words, p)
-//   I32                      kLanes sums: zero(), set1(x), load(p), store(p), a + b, a - b (wrap around), to_f32(a)
+//   I32                      kLanes sums: zero(), set1(x), load(p), store(p), a + b, a - b, a << n (wrap around),
+//                            to_f32(a), to_i32(x) of floats that are integers; low_byte(a): its lowest eight bits as
+//                            a signed number, high_bytes(a): a / 256 rounded down
 //   dot<kMost>(acc, u, s)    acc + the sum over the four bytes of each lane of u * s, u unsigned and at most kMost, s
 //                            signed
 //   store_i8(v, p)           kLanes floats, integers in -128..127, as bytes
@@ -41,6 +43,7 @@ struct I32 {
   OPST_INLINE void store(int32_t* p) const { _mm512_storeu_si512(p, (__m512i)v); }
 };
 OPST_INLINE F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
+OPST_INLINE I32 to_i32(F32 a) { return {(I32::Register)_mm512_cvtps_epi32(a.v)}; }
 
 template <int kMost>
 OPST_INLINE I32 dot(I32 acc, Words u, Words s) {
@@ -90,6 +93,7 @@ struct I32 {
   OPST_INLINE void store(int32_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)v); }
 };
 OPST_INLINE F32 to_f32(I32 a) { return {_mm256_cvtepi32_ps((__m256i)a.v)}; }
+OPST_INLINE I32 to_i32(F32 a) { return {(I32::Register)_mm256_cvtps_epi32(a.v)}; }
 
 template <int kMost>
 OPST_INLINE I32 dot(I32 acc, Words u, Words s) {
@@ -156,6 +160,7 @@ struct I32 {
   OPST_INLINE void store(int32_t* p) const { __builtin_memcpy(p, &v, sizeof(v)); }
 };
 OPST_INLINE F32 to_f32(I32 a) { return {__builtin_convertvector(a.v, F32::Raw)}; }
+OPST_INLINE I32 to_i32(F32 a) { return {__builtin_convertvector(a.v, I32::Register)}; }
 
 template <int kMost>
 OPST_INLINE I32 dot(I32 acc, Words u, Words s) {
@@ -190,5 +195,9 @@ OPST_INLINE void even_odd(int8_t* p) {
 
 OPST_INLINE I32 operator+(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v + (I32::Wrapping)b.v)}; }
 OPST_INLINE I32 operator-(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v - (I32::Wrapping)b.v)}; }
+
+OPST_INLINE I32 operator<<(I32 a, int n) { return {(I32::Register)((I32::Wrapping)a.v << n)}; }
+OPST_INLINE I32 low_byte(I32 a) { return {(a << 24).v >> 24}; }
+OPST_INLINE I32 high_bytes(I32 a) { return {a.v >> 8}; }
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -1,0 +1,67 @@
+// Products of quantised weights with a few rows of f32 activations in fixed point: as accurate as multiply-adds in f32,
+// and so quick that reading the weight is what bounds them.
+//
+// Activations. Each row of x is cut into blocks of 32 consecutive values. A block becomes
+//   scale = a power of two, the smallest for which every X is at most 0x7f7f7f = 8355711, the largest number of three
+//           signed bytes, in magnitude
+//   X     = x / scale, rounded to the nearest integer, = q[2] * 65536 + q[1] * 256 + q[0], -128 <= q <= 127
+// so that a value is off by at most 2^-22 of the block's largest, mostly 2^-24, and
+// values of up to 22 significant bits below it are exact. A row with a value that is not finite, above 2^120,
+// or with a block whose largest lies between 0 and 2^-100, is not representable: it is multiplied in f32 instead.
+//
+// Weights and sums: as in int8_blocks.h, with
+//   total = sum over the part of X[t] * (u[t] - offset)    exact in three integers, one per plane of bytes, joined as
+//           fma(f32(plane 2 * 256 + plane 1), 256, f32(plane 0))
+#pragma once
+
+#include <cstdint>
+
+#include "matmul/int8_blocks.h"
+#include "matmul/kernels.h"
+
+namespace opst {
+namespace gemm {
+
+inline constexpr int kFixedPlanes = 3;
+inline constexpr int kFixedMost = 0x7f7f7f;
+inline constexpr float kFixedSmallest = 0x1p-100f, kFixedLargest = 0x1p120f;
+
+struct FixedBlock {
+  int8_t q[kFixedPlanes][kActivationBlock];  // each in the order of ActivationBlock
+  float scale;
+  float scaled_sum;               // scale * (sum of X)
+  int32_t sums[2][kFixedPlanes];  // of q: values 0..15, 16..31
+};
+static_assert(sizeof(FixedBlock) == 128);
+
+// Rows of FixedBlock or of ActivationBlock times columns of a weight.
+template <class Block>
+struct BlockRows {
+  const Block* a;  // [rows][a_stride >= k / 32]
+  int64_t a_stride;
+  int64_t rows, columns, k;
+  const void* panels;  // packed weight, from the panel that begins with the first column on
+  OutputPart out;
+};
+
+// One per instruction set level that has the products of bytes; null where the level has no quick one for a format.
+struct FewRowsBlockKernels {
+  // k values `x_stride` apart -> k / 32 blocks; false where the row is not representable.
+  bool (*fix_row)(const float* x, int64_t x_stride, int64_t k, FixedBlock* out);
+  void (*fixed[kNumBlockFormats])(const BlockRows<FixedBlock>& part);
+  void (*int8[kNumBlockFormats])(const BlockRows<ActivationBlock>& part);
+};
+
+}  // namespace gemm
+
+namespace avx2::gemm {
+extern const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels;
+}
+namespace avx512::gemm {
+extern const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels;
+}
+namespace avx512_vnni::gemm {
+extern const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels;
+}
+
+}  // namespace opst

@@ -1,0 +1,28 @@
+#include "matmul/few_rows_blocks.h"
+
+namespace opst::OPST_ISA_NS::gemm {
+namespace {
+
+// Null where the level forms the products of a format's bytes in more steps than decoding them to floats takes.
+template <class Piece, class Block>
+constexpr auto kernel() -> void (*)(const BlockRows<Block>&) {
+#if !defined(__AVX512VNNI__)
+  if (Int8Piece<Piece>::Shape::kMost > 127) return nullptr;
+#endif
+  return few_rows_blocks<Piece, Block>;
+}
+
+template <class... Pieces>
+constexpr opst::gemm::FewRowsBlockKernels kernels_for() {
+  static_assert(sizeof...(Pieces) + 2 == kNumBlockFormats);
+  return {fix_row,
+          {nullptr, nullptr, kernel<Pieces, FixedBlock>()...},
+          {nullptr, nullptr, kernel<Pieces, ActivationBlock>()...}};
+}
+
+}  // namespace
+
+constinit const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels =
+    kernels_for<PieceQ8_0, PieceQ4_1, PieceQ4_0, PieceQ5_0, PieceQ5_1, PieceQ6_K, PieceQ4_K, PieceQ5_K>();
+
+}  // namespace opst::OPST_ISA_NS::gemm
