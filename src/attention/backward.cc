@@ -16,8 +16,8 @@
 
 #include "attention/backward_check.h"
 #include "attention/backward_layout.h"
-#include "attention/check.h"
 #include "attention/kv_blocks.h"
+#include "attention/sequences.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
 #include "opst/attention_backward.h"
@@ -192,7 +192,7 @@ class BackwardCall {
     return {const_cast<char*>(static_cast<const char*>(t.data)) + offset, t.dtype, t.strides[2], 0, t.strides[3], 1};
   }
   Visibility visibility(int64_t head) const {
-    return Visibility::of(p_.options, p_.query_len, kv_length(in_.kv_lengths, head / p_.num_kv_heads, p_.kv_len));
+    return Visibility::of(p_.options, p_.query_len, Sequences(in_, p_).kv_len(head / p_.num_kv_heads));
   }
 
   // The intervals of keys that a block's rows see. Rows of weight 0 see none.

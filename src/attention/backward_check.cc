@@ -3,7 +3,7 @@
 #include <cmath>
 #include <string>
 
-#include "attention/check.h"
+#include "attention/sequences.h"
 #include "core/shape_check.h"
 
 namespace opst::attention {
@@ -22,6 +22,12 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   ShapeCheck check("flash_attention_backward");
   if (in.block_table.data != nullptr) {
     return Status::unsupported("flash_attention_backward: block_table is given, but paged keys have no gradient");
+  }
+  if (in.cu_seqlens_q.data != nullptr || in.cu_seqlens_k.data != nullptr || in.prefix.data != nullptr ||
+      in.mask.data != nullptr || in.bias.data != nullptr || in.alibi_slopes.data != nullptr ||
+      in.sinks.data != nullptr || in.drop_mask.data != nullptr || options.softcap != 0 ||
+      options.dropout.keep_prob != 1) {
+    return Status::unsupported("flash_attention_backward: knows causal masks, windows and kv_lengths only, so far");
   }
   const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
   const bool f64 = in.query.dtype == DType::f64;
@@ -89,7 +95,7 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   check.require(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0,
                 [&] { return "num_heads is " + str(heads) + ", not a multiple of num_kv_heads = " + str(kv_heads); });
   for (int64_t b = 0; has_lengths && check.ok() && b < in.kv_lengths.shape[0]; ++b) {
-    const int64_t length = kv_length(in.kv_lengths, b, kv_len);
+    const int64_t length = integer_at(in.kv_lengths, b * in.kv_lengths.strides[0]);
     check.require(length >= 0 && length <= kv_len, [&] {
       return "kv_lengths[" + str(b) + "] is " + str(length) + ", must be 0 to " + str(kv_len) + " (kv_len of key)";
     });
