@@ -8,40 +8,6 @@
 namespace opst::test {
 namespace {
 
-// The cache of `norm` pages laid out anew, element by element from the definition.
-struct PanelPages {
-  std::unique_ptr<GuardedBuffer> key, value;
-  AttentionInputs inputs;
-};
-
-PanelPages panels_of(const Pages& norm) {
-  PanelPages out;
-  out.inputs = norm.inputs;
-  out.inputs.page_layout = PageLayout::panel32;
-  const auto relaid = [&](const ConstTensor& from, bool keys, std::unique_ptr<GuardedBuffer>& memory) {
-    const int64_t blocks = from.shape[0], size = from.shape[1], heads = from.shape[2], dim = from.shape[3];
-    const int64_t step = from.dtype == DType::bf16 ? 2 : 1;
-    memory = std::make_unique<GuardedBuffer>(from.num_elements() * size_bytes(from.dtype), Guard::after);
-    Tensor flat = Tensor::contiguous(from.dtype, {from.num_elements()}, memory->data());
-    for (int64_t b = 0; b < blocks; ++b) {
-      for (int64_t r = 0; r < size; ++r) {
-        for (int64_t h = 0; h < heads; ++h) {
-          for (int64_t d = 0; d < dim; ++d) {
-            const int64_t in_page = keys ? r / 32 * 32 * dim + d / step * 32 * step + r % 32 * step + d % step
-                                         : r / step * step * dim + d * step + r % step;
-            set(flat, (b * heads + h) * size * dim + in_page, get(from, ((b * size + r) * heads + h) * dim + d));
-          }
-        }
-      }
-    }
-    return keys ? Tensor::contiguous(from.dtype, {blocks, heads, size / 32, dim / step, 32 * step}, memory->data())
-                : Tensor::contiguous(from.dtype, {blocks, heads, size / step, dim * step}, memory->data());
-  };
-  out.inputs.key = relaid(norm.inputs.key, true, out.key);
-  out.inputs.value = relaid(norm.inputs.value, false, out.value);
-  return out;
-}
-
 struct Types {
   DType query, kv;
 };
@@ -68,7 +34,7 @@ TEST(AttentionPanelPages, AgreeWithTheReference) {
         Problem problem(p, random);
         problem.layout = PageLayout::panel32;
         const Pages norm = problem.paged(random.pick<int64_t>({32, 64, 96, 128}), random, random.chance(0.5));
-        const PanelPages panels = panels_of(norm);
+        const PanelPages panels = panels_of(norm.inputs);
         for (const TestContext& t : contexts()) {
           if (!exhaustive() && random.chance(0.7)) continue;
           SCOPED_TRACE(t.name);
@@ -95,7 +61,7 @@ TEST(AttentionPanelPages, SameBitsForEveryNumberOfThreads) {
       p.query_len = query_len;
       Problem problem(p, random);
       const Pages norm = problem.paged(64, random);
-      const PanelPages panels = panels_of(norm);
+      const PanelPages panels = panels_of(norm.inputs);
       std::vector<Outcome> outcomes;
       for (const int threads : {1, 2, 3, 5}) {
         Result<Context> context = Context::create({.num_threads = threads});
@@ -123,7 +89,7 @@ TEST(AttentionPanelPages, HiddenNonFiniteValuesDoNotReachARow) {
       const double nan = std::numeric_limits<double>::quiet_NaN();
       for (int64_t d = 0; d < p.value_head_dim; ++d) set(problem.value(), bad * p.value_head_dim + d, nan);
       const Pages norm = problem.paged(32, random);
-      const PanelPages panels = panels_of(norm);
+      const PanelPages panels = panels_of(norm.inputs);
       for (const TestContext& t : contexts_with_threads(2)) {
         SCOPED_TRACE(t.name);
         const Outcome r = problem.run(t.context, panels.inputs);
@@ -144,7 +110,7 @@ TEST(AttentionPanelPages, RefusalsNameWhatIsWrong) {
   p.kv_len = 40, p.head_dim = 8, p.value_head_dim = 8;
   Problem problem(p, random);
   const Pages norm = problem.paged(32, random);
-  const PanelPages panels = panels_of(norm);
+  const PanelPages panels = panels_of(norm.inputs);
   Result<Context> context = Context::create({.num_threads = 1});
   ASSERT_TRUE(context.ok());
   const auto message = [&](const AttentionInputs& in, const AttentionOptions& options) {

@@ -106,6 +106,82 @@ class View {
   Tensor tensor_;
 };
 
+// Rows that an operator computed beside what they should be.
+struct JudgedRows {
+  std::string about;
+  DType query_dtype, out_dtype;
+  DType storage;   // the type of naive's steps
+  int64_t kv_len;  // most keys of a row
+  std::vector<attention::ReferenceRow> reference, naive;
+  double largest_score, typical_value;  // among the reference's maxima; of |value|
+  double flushed;                       // what subnormal operands may be worth
+  std::vector<double> out = {};         // got, [rows][value_head_dim]
+  std::vector<double> lse = {}, max = {}, sum = {};
+
+  // "" where all are close enough. worst_ratio: raised to the largest error / bound.
+  std::string judge(double& worst_ratio) const {
+    const auto num_rows = static_cast<int64_t>(reference.size());
+    if (num_rows == 0) return "";
+    const auto dims = static_cast<int64_t>(reference[0].out.size());
+    const double accumulator_epsilon = query_dtype == DType::f64 ? 0x1p-52 : 0x1p-23;
+    std::vector<double> reference_out, naive_out;
+    std::vector<char> got(static_cast<size_t>(num_rows * dims * size_bytes(out_dtype)));
+    const Tensor got_out = Tensor::contiguous(out_dtype, {num_rows, dims}, got.data());
+    for (size_t row = 0; row < reference.size(); ++row) {
+      reference_out.insert(reference_out.end(), reference[row].out.begin(), reference[row].out.end());
+      for (const double x : naive[row].out) naive_out.push_back(attention::reference::rounded_to(out_dtype, x));
+    }
+    for (int64_t i = 0; i < num_rows * dims; ++i) set(got_out, i, out[static_cast<size_t>(i)]);
+    CompareOptions options{.name = "out", .about = about};
+    // What f32 loses: in the scores, hence relatively in P, and in the sums.
+    options.extra = 4 * accumulator_epsilon * (1 + largest_score) * typical_value + flushed;
+    // Among subnormal numbers each step may lose half of the smallest one.
+    options.extra += static_cast<double>(kv_len) *
+                     (query_dtype == DType::f64 ? std::numeric_limits<double>::denorm_min() : 0x1p-149);
+    const double out_epsilon = epsilon(out_dtype);
+    if (out_dtype == DType::bf16 || out_dtype == DType::f16) options.eps_factor = 0.5;  // one rounding, at the end
+    if (out_dtype == DType::f16) options.extra += 0x1p-25;
+    // P is rounded to bf16, and so is each part of the sum that it is divided by, but not in step.
+    // A narrow row may cancel to less than its parts.
+    if (storage == DType::bf16) {
+      options.eps_factor += 0x1p-9 / out_epsilon;
+      options.extra += 0x1p-10 * typical_value;
+    }
+    const Comparison c = compare(got_out, ConstTensor::contiguous(DType::f64, {num_rows, dims}, reference_out.data()),
+                                 ConstTensor::contiguous(DType::f64, {num_rows, dims}, naive_out.data()), options);
+    worst_ratio = std::max(worst_ratio, c.max_error_ratio);
+    if (!c.ok) return c.message;
+
+    const auto statistic = [&](const char* name, const std::vector<double>& values,
+                               double attention::ReferenceRow::*member, bool is_score) {
+      std::vector<double> ref, naive_values;
+      for (const attention::ReferenceRow& row : reference) ref.push_back(row.*member);
+      for (const attention::ReferenceRow& row : naive) naive_values.push_back(row.*member);
+      const std::vector<float> values_f32(values.begin(), values.end());
+      const ConstTensor got_statistic = query_dtype == DType::f64
+                                            ? ConstTensor::contiguous(DType::f64, {num_rows, 1}, values.data())
+                                            : ConstTensor::contiguous(DType::f32, {num_rows, 1}, values_f32.data());
+      CompareOptions o{.name = name, .about = about};
+      o.per_row = false;
+      // exp(score) is as wrong relatively as the score is absolutely; the exponentials of the pairwise product by
+      // 2^-13.2.
+      o.extra = 4 * accumulator_epsilon * (1 + largest_score) + (storage == DType::bf16 ? 0x1.5p-13 : 0);
+      if (!is_score) {
+        double largest = 0;
+        for (const double x : ref) largest = std::isfinite(x) ? std::max(largest, x) : largest;
+        o.extra *= largest;
+      }
+      const Comparison judged = compare(got_statistic, ConstTensor::contiguous(DType::f64, {num_rows, 1}, ref.data()),
+                                        ConstTensor::contiguous(DType::f64, {num_rows, 1}, naive_values.data()), o);
+      return judged.ok ? "" : judged.message;
+    };
+    std::string message = statistic("softmax_lse", lse, &attention::ReferenceRow::lse, true);
+    if (message.empty()) message = statistic("softmax_max", max, &attention::ReferenceRow::max, true);
+    if (message.empty()) message = statistic("softmax_sum", sum, &attention::ReferenceRow::sum, false);
+    return message;
+  }
+};
+
 struct ProblemOptions {
   DType query_dtype = DType::f32, kv_dtype = DType::f32, out_dtype = DType::f32;
   int64_t batch = 1, num_heads = 1, num_kv_heads = 1;
@@ -169,6 +245,40 @@ struct Pages {
   std::vector<int32_t> lengths;
   AttentionInputs inputs;
 };
+
+// The cache of `norm` pages laid out anew, element by element from the definition.
+struct PanelPages {
+  std::unique_ptr<GuardedBuffer> key, value;
+  AttentionInputs inputs;
+};
+
+inline PanelPages panels_of(const AttentionInputs& norm) {
+  PanelPages out;
+  out.inputs = norm;
+  out.inputs.page_layout = PageLayout::panel32;
+  const auto relaid = [&](const ConstTensor& from, bool keys, std::unique_ptr<GuardedBuffer>& memory) {
+    const int64_t blocks = from.shape[0], size = from.shape[1], heads = from.shape[2], dim = from.shape[3];
+    const int64_t step = from.dtype == DType::bf16 ? 2 : 1;
+    memory = std::make_unique<GuardedBuffer>(from.num_elements() * size_bytes(from.dtype), Guard::after);
+    Tensor flat = Tensor::contiguous(from.dtype, {from.num_elements()}, memory->data());
+    for (int64_t b = 0; b < blocks; ++b) {
+      for (int64_t r = 0; r < size; ++r) {
+        for (int64_t h = 0; h < heads; ++h) {
+          for (int64_t d = 0; d < dim; ++d) {
+            const int64_t in_page = keys ? r / 32 * 32 * dim + d / step * 32 * step + r % 32 * step + d % step
+                                         : r / step * step * dim + d * step + r % step;
+            set(flat, (b * heads + h) * size * dim + in_page, get(from, ((b * size + r) * heads + h) * dim + d));
+          }
+        }
+      }
+    }
+    return keys ? Tensor::contiguous(from.dtype, {blocks, heads, size / 32, dim / step, 32 * step}, memory->data())
+                : Tensor::contiguous(from.dtype, {blocks, heads, size / step, dim * step}, memory->data());
+  };
+  out.inputs.key = relaid(norm.key, true, out.key);
+  out.inputs.value = relaid(norm.value, false, out.value);
+  return out;
+}
 
 class Problem {
  public:
@@ -240,81 +350,28 @@ class Problem {
                           : plan_used.product == AttentionProduct::bf16_dot ? DType::bf16
                                                                             : DType::f32;
     compute_reference(storage, max_rows);
-    const auto naive_of = [&](auto member) {
-      std::vector<double> column;
-      for (const ReferenceRow& row : naive_[static_cast<size_t>(storage)]) column.push_back(row.*member);
-      return column;
-    };
-    const auto reference_of = [&](auto member) {
-      std::vector<double> column;
-      for (const ReferenceRow& row : reference_) column.push_back(row.*member);
-      return column;
-    };
-    const auto num_rows = static_cast<int64_t>(reference_.size());
     for (View* view : {r.out.get(), r.lse.get(), r.max.get(), r.sum.get()}) {
       if (!view->gaps_intact()) return "an output was written beside its elements\n  " + about;
     }
-
-    // Gather the judged rows, as [rows, value_head_dim] and [1, rows].
-    const int64_t dims = p_.value_head_dim;
-    std::vector<double> reference_out, naive_out;
-    std::vector<char> got(static_cast<size_t>(num_rows * dims * size_bytes(p_.out_dtype)));
-    const Tensor got_out = Tensor::contiguous(p_.out_dtype, {num_rows, dims}, got.data());
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const auto& ref = reference_[static_cast<size_t>(row)].out;
-      const auto& naive = naive_[static_cast<size_t>(storage)][static_cast<size_t>(row)].out;
-      reference_out.insert(reference_out.end(), ref.begin(), ref.end());
-      for (const double x : naive) naive_out.push_back(attention::reference::rounded_to(p_.out_dtype, x));
-      for (int64_t d = 0; d < dims; ++d) {
-        set(got_out, row * dims + d, get(r.out->tensor(), rows_[static_cast<size_t>(row)] * dims + d));
+    JudgedRows rows{.about = about,
+                    .query_dtype = p_.query_dtype,
+                    .out_dtype = p_.out_dtype,
+                    .storage = storage,
+                    .kv_len = p_.kv_len,
+                    .reference = reference_,
+                    .naive = naive_[static_cast<size_t>(storage)],
+                    .largest_score = largest_score_,
+                    .typical_value = typical_value_,
+                    .flushed = flushed_};
+    for (const int64_t row : rows_) {
+      for (int64_t d = 0; d < p_.value_head_dim; ++d) {
+        rows.out.push_back(get(r.out->tensor(), row * p_.value_head_dim + d));
       }
+      rows.lse.push_back(get(r.lse->tensor(), row));
+      rows.max.push_back(get(r.max->tensor(), row));
+      rows.sum.push_back(get(r.sum->tensor(), row));
     }
-    CompareOptions options{.name = "out", .about = about};
-    // What f32 loses: in the scores, hence relatively in P, and in the sums.
-    options.extra = 4 * accumulator_epsilon() * (1 + largest_score_) * typical_value_ + flushed_;
-    // Among subnormal numbers each step may lose half of the smallest one.
-    options.extra += static_cast<double>(p_.kv_len) *
-                     (p_.query_dtype == DType::f64 ? std::numeric_limits<double>::denorm_min() : 0x1p-149);
-    const double out_epsilon = epsilon(p_.out_dtype);
-    if (p_.out_dtype == DType::bf16 || p_.out_dtype == DType::f16)
-      options.eps_factor = 0.5;  // one rounding, at the end
-    if (p_.out_dtype == DType::f16) options.extra += 0x1p-25;
-    // P is rounded to bf16, and so is each part of the sum that it is divided by, but not in step.
-    // A narrow row may cancel to less than its parts.
-    if (storage == DType::bf16) {
-      options.eps_factor += 0x1p-9 / out_epsilon;
-      options.extra += 0x1p-10 * typical_value_;
-    }
-    Comparison c = compare(got_out, ConstTensor::contiguous(DType::f64, {num_rows, dims}, reference_out.data()),
-                           ConstTensor::contiguous(DType::f64, {num_rows, dims}, naive_out.data()), options);
-    worst_ratio = std::max(worst_ratio, c.max_error_ratio);
-    if (!c.ok) return c.message;
-
-    const auto statistic = [&](const char* name, const View& view, double ReferenceRow::*member, bool is_score) {
-      std::vector<double> values, ref = reference_of(member), naive = naive_of(member);
-      for (const int64_t row : rows_) values.push_back(get(view.tensor(), row));
-      std::vector<float> values_f32(values.begin(), values.end());
-      const bool f64 = p_.query_dtype == DType::f64;
-      const ConstTensor got_statistic = f64 ? ConstTensor::contiguous(DType::f64, {num_rows, 1}, values.data())
-                                            : ConstTensor::contiguous(DType::f32, {num_rows, 1}, values_f32.data());
-      CompareOptions o{.name = name, .about = about};
-      o.per_row = false;
-      // exp(score) is as wrong relatively as the score is absolutely; the exponentials of the pairwise product by
-      // 2^-13.2.
-      o.extra = 4 * accumulator_epsilon() * (1 + largest_score_) + (storage == DType::bf16 ? 0x1.5p-13 : 0);
-      if (!is_score) {
-        double largest = 0;
-        for (const double x : ref) largest = std::isfinite(x) ? std::max(largest, x) : largest;
-        o.extra *= largest;
-      }
-      c = compare(got_statistic, ConstTensor::contiguous(DType::f64, {num_rows, 1}, ref.data()),
-                  ConstTensor::contiguous(DType::f64, {num_rows, 1}, naive.data()), o);
-      return c.ok ? "" : c.message;
-    };
-    std::string message = statistic("softmax_lse", *r.lse, &ReferenceRow::lse, true);
-    if (message.empty()) message = statistic("softmax_max", *r.max, &ReferenceRow::max, true);
-    if (message.empty()) message = statistic("softmax_sum", *r.sum, &ReferenceRow::sum, false);
-    return message;
+    return rows.judge(worst_ratio);
   }
 
   // After a change of the inputs' elements.
@@ -376,8 +433,6 @@ class Problem {
 
  private:
   using ReferenceRow = attention::ReferenceRow;
-
-  double accumulator_epsilon() const { return p_.query_dtype == DType::f64 ? 0x1p-52 : 0x1p-23; }
 
   void compute_reference(DType storage, int64_t max_rows) {
     const int64_t total = p_.batch * p_.num_heads * p_.query_len;

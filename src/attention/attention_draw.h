@@ -1,0 +1,522 @@
+// Calls of attention with any combination of options, drawn at random; their memory behind guard pages; what belongs to
+// nobody NaN. Forward and backward are tested on the same draws.
+//
+//   const Draw d = draw(random);
+//   DrawnCall call(d, random);
+//   flash_attention_forward(context, call.inputs, outputs, d.options);
+//   for (const auto& [b, h, i] : call.rows())  reference_row(call.oracle_inputs, d.options, b, h, i)
+#pragma once
+
+#include <map>
+#include <numeric>
+
+#include "attention/attention_problem.h"
+
+namespace opst::test {
+
+enum class Keys : uint8_t { dense, varlen, norm_pages, panel_pages };
+
+struct Draw {
+  DType query_dtype = DType::f32, kv_dtype = DType::f32, out_dtype = DType::f32;
+  int64_t num_heads = 1, num_kv_heads = 1, head_dim = 1, value_head_dim = 1;
+  std::vector<int64_t> query_lens, kv_lens;  // of each sequence
+  bool varlen_q = false;
+  int64_t rows_behind = 0;  // varlen: of the tensors, after the last sequence
+  Keys keys = Keys::dense;
+  int64_t block_size = 16;
+  Strides query_strides = Strides::bnsd, kv_strides = Strides::bnsd, out_strides = Strides::bnsd;
+  bool prefix = false, mask = false, bias = false, alibi = false, sinks = false, drop_mask = false;
+  // Which of [batch, num_heads, query_len, kv_len] the mask (bias) does not repeat, and how many dimensions it has.
+  bool mask_dims[4] = {}, bias_dims[4] = {};
+  int mask_rank = 4, bias_rank = 4;
+  Strides mask_strides = Strides::bnsd, bias_strides = Strides::bnsd;
+  DType bias_dtype = DType::f32;
+  bool slopes_of_batch = false;
+  bool non_finite = false;  // one element of key or value
+  AttentionOptions options;
+
+  int64_t batch() const { return static_cast<int64_t>(query_lens.size()); }
+  int64_t longest_query() const { return *std::max_element(query_lens.begin(), query_lens.end()); }
+  int64_t longest_keys() const { return *std::max_element(kv_lens.begin(), kv_lens.end()); }
+};
+
+// Every option that a draw may have, by name.
+inline std::map<std::string, bool> options_of(const Draw& d) {
+  const AttentionOptions& o = d.options;
+  const bool window = o.window_left != kUnbounded || o.window_right != kUnbounded;
+  std::map<std::string, bool> on = {
+      {"causal", o.causal},
+      {"top left", o.alignment == CausalAlignment::top_left},
+      {"window", window},
+      {"prefix", d.prefix},
+      {"varlen queries", d.varlen_q},
+      {"varlen keys", d.keys == Keys::varlen},
+      {"pages", d.keys == Keys::norm_pages || d.keys == Keys::panel_pages},
+      {"lengths differ", d.kv_lens != std::vector<int64_t>(d.kv_lens.size(), d.kv_lens[0])},
+      {"bool mask", d.mask},
+      {"bias", d.bias},
+      {"softcap", o.softcap > 0},
+      {"alibi", d.alibi},
+      {"sinks", d.sinks},
+      {"dropout by seed", !d.drop_mask && o.dropout.keep_prob < 1},
+      {"drop_mask", d.drop_mask},
+      {"grouped heads", d.num_heads > d.num_kv_heads},
+      {"value_head_dim differs", d.head_dim != d.value_head_dim},
+      {"strides", d.query_strides != Strides::bnsd || d.kv_strides != Strides::bnsd},
+      {"softmax_scale", o.softmax_scale.has_value()},
+      {"standard path", o.path == AttentionPath::standard},
+      {"half precision", d.query_dtype == DType::bf16 || d.query_dtype == DType::f16},
+  };
+  return on;
+}
+
+inline std::string to_string(const Draw& d) {
+  const AttentionOptions& o = d.options;
+  std::string s = std::string("query ") + to_string(d.query_dtype) + " " + to_string(d.query_strides) + ", key " +
+                  to_string(d.kv_dtype) + " " + to_string(d.kv_strides) + ", out " + to_string(d.out_dtype) + " " +
+                  to_string(d.out_strides);
+  const auto number = [&](const char* name, auto x) {
+    s.append(", ").append(name).append(" ").append(std::to_string(x));
+  };
+  const auto numbers = [&](const char* name, const std::vector<int64_t>& list) {
+    s.append(", ").append(name);
+    for (const int64_t x : list) s.append(" ").append(std::to_string(x));
+  };
+  number("heads", d.num_heads);
+  number("kv heads", d.num_kv_heads);
+  number("head_dim", d.head_dim);
+  number("value_head_dim", d.value_head_dim);
+  numbers("query lengths", d.query_lens);
+  numbers("key lengths", d.kv_lens);
+  number("rows behind", d.rows_behind);
+  number("block_q", o.block_q);
+  number("block_kv", o.block_kv);
+  s += "\n  options:";
+  for (const auto& [name, on] : options_of(d)) {
+    if (on) s.append(" [").append(name).append("]");
+  }
+  number("keys", static_cast<int>(d.keys));
+  number("block_size", d.block_size);
+  number("left", o.window_left);
+  number("right", o.window_right);
+  number("softcap", o.softcap);
+  number("bias_scale", o.bias_scale);
+  number("keep_prob", o.dropout.keep_prob);
+  number("first_key", o.dropout.first_key);
+  number("alibi form", static_cast<int>(o.alibi_form));
+  if (o.softmax_scale) number("softmax_scale", *o.softmax_scale);
+  for (int i = 0; i < 4; ++i) number("mask", static_cast<int>(d.mask_dims[i]));
+  for (int i = 0; i < 4; ++i) number("bias", static_cast<int>(d.bias_dims[i]));
+  s.append(", ").append(to_string(d.mask_strides)).append(" ").append(to_string(d.bias_strides));
+  s.append(" ").append(to_string(d.bias_dtype));
+  number("ranks", d.mask_rank);
+  number("", d.bias_rank);
+  if (d.non_finite) s += ", one element not finite";
+  return s;
+}
+
+// Half of the draws have at least three blocks of rows and three tiles of keys.
+inline Draw draw(Random& random) {
+  struct Types {
+    DType query, kv, out;
+  };
+  constexpr Types kTypes[] = {
+      {DType::f32, DType::f32, DType::f32},    {DType::f32, DType::f32, DType::f32},
+      {DType::bf16, DType::bf16, DType::bf16}, {DType::f16, DType::f16, DType::f16},
+      {DType::f64, DType::f64, DType::f64},    {DType::f32, DType::bf16, DType::f32},
+      {DType::bf16, DType::bf16, DType::f32},
+  };
+  Draw d;
+  const Types types = kTypes[random.integer(0, std::size(kTypes) - 1)];
+  d.query_dtype = types.query, d.kv_dtype = types.kv, d.out_dtype = types.out;
+  d.num_kv_heads = random.pick<int64_t>({1, 1, 2, 3});
+  d.num_heads = d.num_kv_heads * random.pick<int64_t>({1, 1, 2, 3, 4});
+  const auto dimension = [&] { return random.pick<int64_t>({1, 3, 8, 16, 17, 32, 33, 40, random.integer(1, 64)}); };
+  d.head_dim = dimension();
+  d.value_head_dim = random.chance(0.5) ? d.head_dim : dimension();
+  const bool many_tiles = random.chance(0.6);
+  const int64_t batch = random.pick<int64_t>({1, 1, 2, 3});
+  d.varlen_q = random.chance(0.4);
+  d.keys = random.pick({Keys::dense, Keys::dense, Keys::varlen, Keys::varlen, Keys::norm_pages, Keys::panel_pages});
+  if (d.keys == Keys::panel_pages && (d.query_dtype == DType::f64 || d.kv_dtype == DType::f16)) {
+    d.keys = Keys::norm_pages;
+  }
+  if (d.keys == Keys::panel_pages && d.kv_dtype == DType::bf16) d.head_dim += d.head_dim % 2;
+  d.block_size = d.keys == Keys::panel_pages ? random.pick<int64_t>({32, 64}) : random.pick<int64_t>({1, 3, 8, 16, 40});
+  const bool differ = random.chance(0.6);
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto length = [&](int64_t longest) {
+      if (many_tiles && b == 0) return random.integer(longest / 2, longest);
+      return random.chance(0.15) ? random.integer(0, 2) : random.integer(0, longest);
+    };
+    d.query_lens.push_back(d.varlen_q || b == 0 ? length(many_tiles ? 70 : 40) : d.query_lens[0]);
+    d.kv_lens.push_back(differ || b == 0 ? length(many_tiles ? 130 : 60) : d.kv_lens[0]);
+  }
+  if (d.varlen_q && random.chance(0.3)) d.rows_behind = random.integer(1, 3);
+  const auto strides = [&](bool output) {
+    if (random.chance(0.5)) return Strides::bnsd;
+    if (output) return random.pick({Strides::bsnd, Strides::transposed, Strides::padded, Strides::shifted});
+    return random.pick({Strides::bsnd, Strides::transposed, Strides::padded, Strides::shifted});
+  };
+  d.query_strides = strides(false), d.kv_strides = strides(false), d.out_strides = strides(true);
+
+  AttentionOptions& o = d.options;
+  o.causal = random.chance(0.4);
+  o.alignment = random.chance(0.45) ? CausalAlignment::top_left : CausalAlignment::bottom_right;
+  if (random.chance(0.4)) {
+    const auto side = [&] {
+      return random.chance(0.25) ? kUnbounded : random.chance(0.25) ? -random.integer(0, 10) : random.integer(0, 40);
+    };
+    o.window_left = side(), o.window_right = side();
+    if (o.window_left == kUnbounded && o.window_right == kUnbounded) o.window_left = random.integer(0, 30);
+  }
+  d.prefix = random.chance(0.35);
+  const auto broadcast = [&](bool(&dims)[4], int& rank) {
+    for (bool& dim : dims) dim = random.chance(0.7);
+    rank = random.chance(0.7) ? 4 : static_cast<int>(random.integer(1, 4));
+    for (int i = 0; i < 4 - rank; ++i) dims[i] = false;
+  };
+  d.mask = random.chance(0.35);
+  broadcast(d.mask_dims, d.mask_rank);
+  d.mask_strides = random.pick({Strides::bnsd, Strides::bnsd, Strides::transposed, Strides::padded, Strides::shifted});
+  d.bias = random.chance(0.35);
+  broadcast(d.bias_dims, d.bias_rank);
+  d.bias_strides = random.pick({Strides::bnsd, Strides::bnsd, Strides::transposed, Strides::padded, Strides::shifted});
+  d.bias_dtype = d.query_dtype == DType::f64 || random.chance(0.5) ? d.query_dtype : DType::f32;
+  if (random.chance(0.5)) o.bias_scale = random.pick({0.5f, -1.0f, 2.0f});
+  if (random.chance(0.35)) o.softcap = random.pick({1.0f, 5.0f, 30.0f});
+  d.alibi = random.chance(0.35);
+  d.slopes_of_batch = random.chance(0.5);
+  o.alibi_form = random.pick({AlibiForm::linear, AlibiForm::square_root});
+  if (random.chance(0.4)) o.alibi_query_start = random.integer(-9, 50), o.alibi_key_start = random.integer(-9, 50);
+  d.sinks = random.chance(0.35);
+  const double dropout = random.uniform(0, 1);
+  if (dropout < 0.7) {
+    d.drop_mask = dropout < 0.33;
+    o.dropout.keep_prob = random.pick({0.9, 0.5, 0.1, 1 - 0x1p-20, 0.75});
+    o.dropout.seed = random.bits(), o.dropout.offset = random.bits();
+    if (random.chance(0.4)) {
+      o.dropout.first_query = random.integer(0, 1000), o.dropout.first_key = random.integer(0, int64_t{1} << 34);
+      o.dropout.total_heads = d.num_heads + random.integer(0, 5);
+      o.dropout.first_head = random.integer(0, o.dropout.total_heads - d.num_heads);
+    }
+  }
+  if (random.chance(0.35)) o.softmax_scale = random.pick({0.0f, -0.3f, 0.05f, 0.5f});
+  if (d.keys != Keys::panel_pages && random.chance(0.45)) o.path = AttentionPath::standard;
+  o.block_q = many_tiles ? random.integer(1, 20) : random.chance(0.5) ? 0 : random.integer(1, 64);
+  o.block_kv = many_tiles ? random.integer(5, 20) : random.chance(0.5) ? 0 : random.integer(1, 80);
+  if (d.keys == Keys::panel_pages) o.block_kv = o.block_kv == 0 ? 0 : 32;
+  d.non_finite = random.chance(0.12);
+  return d;
+}
+
+class DrawnCall {
+ public:
+  DrawnCall(const Draw& d, Random& random) : d_(d) {
+    const int64_t batch = d.batch();
+    const std::vector<int64_t> q_ends = ends(d.query_lens), k_ends = ends(d.kv_lens);
+    inputs.query =
+        d.varlen_q
+            ? tokens(d.query_dtype, q_ends.back() + d.rows_behind, d.num_heads, d.head_dim, d.query_strides, random)
+            : filled(d.query_dtype, batch, d.num_heads, d.query_lens[0], d.head_dim, d.query_strides, random);
+    if (d.varlen_q) inputs.cu_seqlens_q = offsets(q_ends, random);
+    const auto kv = [&](int64_t dim) {
+      if (d.keys == Keys::varlen) {
+        return tokens(d.kv_dtype, k_ends.back() + random.integer(0, 2), d.num_kv_heads, dim, d.kv_strides, random);
+      }
+      if (d.keys == Keys::dense) {
+        const Tensor t = filled(d.kv_dtype, batch, d.num_kv_heads, d.longest_keys(), dim, d.kv_strides, random);
+        for (int64_t b = 0; b < batch; ++b) spoil(t.selected(0, b), 1, d.kv_lens[static_cast<size_t>(b)]);
+        return t;
+      }
+      return pages(dim, random);
+    };
+    if (d.keys == Keys::norm_pages || d.keys == Keys::panel_pages) make_table(random);
+    inputs.key = kv(d.head_dim);
+    inputs.value = kv(d.value_head_dim);
+    if (d.keys == Keys::varlen) {
+      // Equal in length, whatever rows lie behind.
+      const int64_t rows = std::min(inputs.key.shape[0], inputs.value.shape[0]);
+      inputs.key = inputs.key.narrowed(0, 0, rows), inputs.value = inputs.value.narrowed(0, 0, rows);
+      inputs.cu_seqlens_k = offsets(k_ends, random);
+    } else if (d.keys != Keys::dense || d.kv_lens != std::vector<int64_t>(d.kv_lens.size(), d.longest_keys())) {
+      inputs.kv_lengths = integers(d.kv_lens, random);
+    }
+    if (d.prefix) {
+      std::vector<int64_t> prefix;
+      for (const int64_t length : d.kv_lens) prefix.push_back(random.chance(0.2) ? 0 : random.integer(0, length));
+      inputs.prefix = integers(prefix, random);
+    }
+    const int64_t sizes[4] = {batch, d.num_heads, d.longest_query(), d.longest_keys()};
+    // Varlen and pages may come with a larger mask.
+    const int64_t spare[4] = {0, 0, d.varlen_q ? random.integer(0, 2) : 0,
+                              d.keys != Keys::dense ? random.integer(0, 2) : 0};
+    if (d.mask) {
+      inputs.mask = broadcast(DType::boolean, sizes, spare, d.mask_dims, d.mask_rank, d.mask_strides);
+      const double share = random.pick({0.5, 0.9, 0.1});
+      change(inputs.mask, [&](double) { return random.chance(share) ? 1 : 0; });
+      // Any byte but 0 means visible.
+      for (int64_t i = 0; i < inputs.mask.num_elements(); ++i) {
+        auto* byte = static_cast<uint8_t*>(const_cast<void*>(inputs.mask.data)) + offset_of(inputs.mask, i);
+        if (*byte != 0) *byte = random.pick<uint8_t>({1, 2, 128, 255});
+      }
+    }
+    if (d.bias) {
+      inputs.bias = broadcast(d.bias_dtype, sizes, spare, d.bias_dims, d.bias_rank, d.bias_strides);
+      change(inputs.bias,
+             [&](double) { return random.chance(0.1) && d.options.bias_scale > 0 ? -HUGE_VAL : random.normal() * 2; });
+    }
+    const DType real = d.query_dtype == DType::f64 ? DType::f64 : DType::f32;
+    if (d.alibi) {
+      inputs.alibi_slopes = filled(real, 1, d.slopes_of_batch ? batch : 1, 1, d.num_heads, Strides::padded, random);
+      inputs.alibi_slopes = inputs.alibi_slopes.selected(0, 0).selected(1, 0);
+      if (!d.slopes_of_batch) inputs.alibi_slopes = inputs.alibi_slopes.selected(0, 0);
+      change(inputs.alibi_slopes, [&](double) { return random.uniform(0, 0.5); });
+    }
+    if (d.sinks) {
+      inputs.sinks = filled(real, 1, 1, 1, d.num_heads, Strides::bnsd, random);
+      inputs.sinks = inputs.sinks.selected(0, 0).selected(0, 0).selected(0, 0);
+      change(inputs.sinks, [&](double x) { return random.chance(0.1) ? -HUGE_VAL : 2 * x; });
+    }
+    if (d.drop_mask) {
+      int64_t bits = 0;
+      const bool varlen = d.varlen_q || d.keys == Keys::varlen;
+      for (size_t b = 0; b < d.kv_lens.size(); ++b) {
+        bits += d.num_heads * d.query_lens[b] * (varlen ? d.kv_lens[b] : d.longest_keys());
+      }
+      View* bytes = keep(std::make_unique<View>(DType::u8, 1, 1, 1, ceil_div(bits, int64_t{8}), Strides::bnsd));
+      for (int64_t i = 0; i < ceil_div(bits, int64_t{8}); ++i) {
+        set(bytes->tensor(), i, static_cast<double>(random.integer(0, 255)));
+      }
+      inputs.drop_mask = bytes->tensor().selected(0, 0).selected(0, 0).selected(0, 0);
+    }
+    if (d.non_finite) {
+      const ConstTensor& t = random.chance(0.7) ? inputs.value : inputs.key;
+      const double x = random.pick({std::numeric_limits<double>::quiet_NaN(), HUGE_VAL, -HUGE_VAL});
+      if (t.num_elements() > 0) set(writable(t), random.integer(0, t.num_elements() - 1), x);
+    }
+    oracle_inputs = inputs;
+    if (d.keys == Keys::panel_pages) {
+      panels_ = panels_of(inputs);
+      inputs = panels_.inputs;
+    }
+  }
+
+  struct Row {
+    int64_t b, h, i;
+  };
+  // All rows of all sequences, or `most` of them spread evenly.
+  std::vector<Row> rows(int64_t most = int64_t{1} << 40) const {
+    std::vector<Row> all, some;
+    for (int64_t b = 0; b < d_.batch(); ++b) {
+      for (int64_t h = 0; h < d_.num_heads; ++h) {
+        for (int64_t i = 0; i < d_.query_lens[static_cast<size_t>(b)]; ++i) all.push_back({b, h, i});
+      }
+    }
+    const auto total = static_cast<int64_t>(all.size()), count = std::min(total, most);
+    for (int64_t n = 0; n < count; ++n) some.push_back(all[static_cast<size_t>(n * total / count)]);
+    return some;
+  }
+  // A row of out or of a statistic (which has no last dimension).
+  ConstTensor row_of(const ConstTensor& t, const Row& row) const {
+    if (!d_.varlen_q) return t.selected(0, row.b).selected(0, row.h).selected(0, row.i);
+    const int64_t token = ends(d_.query_lens)[static_cast<size_t>(row.b)] + row.i;
+    return t.rank == 3 ? t.selected(0, token).selected(0, row.h) : t.selected(0, row.h).selected(0, token);
+  }
+
+  // Outputs prefilled with NaN.
+  struct Outputs {
+    std::unique_ptr<View> memory[4];
+    AttentionOutputs tensors;
+    bool gaps_intact() const {
+      return std::all_of(memory, memory + 4, [](const auto& view) { return view->gaps_intact(); });
+    }
+    std::string differs_from(const Outputs& other) const {
+      for (const auto& [mine, theirs, name] :
+           {std::tuple(&tensors.out, &other.tensors.out, "out"),
+            std::tuple(&tensors.softmax_lse, &other.tensors.softmax_lse, "softmax_lse"),
+            std::tuple(&tensors.softmax_max, &other.tensors.softmax_max, "softmax_max"),
+            std::tuple(&tensors.softmax_sum, &other.tensors.softmax_sum, "softmax_sum")}) {
+        const Comparison c = compare_bits(*mine, *theirs, {.name = name});
+        if (!c.ok) return c.message;
+      }
+      return "";
+    }
+  };
+  Outputs make_outputs() const {
+    Outputs out;
+    const DType statistics = d_.query_dtype == DType::f64 ? DType::f64 : DType::f32;
+    const int64_t tokens = ends(d_.query_lens).back() + d_.rows_behind;
+    const int64_t batch = d_.batch(), len = d_.query_lens[0];
+    out.memory[0] = d_.varlen_q ? std::make_unique<View>(d_.out_dtype, 1, tokens, d_.num_heads, d_.value_head_dim,
+                                                         d_.out_strides, Guard::before)
+                                : std::make_unique<View>(d_.out_dtype, batch, d_.num_heads, len, d_.value_head_dim,
+                                                         d_.out_strides, Guard::before);
+    out.tensors.out = out.memory[0]->tensor();
+    if (d_.varlen_q) out.tensors.out = out.tensors.out.selected(0, 0);
+    Tensor* statistic[] = {&out.tensors.softmax_lse, &out.tensors.softmax_max, &out.tensors.softmax_sum};
+    for (int i = 0; i < 3; ++i) {
+      out.memory[i + 1] = d_.varlen_q ? std::make_unique<View>(statistics, 1, d_.num_heads, tokens, 1, d_.out_strides)
+                                      : std::make_unique<View>(statistics, batch, d_.num_heads, len, 1, d_.out_strides);
+      *statistic[i] = out.memory[i + 1]->tensor().selected(3, 0);
+      if (d_.varlen_q) *statistic[i] = statistic[i]->selected(0, 0);
+    }
+    return out;
+  }
+
+  const Draw& drawn() const { return d_; }
+  AttentionInputs inputs;         // what the operator gets
+  AttentionInputs oracle_inputs;  // the same values in a form that the reference reads
+
+ private:
+  static std::vector<int64_t> ends(const std::vector<int64_t>& lengths) {
+    std::vector<int64_t> sums = {0};
+    for (const int64_t length : lengths) sums.push_back(sums.back() + length);
+    return sums;
+  }
+  View* keep(std::unique_ptr<View> view) {
+    views_.push_back(std::move(view));
+    return views_.back().get();
+  }
+  static Tensor writable(const ConstTensor& t) {
+    Tensor w = Tensor::contiguous(t.dtype, {}, const_cast<void*>(t.data));
+    w.rank = t.rank;
+    std::copy(t.shape, t.shape + kMaxRank, w.shape);
+    std::copy(t.strides, t.strides + kMaxRank, w.strides);
+    return w;
+  }
+  template <class Change>
+  static void change(const ConstTensor& t, const Change& to) {
+    for (int64_t i = 0; i < t.num_elements(); ++i) set(writable(t), i, to(get(t, i)));
+  }
+  Tensor filled(DType dtype, int64_t a, int64_t b, int64_t c, int64_t e, Strides strides, Random& random) {
+    const Tensor t = keep(std::make_unique<View>(dtype, a, b, c, e, strides))->tensor();
+    fill(t, random.chance(0.8) ? Fill::normal : random.pick({Fill::small_integers, Fill::uniform, Fill::ones}), random);
+    return t;
+  }
+  Tensor tokens(DType dtype, int64_t total, int64_t heads, int64_t dim, Strides strides, Random& random) {
+    return filled(dtype, 1, total, heads, dim, strides, random).selected(0, 0);
+  }
+  // Rows from `length` on along dimension `dim` become NaN.
+  static void spoil(const Tensor& t, int dim, int64_t length) {
+    Random random(1);
+    fill(t.narrowed(dim, length, t.shape[dim] - length), Fill::nan, random);
+  }
+  ConstTensor integers(const std::vector<int64_t>& values, Random& random) {
+    const DType dtype = random.pick({DType::i32, DType::i64});
+    const auto count = static_cast<int64_t>(values.size());
+    const Tensor t = keep(std::make_unique<View>(dtype, 1, 1, 1, count, Strides::bnsd))->tensor();
+    for (int64_t i = 0; i < count; ++i) set(t, i, static_cast<double>(values[static_cast<size_t>(i)]));
+    return t.selected(0, 0).selected(0, 0).selected(0, 0);
+  }
+  ConstTensor offsets(const std::vector<int64_t>& sums, Random& random) { return integers(sums, random); }
+  ConstTensor broadcast(DType dtype, const int64_t (&sizes)[4], const int64_t (&spare)[4], const bool (&dims)[4],
+                        int rank, Strides strides) {
+    int64_t shape[4];
+    for (int i = 0; i < 4; ++i) shape[i] = dims[i] ? sizes[i] + spare[i] : 1;
+    ConstTensor t = keep(std::make_unique<View>(dtype, shape[0], shape[1], shape[2], shape[3], strides))->tensor();
+    for (int i = rank; i < 4; ++i) t = t.selected(0, 0);
+    return t;
+  }
+  void make_table(Random& random) {
+    int64_t used = 0, most = 2;
+    for (const int64_t length : d_.kv_lens) {
+      used += ceil_div(length, d_.block_size);
+      most = std::max(most, ceil_div(length, d_.block_size) + 1);
+    }
+    num_blocks_ = used + 2;
+    std::vector<int64_t> order(static_cast<size_t>(num_blocks_));
+    std::iota(order.begin(), order.end(), 0);
+    for (size_t i = order.size(); i > 1; --i) {
+      std::swap(order[i - 1], order[static_cast<size_t>(random.integer(0, static_cast<int64_t>(i) - 1))]);
+    }
+    const DType dtype = random.pick({DType::i32, DType::i64});
+    const Tensor table = keep(std::make_unique<View>(dtype, 1, 1, d_.batch(), most, Strides::padded))->tensor();
+    size_t next = 0;
+    for (int64_t b = 0; b < d_.batch(); ++b) {
+      const int64_t length = d_.kv_lens[static_cast<size_t>(b)];
+      for (int64_t i = 0; i < most; ++i) {
+        const bool real = i < ceil_div(length, d_.block_size);
+        set(table, b * most + i, real ? static_cast<double>(order[next]) : 1e9);
+        if (!real) continue;
+        for (int64_t j = i * d_.block_size; j < std::min(length, (i + 1) * d_.block_size); ++j) {
+          slots_.push_back({order[next], j % d_.block_size});
+        }
+        ++next;
+      }
+    }
+    inputs.block_table = table.selected(0, 0).selected(0, 0);
+  }
+  Tensor pages(int64_t dim, Random& random) {
+    const Tensor t =
+        keep(std::make_unique<View>(d_.kv_dtype, num_blocks_, d_.block_size, d_.num_kv_heads, dim, Strides::bnsd))
+            ->tensor();
+    for (const auto& [block, row] : slots_) {
+      fill(t.selected(0, block).selected(0, row), Fill::normal, random);
+    }
+    return t;
+  }
+
+  Draw d_;
+  std::vector<std::unique_ptr<View>> views_;
+  int64_t num_blocks_ = 0;
+  struct Slot {
+    int64_t block, row;
+  };
+  std::vector<Slot> slots_;
+  PanelPages panels_;
+};
+
+// "" where the outputs agree with the reference on `most` rows, and rows behind the last sequence are empty.
+inline std::string judge(const DrawnCall& call, const DrawnCall::Outputs& out, const Context& context, int64_t most,
+                         double& worst_ratio) {
+  const Draw& d = call.drawn();
+  const std::string about =
+      to_string(d) + "\n  " + to_string(context.machine()) + ", " + std::to_string(context.num_threads()) + " threads";
+  if (!out.gaps_intact()) return "an output was written beside its elements\n  " + about;
+  const bool bf16 = d.query_dtype == DType::bf16 && d.kv_dtype == DType::bf16;
+  const DType storage =
+      d.query_dtype == DType::f64 ? DType::f64
+      : bf16 && context.machine().isa >= Isa::avx512_bf16 && context.machine().bf16_product == Bf16Product::dot
+          ? DType::bf16
+          : DType::f32;
+  JudgedRows judged{.about = about,
+                    .query_dtype = d.query_dtype,
+                    .out_dtype = d.out_dtype,
+                    .storage = storage,
+                    .kv_len = d.longest_keys(),
+                    .reference = {},
+                    .naive = {},
+                    .largest_score = 0,
+                    .typical_value = 1 / d.options.dropout.keep_prob,
+                    .flushed = 0};
+  if (d.kv_dtype == DType::bf16) judged.flushed = static_cast<double>(d.longest_keys()) * 0x1p-120;
+  for (const DrawnCall::Row& row : call.rows(most)) {
+    judged.reference.push_back(attention::reference_row(call.oracle_inputs, d.options, row.b, row.h, row.i));
+    judged.naive.push_back(attention::naive_row(call.oracle_inputs, d.options, row.b, row.h, row.i, storage));
+    const double max = judged.reference.back().max;
+    if (std::isfinite(max)) judged.largest_score = std::max(judged.largest_score, std::fabs(max));
+    const ConstTensor got = call.row_of(out.tensors.out, row);
+    for (int64_t i = 0; i < d.value_head_dim; ++i) judged.out.push_back(get(got, i));
+    judged.lse.push_back(get(call.row_of(out.tensors.softmax_lse, row), 0));
+    judged.max.push_back(get(call.row_of(out.tensors.softmax_max, row), 0));
+    judged.sum.push_back(get(call.row_of(out.tensors.softmax_sum, row), 0));
+  }
+  std::string message = judged.judge(worst_ratio);
+  if (!message.empty() || !d.varlen_q) return message;
+  const ConstTensor all = out.tensors.out, lse = out.tensors.softmax_lse;
+  for (int64_t token = all.shape[0] - d.rows_behind; token < all.shape[0]; ++token) {
+    for (int64_t h = 0; h < d.num_heads; ++h) {
+      const ConstTensor row = all.selected(0, token).selected(0, h);
+      for (int64_t i = 0; i < d.value_head_dim; ++i) {
+        if (get(row, i) != 0) return "a row behind the last sequence is not 0\n  " + about;
+      }
+      if (get(lse.selected(0, h).selected(0, token), 0) != -HUGE_VAL) {
+        return "lse of a row behind the last sequence is not -inf\n  " + about;
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace opst::test
