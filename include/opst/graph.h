@@ -135,6 +135,19 @@ struct NodeSpec {
   std::function<std::string(const Machine&, const NodeTensors&)> plan = {};  // one line
 };
 
+// A product with what follows it (see MatmulOptions).
+struct MatmulNodeOptions {
+  Value bias = {};  // [n] f32
+  Activation activation = Activation::none;
+  Value residual = {};  // as the result
+  ActivationType activations = ActivationType::exact;
+};
+
+struct LayerNormNodeOptions {
+  double eps = 1e-5;
+  Value weight = {}, bias = {};  // [features], where they are
+};
+
 struct NodeInfo {
   std::string name;
   const char* op = "";
@@ -181,19 +194,32 @@ class Graph {
   void output(std::string name, Value value);
 
   // Operators: see their headers for what they compute. `name` is the node's and its result's.
-  //   x [rows, k], weight [n, k] -> [rows, n] f32
-  Value matmul(std::string name, Value x, Value weight);
+  //   x [rows, k], weight [n, k] -> [rows, n] f32 (swiglu: [rows, n / 2])
+  Value matmul(std::string name, Value x, Value weight, const MatmulNodeOptions& options = {});
   //   weight [n, k], rows [count] i64 -> [count, k] f32
   Value lookup_rows(std::string name, Value weight, Value rows);
   //   x [.., features], weight [features] -> as x
   Value rms_norm(std::string name, Value x, Value weight, const RmsNormOptions& options = {});
-  //   positions [tokens] i64 -> cos and sin, [tokens, half] f32 each
+  //   a, b as one another -> the norm of their sum and the sum, each as a
+  struct NormedSum {
+    Value out, sum;
+  };
+  NormedSum add_rms_norm(std::string name, Value a, Value b, Value weight, const RmsNormOptions& options = {});
+  Value layer_norm(std::string name, Value x, const LayerNormNodeOptions& options = {});
+  //   x [.., features] -> as x
+  Value softmax(std::string name, Value x, const SoftmaxOptions& options = {});
+  //   positions [tokens] i64 (with sections [3, tokens]) -> cos and sin, [tokens, half] f32 each
   struct RopeTable {
     Value cos, sin;
   };
   RopeTable rope_table(std::string name, Value positions, int64_t half, const RopeTableOptions& options = {});
   //   x [tokens, num_heads, head_dim] -> as x
   Value rope(std::string name, Value x, const RopeTable& table, const RopeOptions& options = {});
+  //   the same, cache [max_positions, half]
+  Value rope_cached(std::string name, Value x, Value positions, const RopeTable& cache,
+                    const RopeCachedOptions& options = {});
+  //   gate_up [.., 2n] -> [.., n]
+  Value swiglu(std::string name, Value gate_up, const SwigluOptions& options);
   //   a, b -> as a
   Value swiglu(std::string name, Value gate, Value up);
   Value add(std::string name, Value a, Value b);
@@ -201,6 +227,15 @@ class Graph {
   //   caches: pages in options.layout (kv_cache.h), written in place
   void scatter_pa_kv_cache(std::string name, Value key, Value value, Value slots, Value key_cache, Value value_cache,
                            const ScatterOptions& options = {});
+  //   the same with norms and rotation: query, key as they come from their projections -> query's, as query
+  struct Step {
+    Value query, key, value;
+    RopeTable table;
+    Value slots;
+    Value query_weight = {}, key_weight = {};  // [head_dim] f32, where there are norms
+  };
+  Value rope_scatter_pa_kv_cache(std::string name, const Step& step, Value key_cache, Value value_cache,
+                                 const RopeScatterOptions& options = {});
   // One sequence:
   //   query  [tokens, num_heads, head_dim] -> [tokens, num_heads, value_head_dim] of its dtype
   //   key    [kv_len, num_kv_heads, head_dim], value [kv_len, num_kv_heads, value_head_dim]

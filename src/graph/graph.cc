@@ -231,7 +231,11 @@ Status GraphImpl::lay_out() {
       const auto same_place = [&](Value v) { return internal(storage(index(v))) && home_of(index(v)) == place; };
       const auto readers = std::count_if(node.spec.inputs.begin(), node.spec.inputs.end(), same_place);
       if (!internal(to) || !internal(storage(from)) || home[static_cast<size_t>(to)] != to || readers != 1) continue;
-      if (last[static_cast<size_t>(place)] != static_cast<int>(n) || a.dtype != b.dtype || a.shape != b.shape) continue;
+      // Another result of the node may have it already.
+      const bool taken = std::any_of(node.outputs.begin(), node.outputs.end(),
+                                     [&](int other) { return other != to && home_of(other) == place; });
+      if (taken || last[static_cast<size_t>(place)] != static_cast<int>(n) || a.dtype != b.dtype || a.shape != b.shape)
+        continue;
       home[static_cast<size_t>(to)] = place;
       last[static_cast<size_t>(place)] = last[static_cast<size_t>(to)];
     }

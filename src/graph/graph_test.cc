@@ -431,6 +431,145 @@ TEST(Graph, PagesInAnyLayout) {
   }
 }
 
+// Every node that works by rows, in one graph, against the calls: bit for bit.
+TEST(Graph, NodesByRowsEqualTheirOperators) {
+  Context context = make_context();
+  constexpr int64_t kTokens = 5, kHeads = 3, kDim = 8, kWidth = kHeads * kDim;
+  std::vector<float> a = random_floats(kTokens * kWidth, 1), b = random_floats(kTokens * kWidth, 2),
+                     w = random_floats(kWidth, 3), cos_cache = random_floats(50 * 4, 4),
+                     sin_cache = random_floats(50 * 4, 5);
+  std::vector<int64_t> positions = {3, 49, 0, 7, 20, 1, 1, 2, 3, 5, 8, 13, 21, 34, 4};
+  const ConstTensor three_axes = ConstTensor::contiguous(DType::i64, {3, kTokens}, positions.data());
+  const RopeSections sections = {.temporal = 2, .height = 1, .width = 1};
+  std::map<std::string, std::vector<float>> outs;
+  Graph graph = make_graph();
+  const Dim tokens = graph.dim("tokens", kTokens);
+  const Shape rows = {tokens, kWidth}, heads = {tokens, kHeads, kDim};
+  const Value in_a = graph.input("a", DType::f32, rows), in_b = graph.input("b", DType::f32, rows),
+              weight = graph.input("w", DType::f32, {kWidth}),
+              places = graph.input("positions", DType::i64, {3, tokens}),
+              cosines = graph.input("cos_cache", DType::f32, {50, 4}),
+              sines = graph.input("sin_cache", DType::f32, {50, 4});
+  const auto output = [&](const std::string& name, Value value) {
+    outs[name].resize(static_cast<size_t>(kTokens * kWidth));
+    graph.output(name, value);
+  };
+  const Graph::NormedSum sum = graph.add_rms_norm("add_norm", in_a, in_b, weight, {.eps = 0.5});
+  const Value x = graph.add("again", sum.out, sum.sum);
+  // Nobody reads the sum: it must not lie on the norm, though both inputs end here.
+  const Graph::NormedSum unread =
+      graph.add_rms_norm("unread", graph.add("x1", x, in_a), graph.add("x2", x, in_b), weight);
+  output("normed", graph.layer_norm("layer", unread.out, {.eps = 0.25, .weight = weight, .bias = weight}));
+  output("bare", graph.layer_norm("bare_layer", x));
+  output("soft", graph.softmax("softmax", x, {.scale = 0.5f}));
+  output("turned", graph.rope_cached("turn", graph.view(x, heads), places, {cosines, sines}, {.sections = sections}));
+  const Graph::RopeTable table = graph.rope_table("table", places, 4, {.theta = 50, .sections = sections});
+  output("back", graph.rope("turn_back", graph.view(x, heads), table, {.style = RopeStyle::pairs, .inverse = true}));
+  output("gated", graph.swiglu("gate", x, {.swapped = true}));
+  outs["gated"].resize(static_cast<size_t>(kTokens * kWidth / 2));
+
+  ASSERT_OK(graph.bind("a", view(a, {kTokens, kWidth})));
+  ASSERT_OK(graph.bind("b", view(b, {kTokens, kWidth})));
+  ASSERT_OK(graph.bind("w", view(w, {kWidth})));
+  ASSERT_OK(graph.bind("positions", three_axes));
+  ASSERT_OK(graph.bind("cos_cache", view(cos_cache, {50, 4})));
+  ASSERT_OK(graph.bind("sin_cache", view(sin_cache, {50, 4})));
+  for (auto& [name, out] : outs) {
+    const bool by_heads = name == "turned" || name == "back";
+    ASSERT_OK(graph.bind(name, by_heads          ? view(out, {kTokens, kHeads, kDim})
+                               : name == "gated" ? view(out, {kTokens, kWidth / 2})
+                                                 : view(out, {kTokens, kWidth})));
+  }
+  ASSERT_OK(graph.setup(context.machine()));
+  ASSERT_OK(graph.execute(context));
+
+  const auto row_tensor = [&](std::vector<float>& v) { return view(v, {kTokens, kWidth}); };
+  const auto head_tensor = [&](std::vector<float>& v) { return view(v, {kTokens, kHeads, kDim}); };
+  const auto size = static_cast<size_t>(kTokens * kWidth);
+  std::vector<float> out(size), total(size), both(size), expected(size), cos(kTokens * 4), sin(kTokens * 4);
+  ASSERT_OK(add_rms_norm(context, row_tensor(a), row_tensor(b), view(w, {kWidth}), row_tensor(out), row_tensor(total),
+                         {.eps = 0.5}));
+  ASSERT_OK(add(context, row_tensor(out), row_tensor(total), row_tensor(both)));
+  ASSERT_OK(layer_norm(context, row_tensor(both), row_tensor(expected)));
+  EXPECT_EQ(outs["bare"], expected);
+  ASSERT_OK(softmax(context, row_tensor(both), row_tensor(expected), {.scale = 0.5f}));
+  EXPECT_EQ(outs["soft"], expected);
+  ASSERT_OK(rope_cached(context, head_tensor(both), three_axes, view(cos_cache, {50, 4}), view(sin_cache, {50, 4}),
+                        head_tensor(expected), {.sections = sections}));
+  EXPECT_EQ(outs["turned"], expected);
+  ASSERT_OK(rope_table(context, three_axes, view(cos, {kTokens, 4}), view(sin, {kTokens, 4}),
+                       {.theta = 50, .sections = sections}));
+  ASSERT_OK(rope(context, head_tensor(both), view(cos, {kTokens, 4}), view(sin, {kTokens, 4}), head_tensor(expected),
+                 {.style = RopeStyle::pairs, .inverse = true}));
+  EXPECT_EQ(outs["back"], expected);
+  std::vector<float> gated(size / 2);
+  ASSERT_OK(swiglu(context, row_tensor(both), view(gated, {kTokens, kWidth / 2}), {.swapped = true}));
+  EXPECT_EQ(outs["gated"], gated);
+  std::vector<float> x1(size), x2(size);
+  ASSERT_OK(add(context, row_tensor(both), row_tensor(a), row_tensor(x1)));
+  ASSERT_OK(add(context, row_tensor(both), row_tensor(b), row_tensor(x2)));
+  ASSERT_OK(
+      add_rms_norm(context, row_tensor(x1), row_tensor(x2), view(w, {kWidth}), row_tensor(out), row_tensor(total)));
+  ASSERT_OK(layer_norm(context, row_tensor(out), row_tensor(expected),
+                       {.eps = 0.25, .weight = view(w, {kWidth}), .bias = view(w, {kWidth})}));
+  EXPECT_EQ(outs["normed"], expected);
+}
+
+// The step's one node against the nodes it joins.
+TEST(Graph, AStepInOneNode) {
+  Context context = make_context();
+  constexpr int64_t kTokens = 6, kHeads = 4, kKvHeads = 2, kDim = 8;
+  const PageSizes sizes = {
+      .num_blocks = 2, .block_size = 32, .num_kv_heads = kKvHeads, .head_dim = kDim, .value_head_dim = kDim};
+  std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1), k = random_floats(kTokens * kKvHeads * kDim, 2),
+                     v = random_floats(kTokens * kKvHeads * kDim, 3), w = random_floats(kDim, 4);
+  std::vector<int64_t> slots = {40, 2, -1, 63, 0, 7};
+  std::vector<float> memory[4], outs[2];
+  Graph graph = make_graph();
+  const Value query = graph.input("query", DType::f32, {kTokens, kHeads, kDim}),
+              key = graph.input("key", DType::f32, {kTokens, kKvHeads, kDim}),
+              value = graph.input("value", DType::f32, {kTokens, kKvHeads, kDim}),
+              weight = graph.input("weight", DType::f32, {kDim}), places = graph.input("slots", DType::i64, {kTokens});
+  const Graph::RopeTable table = graph.rope_table("table", places, kDim / 2);
+  for (const bool joined : {false, true}) {
+    const std::string p = joined ? "joined." : "parts.";
+    Value caches[2];
+    for (int i = 0; i < 2; ++i) {
+      std::vector<float>& pages = memory[2 * (joined ? 1 : 0) + i];
+      pages.assign(2 * 32 * kKvHeads * kDim, 0.0f);
+      const Tensor tensor = (i == 0 ? key_pages : value_pages)(PageLayout::panel32, DType::f32, sizes, pages.data());
+      caches[i] = graph.cache(p + (i == 0 ? "keys" : "values"), DType::f32, Shape(tensor));
+      ASSERT_OK(graph.bind(p + (i == 0 ? "keys" : "values"), tensor));
+    }
+    if (joined) {
+      graph.output(
+          p + "out",
+          graph.rope_scatter_pa_kv_cache(
+              p + "step",
+              {.query = query, .key = key, .value = value, .table = table, .slots = places, .key_weight = weight},
+              caches[0], caches[1], {.layout = PageLayout::panel32}));
+    } else {
+      graph.scatter_pa_kv_cache(p + "write",
+                                graph.rope(p + "key", graph.rms_norm(p + "normed_key", key, weight), table), value,
+                                places, caches[0], caches[1], {.layout = PageLayout::panel32});
+      graph.output(p + "out", graph.rope(p + "query", query, table));
+    }
+    outs[joined].resize(q.size());
+    ASSERT_OK(graph.bind(p + "out", view(outs[joined], {kTokens, kHeads, kDim})));
+  }
+  ASSERT_OK(graph.bind("query", view(q, {kTokens, kHeads, kDim})));
+  ASSERT_OK(graph.bind("key", view(k, {kTokens, kKvHeads, kDim})));
+  ASSERT_OK(graph.bind("value", view(v, {kTokens, kKvHeads, kDim})));
+  ASSERT_OK(graph.bind("weight", view(w, {kDim})));
+  ASSERT_OK(graph.bind("slots", ConstTensor::contiguous(DType::i64, {kTokens}, slots.data())));
+  ASSERT_OK(graph.setup(context.machine()));
+  ASSERT_OK(graph.execute(context));
+  EXPECT_EQ(outs[0], outs[1]);
+  EXPECT_EQ(memory[0], memory[2]);
+  EXPECT_EQ(memory[1], memory[3]);
+  EXPECT_TRUE(std::any_of(memory[2].begin(), memory[2].end(), [](float x) { return x != 0; }));
+}
+
 class Recorder : public NodeListener {
  public:
   void on_node(const char* op, const std::string& name, Clock::time_point begin, Clock::time_point end) override {
@@ -505,6 +644,33 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
               g.rope("turn", g.input("x", DType::f32, {rows, 2, 8}), table);
             }),
             "graph test: turn (rope): cos dim 1 (half) is 5, more than half of head_dim = 8");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.rope_table("t", g.input("p", DType::i64, {2, rows}), 5, {.sections = {.temporal = 5}});
+            }),
+            "graph test: t (rope_table): positions 'p' holds axes = 3, but positions 'p' has axes = 2");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.add_rms_norm("norm", g.input("a", DType::f32, {rows, 8}), g.input("b", DType::f32, {rows, 7}),
+                             g.input("w", DType::f32, {8}));
+            }),
+            "graph test: norm (add_rms_norm): b 'b' is f32 [rows, 7], but a 'a' is f32 [rows, 8]");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.layer_norm("norm", g.input("x", DType::f32, {rows, 8}), {.bias = g.input("b", DType::f32, {7})});
+            }),
+            "graph test: norm (layer_norm): bias 'b' dim 0 (features) is 7, but x 'x' has features = 8");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.swiglu("act", g.input("x", DType::f32, {8, rows}), SwigluOptions());
+            }),
+            "graph test: act (swiglu): gate_up's last dimension is rows, but must be an even number");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.matmul("product", g.input("x", DType::f32, {rows, 32}), g.weight("w", 48, 32),
+                       {.activation = Activation::swiglu, .residual = g.input("r", DType::f32, {rows, 48})});
+            }),
+            "graph test: product (matmul): residual 'r' is [rows, 48], but the result is [rows, 24]");
+  EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
+              g.matmul("product", g.input("x", DType::f32, {rows, 32}), g.weight("w", 48, 32),
+                       {.bias = g.input("b", DType::f32, {32})});
+            }),
+            "graph test: product (matmul): bias 'b' dim 0 (n) is 32, but weight 'w' has n = 48");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               const Value k = g.input("k", DType::f32, {rows, 2, 8}), c = g.input("c", DType::f32, {1, 9, 2, 8});
               g.scatter_pa_kv_cache("write", k, k, g.input("s", DType::i64, {rows}), c, c);
