@@ -1,8 +1,10 @@
 // Attention backward: the gradients of flash_attention_forward, in O(N) memory.
 //
 //   P = exp(S - lse)                    recomputed from what forward saved; S, its masks and biases as in attention.h
-//   delta = rowsum(dO * O);   dV = P^T dO;   dP = dO V^T;   dS = P (dP - delta + grad_lse)
-//   dQ = softmax_scale dS K;  dK = softmax_scale dS^T Q     summed over the query heads of a KV head
+//   delta = rowsum(dO * O);  dV = dropout(P)^T dO;  dP = dropout(dO V^T);  dS = P (dP - delta + grad_lse)
+//   dZ = dS (1 - (Y / softcap)^2), or dS without a softcap
+//   dQ = softmax_scale dZ K;  dK = softmax_scale dZ^T Q     summed over the query heads of a KV head
+//   dbias = bias_scale dS, summed where the bias repeats;  dsink = -sum over rows of exp(sink - lse) (delta - grad_lse)
 //
 // The same inputs and options that forward was called with, and
 //   out          [batch, num_heads, query_len, value_head_dim]   what forward wrote, in any of its dtypes
@@ -10,6 +12,9 @@
 //   softmax_lse  f32 (f64) [batch, num_heads, query_len]         or softmax_max and softmax_sum
 // give
 //   grad_query, grad_key, grad_value    shapes of query, key, value; f32, bf16, f16; f64 where query is
+//   grad_bias, grad_sinks               shapes of bias, sinks; f32 (f64)
+// With cu_seqlens_q or cu_seqlens_k these, too, hold the sequences one after the other. Rows behind the last sequence
+// get 0.
 //
 // Rules: a row that sees no key gets grad_query = 0 and adds nothing to the other gradients, whatever its grad_out
 // holds; so does a row whose saved lse is infinite. A key that no row sees gets 0. NaN and Inf in an input reach what
@@ -51,6 +56,8 @@ struct AttentionGradients {
   Tensor grad_query = {};
   Tensor grad_key = {};
   Tensor grad_value = {};
+  Tensor grad_bias = {};
+  Tensor grad_sinks = {};
 };
 
 Status flash_attention_backward(Context& context, const AttentionInputs& inputs, const AttentionSaved& saved,
@@ -58,8 +65,9 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
 
 // What a plan depends on.
 struct AttentionBackwardProblem {
-  AttentionProblem forward = {};
+  AttentionProblem forward = {};  // kv_len: of the key tensor, or the longest sequence of cu_seqlens_k
   DType grad_out_dtype = DType::f32;
+  bool grad_bias = false, grad_sinks = false;  // wanted
 };
 
 // A pure function of problem and machine; never of the number of threads.

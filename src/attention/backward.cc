@@ -9,13 +9,17 @@
 // All of the call is one parallel loop over waves of heads, as in attention.cc:
 //     pack the query rows of wave 0, tiles of wave 0, pack wave 1, tiles of wave 1, ...
 // with two buffers in turn. Tasks are handed out in ascending order, so what a task waits for is done or being done.
+//
+// The gradient of a bias that repeats (BiasOrder) is added up in the order of the tasks, too.
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <thread>
 
 #include "attention/backward_check.h"
 #include "attention/backward_layout.h"
+#include "attention/call_rules.h"
 #include "attention/kv_blocks.h"
 #include "attention/sequences.h"
 #include "core/guarded.h"
@@ -64,31 +68,51 @@ void wait_for(const std::atomic<int64_t>& counter, int64_t count) {
   }
 }
 
+// Who adds to an element of the bias's gradient, and so what keeps the order of the additions.
+enum class BiasOrder : uint8_t {
+  none,      // not wanted
+  by_tile,   // one block of rows: in the order of its tiles, with dQ
+  by_block,  // the same rows of several heads: tasks take turns at each block
+  by_task,   // all rows: a task sums over its rows, then tasks take turns
+};
+
 class BackwardCall {
  public:
   BackwardCall(const AttentionInputs& inputs, const AttentionSaved& saved, const AttentionGradients& gradients,
-               const AttentionProblem& problem, const AttentionBackwardPlan& plan, const Machine& machine,
+               const AttentionBackwardProblem& problem, const AttentionBackwardPlan& plan, const Machine& machine,
                void* scratch)
       : in_(inputs),
         saved_(saved),
         grads_(gradients),
-        p_(problem),
+        p_(problem.forward),
         plan_(plan),
-        kernels_(backward_kernels_for(machine.isa, plan.product, problem.kv_dtype)),
+        kernels_(backward_kernels_for(machine.isa, plan.product, p_.kv_dtype)),
         layout_(problem, plan.block_q, plan.block_kv, geometry_of(machine.isa, plan.product)),
-        group_(problem.num_heads / problem.num_kv_heads),
-        rows_(problem.query_len * group_),
-        heads_(problem.batch * problem.num_kv_heads),
+        sequences_(inputs, p_),
+        rules_(inputs, p_),
+        group_(p_.num_heads / p_.num_kv_heads),
+        heads_(p_.batch * p_.num_kv_heads),
         shared_(static_cast<char*>(scratch)) {
-    const double natural = 1 / std::sqrt(static_cast<double>(p_.head_dim));
-    scale_ = p_.query_dtype == DType::f64 ? natural : static_cast<double>(static_cast<float>(natural));
-    if (p_.options.softmax_scale) scale_ = static_cast<double>(*p_.options.softmax_scale);
-    query_factor_ = scale_ > 0 ? 1 : scale_ < 0 ? -1 : 0;
-    score_scale_ = scale_ == 0 ? 1 : std::fabs(scale_);
-    exponent_scale_ = score_scale_ * kLog2e;
+    Arena arena(shared_ + layout_.wave_bytes(heads_, plan.heads_per_wave), layout_.sink_bytes + layout_.turn_bytes);
+    if (problem.grad_sinks) sink_sums_ = static_cast<double*>(arena.take_bytes(layout_.sink_bytes));
+    turns_ = static_cast<std::atomic<int64_t>*>(arena.take_bytes(layout_.turn_bytes));
+    if (problem.grad_bias) {
+      const Tensor& t = grads_.grad_bias;
+      for (int d = 0; d < t.rank; ++d) {
+        if (t.shape[d] != 1) bias_strides_[4 - t.rank + d] = t.strides[d];
+      }
+      const auto repeats = [&](int d, int64_t size) {
+        return size > 1 && (d < 4 - t.rank || t.shape[d - 4 + t.rank] == 1);
+      };
+      bias_order_ = repeats(2, p_.query_len)                              ? BiasOrder::by_task
+                    : repeats(0, p_.batch) || repeats(1, p_.num_kv_heads) ? BiasOrder::by_block
+                                                                          : BiasOrder::by_tile;
+      for (int64_t i = 0; i <= layout_.blocks; ++i) new (&turns_[i]) std::atomic<int64_t>(0);
+    }
   }
 
   void run(ThreadPool& pool) {
+    if (bias_order_ != BiasOrder::none) clear_grad_bias(pool);
     const int64_t wave_heads = plan_.heads_per_wave, blocks = layout_.blocks, tiles = layout_.tiles;
     const int64_t packs = wave_heads * blocks, tasks = wave_heads * tiles;
     const int64_t waves = ceil_div(heads_, wave_heads);
@@ -106,15 +130,19 @@ class BackwardCall {
         // tiles, which most rows see, come first.
         const int64_t task = in_wave - packs, head = wave * wave_heads + task % wave_heads;
         wait_for(progress.packed, (turn + 1) * packs);
-        if (head < heads_) run_tile(head, task / wave_heads, worker);
+        const int64_t number = wave * tasks + task;
+        if (head < heads_) {
+          run_tile(head, task / wave_heads, number, worker);
+        } else {
+          for (int64_t i = 0; i <= blocks; ++i) pass_turn(i, number);
+        }
         progress.tiles.fetch_add(1, std::memory_order_release);
       }
     });
+    if (grads_.grad_sinks.data != nullptr) add_up_sinks();
   }
 
  private:
-  static constexpr double kLog2e = 1.4426950408889634;
-
   struct Worker {
     void* keys;
     void* values;
@@ -125,6 +153,9 @@ class BackwardCall {
     void* grad_score_columns;
     void* grad_scores;
     void* raw;
+    void* cap_slopes;
+    void* bias_grads;
+    char* bias_sums;
     const void** key_rows;
     const void** value_rows;
     const void** query_rows;
@@ -144,6 +175,9 @@ class BackwardCall {
     w.grad_score_columns = arena.take_bytes(layout_.scores_bytes);
     w.grad_scores = layout_.score_row_bytes > 0 ? arena.take_bytes(layout_.score_row_bytes) : w.grad_score_columns;
     w.raw = arena.take_bytes(layout_.raw_bytes);
+    w.cap_slopes = arena.take_bytes(layout_.cap_bytes);
+    w.bias_grads = bias_order_ != BiasOrder::none ? arena.take_bytes(layout_.bias_bytes) : nullptr;
+    w.bias_sums = static_cast<char*>(arena.take_bytes(layout_.bias_sum_bytes));
     w.key_rows = arena.take<const void*>(plan_.block_kv);
     w.value_rows = arena.take<const void*>(plan_.block_kv);
     w.query_rows = arena.take<const void*>(plan_.block_q);
@@ -156,6 +190,8 @@ class BackwardCall {
     QueryRows queries;
     int64_t first_row;
     BlockState* state;
+    RowRules* row_rules;
+    void** bias_targets;
   };
   Block block_of(int64_t head, int64_t block) const {
     char* base = shared_ + head % (2 * plan_.heads_per_wave) * layout_.head_bytes + block * layout_.block_bytes;
@@ -163,12 +199,15 @@ class BackwardCall {
     Block b;
     b.first_row = block * plan_.block_q;
     b.state = arena.take<BlockState>(1);
+    b.row_rules = static_cast<RowRules*>(arena.take_bytes(layout_.rule_bytes));
+    b.bias_targets = static_cast<void**>(arena.take_bytes(layout_.target_bytes));
     QueryRows& q = b.queries;
-    q.rows = std::min(plan_.block_q, rows_ - b.first_row);
+    q.rows = std::min(plan_.block_q, rows(head) - b.first_row);
     q.query = arena.take_bytes(layout_.query_bytes);
     q.grad_out = arena.take_bytes(layout_.value_bytes);
     q.query_columns = arena.take_bytes(layout_.query_column_bytes);
     q.grad_out_columns = arena.take_bytes(layout_.value_column_bytes);
+    q.origin = arena.take_bytes(layout_.statistic_bytes);
     q.reference = arena.take_bytes(layout_.statistic_bytes);
     q.weight = arena.take_bytes(layout_.statistic_bytes);
     q.delta = arena.take_bytes(layout_.statistic_bytes);
@@ -177,46 +216,58 @@ class BackwardCall {
     return b;
   }
 
+  int64_t batch(int64_t head) const { return head / p_.num_kv_heads; }
+  int64_t rows(int64_t head) const { return sequences_.query_len(batch(head)) * group_; }
+
   // Rows of a tensor [batch, num_heads, query_len, ...], the head's group stacked.
   StackedRows query_rows(const ConstTensor& t, int64_t head) const {
     if (t.data == nullptr) return {};
-    const int64_t batch = head / p_.num_kv_heads, first_head = head % p_.num_kv_heads * group_;
-    const int64_t offset = (batch * t.strides[0] + first_head * t.strides[1]) * size_bytes(t.dtype);
-    char* data = const_cast<char*>(static_cast<const char*>(t.data)) + offset;
+    const int64_t b = batch(head), first_head = head % p_.num_kv_heads * group_;
+    const int64_t at = b * t.strides[0] + first_head * t.strides[1] + sequences_.query_start(b) * t.strides[2];
+    char* data = const_cast<char*>(static_cast<const char*>(t.data)) + at * size_bytes(t.dtype);
     return {data, t.dtype, t.strides[2], t.strides[1], t.strides[3], group_};
   }
   // Rows of a tensor [batch, num_kv_heads, kv_len, ...].
   StackedRows kv_rows(const ConstTensor& t, int64_t head) const {
-    const int64_t batch = head / p_.num_kv_heads, kv_head = head % p_.num_kv_heads;
-    const int64_t offset = (batch * t.strides[0] + kv_head * t.strides[1]) * size_bytes(t.dtype);
-    return {const_cast<char*>(static_cast<const char*>(t.data)) + offset, t.dtype, t.strides[2], 0, t.strides[3], 1};
+    const int64_t b = batch(head), kv_head = head % p_.num_kv_heads;
+    const int64_t at = b * t.strides[0] + kv_head * t.strides[1] + sequences_.key_start(b) * t.strides[2];
+    char* data = const_cast<char*>(static_cast<const char*>(t.data)) + at * size_bytes(t.dtype);
+    return {data, t.dtype, t.strides[2], 0, t.strides[3], 1};
   }
-  Visibility visibility(int64_t head) const {
-    return Visibility::of(p_.options, p_.query_len, Sequences(in_, p_).kv_len(head / p_.num_kv_heads));
+  double number(const void* numbers, int64_t index) const {
+    return plan_.product == AttentionProduct::f64 ? static_cast<const double*>(numbers)[index]
+                                                  : static_cast<double>(static_cast<const float*>(numbers)[index]);
+  }
+  double statistic(const StackedRows& t, int64_t row) const {
+    return number(t.data, row / group_ * t.seq_stride + row % group_ * t.head_stride);
   }
 
-  // The intervals of keys that a block's rows see. Rows of weight 0 see none.
+  // The intervals of keys that a block's rows see.
   void find_visible(int64_t head, const Block& b, const Worker& w) const {
-    const Visibility v = visibility(head);
+    const int64_t s = batch(head);
+    const Visibility v =
+        Visibility::of(p_.options, sequences_.query_len(s), sequences_.kv_len(s), sequences_.prefix(s));
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const KeyInterval keys = v.keys_of_query((b.first_row + r) / group_);
       w.visible_begin[r] = keys.begin;
       w.visible_end[r] = keys.end;
     }
   }
-  bool takes_part(const Block& b, int64_t r) const {
-    return plan_.product == AttentionProduct::f64 ? static_cast<const double*>(b.queries.weight)[r] != 0
-                                                  : static_cast<const float*>(b.queries.weight)[r] != 0;
-  }
+  // Rows of weight 0 see nothing.
   void hide_absent_rows(const Block& b, const Worker& w) const {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
-      if (!takes_part(b, r)) w.visible_end[r] = w.visible_begin[r];
+      if (number(b.queries.weight, r) == 0) w.visible_end[r] = w.visible_begin[r];
     }
   }
 
   void pack_block(int64_t head, int64_t index, int worker_index) const {
+    if (index * plan_.block_q >= rows(head)) {  // a shorter sequence of the batch
+      for (int64_t g = 0; g < group_ && sink_sums_ != nullptr; ++g) *sink_sum(head, index, g) = 0;
+      return;
+    }
     const Worker w = worker(worker_index);
     const Block b = block_of(head, index);
+    BlockState& s = *new (b.state) BlockState;
     find_visible(head, b, w);
     PackQueries pack;
     pack.query = query_rows(in_.query, head);
@@ -229,16 +280,13 @@ class BackwardCall {
     pack.first_row = b.first_row;
     pack.visible_begin = w.visible_begin;
     pack.visible_end = w.visible_end;
-    pack.query_factor = query_factor_;
-    // The scores are multiplied by the exponent scale as the kernel holds it.
-    const double c =
-        p_.query_dtype == DType::f64 ? exponent_scale_ : static_cast<double>(static_cast<float>(exponent_scale_));
-    pack.reference_scale = c / score_scale_;
+    pack.query_factor = rules_.scale().of_query;
+    pack.score_scale = rules_.score_scale();
+    pack.exponent_scale = rules_.exponent_scale();
     pack.pointers = w.query_rows;
     kernels_.pack_queries(pack, layout_.sizes, b.queries);
 
     hide_absent_rows(b, w);
-    BlockState& s = *b.state;
     s.some_begin = p_.kv_len, s.some_end = 0;
     s.all_begin = 0, s.all_end = p_.kv_len;
     for (int64_t r = 0; r < b.queries.rows; ++r) {
@@ -248,17 +296,31 @@ class BackwardCall {
       s.some_begin = std::min(s.some_begin, w.visible_begin[r]);
       s.some_end = std::max(s.some_end, w.visible_end[r]);
     }
+    s.has_rules = rules_.any(batch(head));
+    if (s.has_rules) {
+      s.rules = rules_.of_block(batch(head), head % p_.num_kv_heads, b.first_row, b.queries.rows, b.row_rules);
+    }
+    // Those who see a key see the prefix; it may lie before their intervals.
+    if (s.some_begin < s.some_end && s.has_rules && s.rules.prefix > 0) s.some_begin = 0;
     s.tiles_done.store(0, std::memory_order_relaxed);
+    if (bias_order_ == BiasOrder::by_tile || bias_order_ == BiasOrder::by_block) {
+      for (int64_t r = 0; r < b.queries.rows; ++r) b.bias_targets[r] = bias_row(head, b.first_row + r);
+    }
+    if (grads_.grad_sinks.data != nullptr) sum_sinks(head, index, b, pack);
     if (s.some_begin >= s.some_end) finish_query(head, b);
   }
 
-  void run_tile(int64_t head, int64_t tile_index, int worker_index) const {
+  // Tiles that the block passes, in this order; some may hold no key that it sees.
+  int64_t first_tile(const BlockState& s) const { return s.some_begin / plan_.block_kv; }
+  int64_t last_tile(const BlockState& s) const { return (s.some_end - 1) / plan_.block_kv; }
+
+  void run_tile(int64_t head, int64_t tile_index, int64_t number, int worker_index) const {
     const Worker w = worker(worker_index);
     const int64_t first = tile_index * plan_.block_kv;
-    const int64_t keys = std::min(plan_.block_kv, p_.kv_len - first);  // of the tensors
+    const int64_t keys = std::clamp<int64_t>(key_rows_of(batch(head)) - first, 0, plan_.block_kv);  // of the tensors
     GradTile tile;
     tile.first_key = first;
-    tile.count = std::clamp<int64_t>(visibility(head).kv_len - first, 0, keys);
+    tile.count = std::clamp<int64_t>(sequences_.kv_len(batch(head)) - first, 0, keys);
     tile.keys = w.keys;
     tile.values = w.values;
     tile.key_columns = w.key_columns;
@@ -266,16 +328,20 @@ class BackwardCall {
     tile.grad_value = grads_.grad_value.data != nullptr ? w.grad_value : nullptr;
     if (tile.grad_key != nullptr) std::memset(w.grad_key, 0, static_cast<size_t>(layout_.grad_key_bytes));
     if (tile.grad_value != nullptr) std::memset(w.grad_value, 0, static_cast<size_t>(layout_.grad_value_bytes));
-    if (tile.count > 0) {
-      pack_tile(head, w, tile);
-      for (int64_t i = 0; i < layout_.blocks; ++i) meet(head, i, w, tile);
+    std::memset(w.bias_sums, 0, static_cast<size_t>(layout_.bias_sum_bytes));
+    if (tile.count > 0) pack_tile(head, w, tile);
+    for (int64_t i = 0; i < layout_.blocks; ++i) {
+      if (tile.count > 0 && i * plan_.block_q < rows(head)) meet(head, i, w, tile, number);
+      pass_turn(i, number);
     }
+    if (bias_order_ == BiasOrder::by_task) add_bias_sums(head, w, tile, number);
+    pass_turn(layout_.blocks, number);
     if (tile.grad_key != nullptr) {
-      finish(w.grad_key, layout_.sizes.acc_stride, keys, p_.head_dim, score_scale_, first,
+      finish(w.grad_key, layout_.sizes.acc_stride, keys, p_.head_dim, rules_.scale().of_score, first,
              kv_rows(grads_.grad_key, head));
     }
     if (tile.grad_value != nullptr) {
-      finish(w.grad_value, layout_.sizes.value_acc_stride, keys, p_.value_head_dim, 1, first,
+      finish(w.grad_value, layout_.sizes.value_acc_stride, keys, p_.value_head_dim, 1 / rules_.keep_prob(), first,
              kv_rows(grads_.grad_value, head));
     }
   }
@@ -283,8 +349,9 @@ class BackwardCall {
   void pack_tile(int64_t head, const Worker& w, GradTile& tile) const {
     const auto locate = [&](const ConstTensor& t, const void** rows) {
       const StackedRows r = kv_rows(t, head);
-      const char* at = static_cast<const char*>(r.data) + tile.first_key * r.seq_stride * size_bytes(t.dtype);
-      for (int64_t j = 0; j < tile.count; ++j, at += r.seq_stride * size_bytes(t.dtype)) rows[j] = at;
+      const int64_t step = r.seq_stride * size_bytes(t.dtype);
+      const char* at = static_cast<const char*>(r.data) + tile.first_key * step;
+      for (int64_t j = 0; j < tile.count; ++j, at += step) rows[j] = at;
     };
     locate(in_.key, w.key_rows);
     locate(in_.value, w.value_rows);
@@ -301,16 +368,19 @@ class BackwardCall {
   }
 
   // One block of query rows against the tile, if it sees any of it.
-  void meet(int64_t head, int64_t index, const Worker& w, const GradTile& tile) const {
+  void meet(int64_t head, int64_t index, const Worker& w, const GradTile& tile, int64_t number) const {
     const Block b = block_of(head, index);
     BlockState& s = *b.state;
-    const int64_t end = tile.first_key + tile.count;
-    if (s.some_begin >= end || s.some_end <= tile.first_key) return;
+    const int64_t tile_index = tile.first_key / plan_.block_kv, end = tile.first_key + tile.count;
+    if (s.some_begin >= s.some_end || tile_index < first_tile(s) || tile_index > last_tile(s)) return;
+    const int64_t prefix = s.has_rules ? s.rules.prefix : 0;
     GradBlock g;
     g.sizes = layout_.sizes;
     g.queries = b.queries;
-    g.exponent_scale = exponent_scale_;
-    g.partial = tile.first_key < s.all_begin || end > s.all_end;
+    g.exponent_scale = rules_.exponent_scale();
+    g.keep_prob = rules_.keep_prob();
+    g.rules = s.has_rules ? &s.rules : nullptr;
+    g.partial = (tile.first_key < s.all_begin || end > s.all_end) && end > prefix;
     g.visible_begin = w.visible_begin;
     g.visible_end = w.visible_end;
     g.grad_scores = w.grad_scores;
@@ -318,29 +388,130 @@ class BackwardCall {
     g.grad_score_columns = w.grad_score_columns;
     g.scores_stride = layout_.scores_stride;
     g.raw = w.raw;
+    g.cap_slopes = w.cap_slopes;
+    g.bias_grads = w.bias_grads;
     g.prefetch = static_cast<const char*>(block_of(head, index + 1 < layout_.blocks ? index + 1 : index).queries.query);
     if (g.partial) {
       find_visible(head, b, w);
       hide_absent_rows(b, w);
     }
     kernels_.grad_tile(g, tile);
-    if (grads_.grad_query.data == nullptr) return;
-    const int64_t before = tile.first_key / plan_.block_kv - s.some_begin / plan_.block_kv;
+
+    if (bias_order_ == BiasOrder::by_task) {
+      void** targets = const_cast<void**>(w.query_rows);
+      const int64_t row_bytes = layout_.bias_sum_bytes / group_;
+      for (int64_t r = 0; r < b.queries.rows; ++r) targets[r] = w.bias_sums + (b.first_row + r) % group_ * row_bytes;
+      kernels_.add_grad_bias(g, tile, targets, tile.first_key, 1, bias_scale());
+    }
+    const int64_t before = tile_index - first_tile(s);
     wait_for(s.tiles_done, before);
-    kernels_.grad_query(g, tile);
-    if (end >= s.some_end) finish_query(head, b);
+    if (bias_order_ == BiasOrder::by_block) {
+      // The heads of the last query may go on in later blocks, where the tasks before this one add to the same bias.
+      const int64_t last_query = (b.first_row + b.queries.rows - 1) / group_;
+      const int64_t last_block = std::min(((last_query + 1) * group_ - 1) / plan_.block_q, layout_.blocks - 1);
+      for (int64_t i = index; i <= last_block; ++i) wait_for(turns_[i], number);
+    }
+    if (bias_order_ == BiasOrder::by_tile || bias_order_ == BiasOrder::by_block) {
+      kernels_.add_grad_bias(g, tile, b.bias_targets, 0, bias_strides_[3], bias_scale());
+    }
+    if (grads_.grad_query.data != nullptr) kernels_.grad_query(g, tile);
+    if (tile_index == last_tile(s)) finish_query(head, b);
     s.tiles_done.store(before + 1, std::memory_order_release);
   }
 
   void finish_query(int64_t head, const Block& b) const {
     if (grads_.grad_query.data == nullptr) return;
-    finish(b.queries.grad_query, layout_.sizes.acc_stride, b.queries.rows, p_.head_dim, scale_, b.first_row,
-           query_rows(grads_.grad_query, head));
+    finish(b.queries.grad_query, layout_.sizes.acc_stride, b.queries.rows, p_.head_dim,
+           rules_.scale().of_query * rules_.scale().of_score, b.first_row, query_rows(grads_.grad_query, head));
   }
   void finish(const void* acc, int64_t acc_stride, int64_t rows, int64_t length, double factor, int64_t first_row,
               const StackedRows& out) const {
     kernels_.finish_rows({acc, rows, length, acc_stride, factor, first_row, out});
   }
+
+  // ---- The bias's gradient
+
+  double bias_scale() const { return static_cast<double>(p_.options.bias_scale); }
+  // Where key 0 of a stacked row has its sum.
+  void* bias_row(int64_t head, int64_t row) const {
+    const int64_t query_head = head % p_.num_kv_heads * group_ + row % group_;
+    const int64_t at = batch(head) * bias_strides_[0] + query_head * bias_strides_[1] + row / group_ * bias_strides_[2];
+    return static_cast<char*>(grads_.grad_bias.data) + at * size_bytes(grads_.grad_bias.dtype);
+  }
+  void clear_grad_bias(ThreadPool& pool) const {
+    const Tensor& t = grads_.grad_bias;
+    const int64_t size = size_bytes(t.dtype), length = t.rank > 0 ? t.shape[t.rank - 1] : 1;
+    const int64_t stride = t.rank > 0 ? t.strides[t.rank - 1] : 1;
+    pool.parallel_for(length > 0 ? t.num_elements() / length : 0, [&](int64_t row, int) {
+      int64_t at = 0;
+      for (int d = t.rank - 2; d >= 0; --d) {
+        at += row % t.shape[d] * t.strides[d];
+        row /= t.shape[d];
+      }
+      char* data = static_cast<char*>(t.data) + at * size;
+      if (stride == 1) {
+        std::memset(data, 0, static_cast<size_t>(length * size));
+      } else {
+        for (int64_t j = 0; j < length; ++j) std::memset(data + j * stride * size, 0, static_cast<size_t>(size));
+      }
+    });
+  }
+  // Lets the task after `number` add to what block i, or the tasks' sums (i = blocks), add to.
+  void pass_turn(int64_t i, int64_t number) const {
+    const bool sums = i == layout_.blocks;
+    if (bias_order_ != (sums ? BiasOrder::by_task : BiasOrder::by_block)) return;
+    wait_for(turns_[i], number);
+    turns_[i].store(number + 1, std::memory_order_release);
+  }
+  void add_bias_sums(int64_t head, const Worker& w, const GradTile& tile, int64_t number) const {
+    wait_for(turns_[layout_.blocks], number);
+    const int64_t row_bytes = layout_.bias_sum_bytes / group_, stride = bias_strides_[3];
+    for (int64_t g = 0; g < group_; ++g) {
+      void* to = bias_row(head, g);
+      for (int64_t j = 0; j < tile.count; ++j) {
+        const char* from = w.bias_sums + g * row_bytes;
+        const int64_t at = (tile.first_key + j) * stride;
+        if (plan_.product == AttentionProduct::f64)
+          static_cast<double*>(to)[at] += reinterpret_cast<const double*>(from)[j];
+        else
+          static_cast<float*>(to)[at] += reinterpret_cast<const float*>(from)[j];
+      }
+    }
+  }
+
+  // ---- The sinks' gradient
+
+  double* sink_sum(int64_t head, int64_t block, int64_t g) const {
+    return sink_sums_ + (head * layout_.blocks + block) * group_ + g;
+  }
+  void sum_sinks(int64_t head, int64_t index, const Block& b, const PackQueries& pack) const {
+    for (int64_t g = 0; g < group_; ++g) *sink_sum(head, index, g) = 0;
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      const int64_t row = b.first_row + r, g = row % group_;
+      const double sink = number(in_.sinks.data, (head % p_.num_kv_heads * group_ + g) * in_.sinks.strides[0]);
+      const double top = statistic(pack.max.data != nullptr ? pack.max : pack.lse, row);
+      const double sum = pack.max.data != nullptr ? statistic(pack.sum, row) : 1;
+      if (std::isinf(sink) || std::isinf(top)) continue;
+      double delta = number(b.queries.delta, r);
+      if (number(b.queries.weight, r) == 0) delta = pack.grad_lse.data != nullptr ? -statistic(pack.grad_lse, row) : 0;
+      *sink_sum(head, index, g) -= std::exp(sink - top) / sum * delta;
+    }
+  }
+  void add_up_sinks() const {
+    const Tensor& t = grads_.grad_sinks;
+    for (int64_t h = 0; h < p_.num_heads; ++h) {
+      double sum = 0;
+      for (int64_t b = 0; b < p_.batch; ++b) {
+        for (int64_t i = 0; i < layout_.blocks; ++i) sum += *sink_sum(b * p_.num_kv_heads + h / group_, i, h % group_);
+      }
+      if (t.dtype == DType::f64)
+        static_cast<double*>(t.data)[h * t.strides[0]] = sum;
+      else
+        static_cast<float*>(t.data)[h * t.strides[0]] = static_cast<float>(sum);
+    }
+  }
+
+  int64_t key_rows_of(int64_t b) const { return p_.varlen_k ? attention::key_rows_of(in_, b) : p_.kv_len; }
 
   const AttentionInputs& in_;
   const AttentionSaved& saved_;
@@ -349,11 +520,15 @@ class BackwardCall {
   const AttentionBackwardPlan& plan_;
   const BackwardKernels& kernels_;
   const BackwardLayout layout_;
+  const Sequences sequences_;
+  const CallRules rules_;
   const int64_t group_;  // query heads per KV head
-  const int64_t rows_;   // query_len * group
   const int64_t heads_;  // (batch, KV head) pairs; `head` counts them throughout
   char* const shared_;
-  double scale_, query_factor_, score_scale_, exponent_scale_;
+  double* sink_sums_ = nullptr;            // [head][block][group]
+  std::atomic<int64_t>* turns_ = nullptr;  // of each block, and of the tasks' sums: the task that may add next
+  BiasOrder bias_order_ = BiasOrder::none;
+  int64_t bias_strides_[4] = {};  // of grad_bias; 0 where it repeats
   struct Progress {
     alignas(64) std::atomic<int64_t> packed{0};
     alignas(64) std::atomic<int64_t> tiles{0};
@@ -361,23 +536,59 @@ class BackwardCall {
   Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
 
+// Rows [first, ...) of dimension 2 of a tensor become 0.
+void clear_rows(const Tensor& t, int64_t first) {
+  if (t.data == nullptr) return;
+  const int64_t size = size_bytes(t.dtype);
+  for (int64_t h = 0; h < t.shape[1]; ++h) {
+    for (int64_t i = first; i < t.shape[2]; ++i) {
+      for (int64_t d = 0; d < t.shape[3]; ++d) {
+        const int64_t at = h * t.strides[1] + i * t.strides[2] + d * t.strides[3];
+        std::memset(static_cast<char*>(t.data) + at * size, 0, static_cast<size_t>(size));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace attention
 
 Status flash_attention_backward(Context& context, const AttentionInputs& inputs, const AttentionSaved& saved,
                                 const AttentionGradients& gradients, const AttentionOptions& options) {
   return guarded([&]() -> Status {
-    Result<AttentionBackwardProblem> problem = attention::check_backward(inputs, saved, gradients, options);
-    if (!problem.ok()) return problem.status();
+    Result<AttentionBackwardProblem> checked = attention::check_backward(inputs, saved, gradients, options);
+    if (!checked.ok()) return checked.status();
+    const AttentionBackwardProblem& problem = checked.value();
+    const AttentionProblem& p = problem.forward;
+
+    using attention::token_rows;
+    const AttentionInputs in = attention::uniform_shapes(inputs, p);
+    AttentionSaved from = saved;
+    AttentionGradients to = gradients;
+    if (p.varlen_q) {
+      for (ConstTensor* t :
+           {&from.out, &from.grad_out, &from.softmax_lse, &from.softmax_max, &from.softmax_sum, &from.grad_lse}) {
+        *t = token_rows(*t);
+      }
+      to.grad_query = token_rows(to.grad_query);
+    }
+    if (p.varlen_k) to.grad_key = token_rows(to.grad_key), to.grad_value = token_rows(to.grad_value);
 
     Context::Impl& impl = context.impl();
-    const AttentionBackwardPlan plan = plan_attention_backward(problem.value(), impl.machine);
-    if (problem.value().forward.batch * problem.value().forward.num_kv_heads == 0) return {};
-
-    Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
-    if (!lease.ok()) return lease.status();
-    attention::BackwardCall(inputs, saved, gradients, problem.value().forward, plan, impl.machine, lease.value().data())
-        .run(impl.pool);
+    if (p.batch * p.num_kv_heads > 0) {
+      const AttentionBackwardPlan plan = plan_attention_backward(problem, impl.machine);
+      Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
+      if (!lease.ok()) return lease.status();
+      attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data()).run(impl.pool);
+    }
+    const auto end_of = [&](const ConstTensor& offsets) {
+      return attention::integer_at(offsets, p.batch * offsets.strides[0]);
+    };
+    if (p.varlen_q) attention::clear_rows(to.grad_query, end_of(inputs.cu_seqlens_q));
+    if (p.varlen_k) {
+      attention::clear_rows(to.grad_key, end_of(inputs.cu_seqlens_k));
+      attention::clear_rows(to.grad_value, end_of(inputs.cu_seqlens_k));
+    }
     return {};
   });
 }

@@ -23,6 +23,7 @@
 #pragma once
 
 #include "attention/backward_kernels.h"
+#include "attention/score_ops.h"
 #include "simd/math.h"
 #include "tile/gemm_accumulate.h"
 #include "tile/pack.h"
@@ -47,6 +48,7 @@ struct Backward {
   static constexpr int kPanel = tile::kTileVecs * kLanes;
   static constexpr int kStep = P::kStep;
   static constexpr int kTileRows = tile::kTileRows;
+  using Ops = ScoreOps<V>;
 
   static OPST_INLINE int64_t words(int64_t elements) { return (elements + kStep - 1) / kStep; }
   static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
@@ -84,6 +86,10 @@ struct Backward {
         if (row.begin >= row.end) continue;
         low = smaller(low, row.begin);
         high = row.end > high ? row.end : high;
+      }
+      if (const int64_t below = b.rules == nullptr ? 0 : b.rules->prefix - t.first_key; below > 0) {
+        low = 0;
+        high = high > below ? high : smaller(below, t.count);
       }
       if (low >= high) return {};
     }
@@ -155,42 +161,111 @@ struct Backward {
     V p, ds;
   };
   struct Row {
-    V minus_reference, weight, delta;
+    V origin, minus_reference, weight, delta;
   };
   static OPST_INLINE Row row_of(const QueryRows& q, int64_t r) {
-    return {V::set1(-accumulators(q.reference)[r]), V::set1(accumulators(q.weight)[r]),
-            V::set1(accumulators(q.delta)[r])};
+    return {V::set1(accumulators(q.origin)[r]), V::set1(-accumulators(q.reference)[r]),
+            V::set1(accumulators(q.weight)[r]), V::set1(accumulators(q.delta)[r])};
   }
-  static OPST_INLINE Pair differentiate(V score, V grad, V c, const Row& row) {
-    const V x = simd::fma(score, c, row.minus_reference);
-    V p;
+  static OPST_INLINE V probability(V score, V c, const Row& row) {
+    const V x = simd::fma(score - row.origin, c, row.minus_reference);
     if constexpr (kStep == 1)
-      p = simd::exp2_short(x) * row.weight;
+      return simd::exp2_short(x) * row.weight;
     else
-      p = simd::exp2_bf16(x) * row.weight;
-    return {p, p * (grad - row.delta)};
+      return simd::exp2_bf16(x) * row.weight;
+  }
+
+  // What turns a vector of S and dP into one of P and dS.
+  struct Plain {
+    V c;
+    OPST_INLINE Pair operator()(V score, V grad, const Row& row, int64_t, int64_t, int) const {
+      const V p = probability(score, c, row);
+      return {p, p * (grad - row.delta)};
+    }
+  };
+  // The same by the rules of the rows: what dropout drops has no weight and no dP, a softcap has a derivative, and what
+  // is hidden has no part in anything.
+  struct Ruled {
+    V c, kept_scale;
+    bool drops, caps;
+    const S* slopes;       // [rows of the part][stride]
+    S* bias_grads;         // null, or likewise
+    const KeepBits* bits;  // of the rows at hand
+    OPST_INLINE Pair operator()(V score, V grad, const Row& row, int64_t first, int64_t column, int which) const {
+      const V zero = V::zero();
+      const int64_t at = first + column;
+      V p = probability(score, c, row), kept = p;
+      if (drops) {
+        const uint32_t keep = bits[which].at(column);
+        kept = simd::select_bits(keep, p, zero);
+        grad = simd::select_bits(keep, grad * kept_scale, zero);
+      }
+      V ds = p * (grad - row.delta);
+      ds = simd::select(score == V::set1(-__builtin_inff()), zero, ds);
+      if (bias_grads != nullptr) ds.store(bias_grads + at);
+      if (caps) ds = ds * V::load(slopes + at);
+      return {kept, ds};
+    }
+  };
+
+  // S of a part's rows by the rules; hidden pairs -inf.
+  static OPST_NOINLINE void shape(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores, S* slopes) {
+    const int64_t origin = t.first_key + span.begin, count = span.end - span.begin;
+    for (int64_t i = 0; i < part.rows; ++i) {
+      const int64_t r = part.first + i;
+      S* s = scores + i * b.scores_stride;
+      if (accumulators(b.queries.weight)[r] == 0) {
+        for (int64_t j = 0; j < span.width; j += kLanes) V::set1(-__builtin_inff()).store(s + j);
+        for (int64_t j = 0; j < span.width; j += kLanes) V::zero().store(slopes + i * b.scores_stride + j);
+        continue;
+      }
+      const RowRules& row = b.rules->rows[r];
+      Ops::shape(*b.rules, row, origin, count, span.width, s, slopes + i * b.scores_stride);
+      const int64_t begin = b.partial ? b.visible_begin[r] - origin : 0;
+      const int64_t end = b.partial ? b.visible_end[r] - origin : count;
+      Ops::hide(*b.rules, row, origin, count, span.width, begin, end, s);
+    }
+  }
+  static OPST_INLINE Ruled ruled(const GradBlock& b, Part part, Span span, const KeepBits* bits) {
+    const ScoreRules& o = *b.rules;
+    S* bias_grads = accumulators(b.bias_grads);
+    if (bias_grads != nullptr) bias_grads += part.first * b.scores_stride + span.begin;
+    return {V::set1(static_cast<S>(b.exponent_scale)),
+            V::set1(static_cast<S>(1 / b.keep_prob)),
+            o.drops(),
+            o.softcap > 0,
+            static_cast<const S*>(b.cap_slopes),
+            bias_grads,
+            bits};
+  }
+  static OPST_INLINE void find_kept(const GradBlock& b, const GradTile& t, int64_t r, Span span, KeepBits& bits) {
+    if (b.rules == nullptr || !b.rules->drops()) return;
+    Ops::keep(*b.rules, b.rules->rows[r], t.first_key + span.begin, span.end - span.begin, bits);
   }
 
   // S -> P and dP -> dS, in place.
-  static OPST_NOINLINE void differentiate_rows(const GradBlock& b, Part part, int64_t width, S* scores, S* grads) {
-    const V c = V::set1(static_cast<S>(b.exponent_scale));
+  template <class Rule>
+  static OPST_NOINLINE void differentiate_rows(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores,
+                                               S* grads, const Rule& rule, KeepBits* bits) {
     for (int64_t i = 0; i < part.rows; ++i) {
       const Row row = row_of(b.queries, part.first + i);
-      S* s = scores + i * b.scores_stride;
-      S* g = grads + i * b.scores_stride;
+      find_kept(b, t, part.first + i, span, *bits);
+      const int64_t first = i * b.scores_stride;
+      S* p = scores + first;
+      S* ds = grads + first;
       int64_t j = 0;
-      for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
-        const Pair x = differentiate(V::load(s + j), V::load(g + j), c, row);
-        const Pair y = differentiate(V::load(s + j + kLanes), V::load(g + j + kLanes), c, row);
-        x.p.store(s + j);
-        y.p.store(s + j + kLanes);
-        x.ds.store(g + j);
-        y.ds.store(g + j + kLanes);
+      for (; j + 2 * kLanes <= span.width; j += 2 * kLanes) {
+        const Pair x = rule(V::load(p + j), V::load(ds + j), row, first, j, 0);
+        const Pair y = rule(V::load(p + j + kLanes), V::load(ds + j + kLanes), row, first, j + kLanes, 0);
+        x.p.store(p + j);
+        y.p.store(p + j + kLanes);
+        x.ds.store(ds + j);
+        y.ds.store(ds + j + kLanes);
       }
-      if (j < width) {
-        const Pair x = differentiate(V::load(s + j), V::load(g + j), c, row);
-        x.p.store(s + j);
-        x.ds.store(g + j);
+      if (j < span.width) {
+        const Pair x = rule(V::load(p + j), V::load(ds + j), row, first, j, 0);
+        x.p.store(p + j);
+        x.ds.store(ds + j);
       }
     }
   }
@@ -198,16 +273,16 @@ struct Backward {
 #if defined(__AVX512BF16__)
   // S, dP -> P by columns, dS by rows and by columns, rounded to bf16. Two rows at a time, whose elements make the
   // words of the column forms.
-  static OPST_NOINLINE void differentiate_pairs(const GradBlock& b, Part part, Span span, const S* scores,
-                                                const S* grads) {
-    const V c = V::set1(static_cast<S>(b.exponent_scale));
+  template <class Rule>
+  static OPST_NOINLINE void differentiate_pairs(const GradBlock& b, const GradTile& t, Part part, Span span,
+                                                const S* scores, const S* grads, const Rule& rule, KeepBits* bits) {
     for (int64_t i = 0; i < part.rows; i += 2) {
       const int64_t r = part.first + i;
       const bool has_odd = i + 1 < part.rows;
       const Row even = row_of(b.queries, r), odd = row_of(b.queries, has_odd ? r + 1 : r);
-      const S* s = scores + i * b.scores_stride;
-      const S* g = grads + i * b.scores_stride;
-      const int64_t next = has_odd ? b.scores_stride : 0;
+      find_kept(b, t, r, span, bits[0]);
+      if (has_odd) find_kept(b, t, r + 1, span, bits[1]);
+      const int64_t first = i * b.scores_stride, next = has_odd ? b.scores_stride : 0;
       uint32_t* p_columns = static_cast<uint32_t*>(b.probability_columns) + r / 2 * b.scores_stride + span.begin;
       uint32_t* ds_columns = static_cast<uint32_t*>(b.grad_score_columns) + r / 2 * b.scores_stride + span.begin;
       bf16* ds_even = grad_score_row(b, r) + span.begin;
@@ -215,11 +290,13 @@ struct Backward {
       for (int64_t j = 0; j < span.width; j += 2 * kLanes) {
         V ds[2][2];
         OPST_UNROLL for (int half = 0; half < 2; ++half) {
-          const int64_t at = j + half * kLanes;
-          Pair x = differentiate(V::load(s + at), V::load(g + at), c, even);
-          Pair y = differentiate(V::load(s + next + at), V::load(g + next + at), c, odd);
-          if (!has_odd) y = {V::zero(), V::zero()};
-          if (at >= span.width) x = y = {V::zero(), V::zero()};
+          const int64_t at = j + half * kLanes, from = first + at;
+          Pair x = {V::zero(), V::zero()}, y = x;
+          if (at < span.width) {
+            x = rule(V::load(scores + from), V::load(grads + from), even, first, at, 0);
+            if (has_odd)
+              y = rule(V::load(scores + from + next), V::load(grads + from + next), odd, first + next, at, 1);
+          }
           simd::store_interleaved_bf16_fast(x.p, y.p, p_columns + at);
           simd::store_interleaved_bf16_fast(x.ds, y.ds, ds_columns + at);
           ds[0][half] = x.ds;
@@ -233,6 +310,17 @@ struct Backward {
 #endif
   static OPST_INLINE bf16* grad_score_row(const GradBlock& b, int64_t r) {
     return reinterpret_cast<bf16*>(static_cast<uint32_t*>(b.grad_scores) + r * (b.scores_stride / kStep));
+  }
+  template <class Rule>
+  static OPST_INLINE void differentiate(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores,
+                                        S* grads, const Rule& rule, KeepBits* bits) {
+    if constexpr (kStep == 1) {
+      differentiate_rows(b, t, part, span, scores, grads, rule, bits);
+    } else {
+#if defined(__AVX512BF16__)
+      differentiate_pairs(b, t, part, span, scores, grads, rule, bits);
+#endif
+    }
   }
 
   // Columns [begin, end) of the column forms of P and dS become 0 for the rows of a part.
@@ -299,6 +387,7 @@ struct Backward {
     const QueryRows& q = b.queries;
     const char* prefetch = b.prefetch;
     PartSpans spans;
+    KeepBits bits[kStep];
     spans.count = num_parts(q.rows, kStep);
     const int64_t width = (t.count + kLanes - 1) / kLanes * kLanes;
     for (int64_t i = 0; i < spans.count; ++i) {
@@ -323,13 +412,12 @@ struct Backward {
       multiply(rows, span, t, q.query, sizes.query_stride, sizes.head_dim, t.keys, scores, b.scores_stride, prefetch);
       multiply(rows, span, t, q.grad_out, sizes.value_stride, sizes.value_head_dim, t.values, grads, b.scores_stride,
                prefetch);
-      if (b.partial || span.end < span.begin + span.width) hide(b, t, rows, span, scores, grads, b.scores_stride);
-      if constexpr (kStep == 1) {
-        differentiate_rows(b, rows, span.width, scores, grads);
+      if (b.rules == nullptr) {
+        if (b.partial || span.end < span.begin + span.width) hide(b, t, rows, span, scores, grads, b.scores_stride);
+        differentiate(b, t, rows, span, scores, grads, Plain{V::set1(static_cast<S>(b.exponent_scale))}, bits);
       } else {
-#if defined(__AVX512BF16__)
-        differentiate_pairs(b, rows, span, scores, grads);
-#endif
+        shape(b, t, rows, span, scores, static_cast<S*>(b.cap_slopes));
+        differentiate(b, t, rows, span, scores, grads, ruled(b, rows, span, bits), bits);
       }
     }
     if (pair_by_pair(b, t)) {
@@ -381,10 +469,41 @@ struct Backward {
     }
   }
 
+  // ---- Sums for the bias
+
+  static void add_grad_bias(const GradBlock& b, const GradTile& t, void* const* targets, int64_t first_target,
+                            int64_t stride, double factor) {
+    const V f = V::set1(static_cast<S>(factor));
+    for (int64_t i = 0; i < num_parts(b.queries.rows, kStep); ++i) {
+      const Part rows = part(b.queries.rows, kStep, i);
+      const Span span = span_of(b, t, rows);
+      for (int64_t r = rows.first; r < rows.first + rows.rows && span.width > 0; ++r) {
+        const S* ds = static_cast<const S*>(b.bias_grads) + r * b.scores_stride;
+        S* target = accumulators(targets[r]) + (t.first_key - first_target) * stride;
+        V total = V::zero();
+        for (int64_t j = span.begin; j < span.end; j += kLanes) {
+          const int64_t n = clamp_lanes(span.end - j);
+          const V x = V::load_n(ds + j, n) * f;
+          if (stride == 1) {
+            (V::load_n(target + j, n) + x).store_n(target + j, n);
+          } else if (stride == 0) {
+            total = total + x;
+          } else {
+            S lanes[kLanes];
+            x.store(lanes);
+            for (int64_t k = 0; k < n; ++k) target[(j + k) * stride] += lanes[k];
+          }
+        }
+        if (stride == 0) *target += simd::hsum(total);
+      }
+    }
+  }
+
   // ---- The same sums over visible pairs alone
 
   static OPST_INLINE bool pair_by_pair(const GradBlock& b, const GradTile& t) {
-    return b.partial && !(t.keys_finite && *b.queries.finite);
+    const bool some_hidden = b.partial || (b.rules != nullptr && b.rules->hides());
+    return some_hidden && !(t.keys_finite && *b.queries.finite);
   }
   static OPST_INLINE S widened(uint32_t bits) {
     S x = 0;
@@ -413,16 +532,25 @@ struct Backward {
     }
   }
 
+  // Whether row r sees column j of the tile; `kept`: and dropout keeps the weight.
+  static OPST_INLINE bool sees(const GradBlock& b, const GradTile& t, int64_t r, int64_t j, bool kept) {
+    if (accumulators(b.queries.weight)[r] == 0) return false;
+    const Span row = b.partial ? columns_of_row(b, t, r) : Span{0, t.count, 0};
+    if (b.rules == nullptr) return j >= row.begin && j < row.end;
+    ScoreRules rules = *b.rules;
+    if (!kept) rules.keep_below = 0, rules.drop_mask = nullptr;
+    return Ops::contributes(rules, rules.rows[r], t.first_key + j, t.first_key + row.begin, t.first_key + row.end);
+  }
+
   static OPST_NOINLINE void add_visible_to_keys(const GradBlock& b, const GradTile& t) {
     const BackwardSizes& z = b.sizes;
     for (int64_t r = 0; r < b.queries.rows; ++r) {
-      const Span seen = columns_of_row(b, t, r);
-      for (int64_t j = seen.begin; j < seen.end; ++j) {
-        if (t.grad_value != nullptr) {
+      for (int64_t j = 0; j < t.count; ++j) {
+        if (t.grad_value != nullptr && sees(b, t, r, j, true)) {
           add_row(element(b.probability_columns, b.scores_stride, r, j), b.queries.grad_out, z.value_stride, r,
                   z.value_head_dim, accumulators(t.grad_value) + j * z.value_acc_stride);
         }
-        if (t.grad_key != nullptr) {
+        if (t.grad_key != nullptr && sees(b, t, r, j, false)) {
           add_row(element(b.grad_score_columns, b.scores_stride, r, j), b.queries.query, z.query_stride, r, z.head_dim,
                   accumulators(t.grad_key) + j * z.acc_stride);
         }
@@ -434,9 +562,9 @@ struct Backward {
     const BackwardSizes& z = b.sizes;
     const Columns keys = columns(t.key_columns, z.query_stride, t.key_columns, t.count, z.head_dim);
     for (int64_t r = 0; r < b.queries.rows; ++r) {
-      const Span seen = columns_of_row(b, t, r);
       S* acc = accumulators(b.queries.grad_query) + r * z.acc_stride;
-      for (int64_t j = seen.begin; j < seen.end; ++j) {
+      for (int64_t j = 0; j < t.count; ++j) {
+        if (!sees(b, t, r, j, false)) continue;
         const V ds = element(b.grad_score_columns, b.scores_stride, r, j);
         for (int64_t d = 0; d < z.head_dim; d += kLanes) {
           const int64_t column = d / kPanel * kPanel;
@@ -494,29 +622,60 @@ struct Backward {
     }
   }
 
-  // Sum of a packed row times a row of `from`.
+  // delta[r] = sum of packed row r times the same row of O, for rows that share a register tile. Where O is of a type
+  // that the product takes, it is dP's own arithmetic: a row that sees one key alone then has dS = 0 exactly.
+  static constexpr int kDeltaRows = kTileRows < kLanes ? kTileRows : kLanes;
   template <class T>
-  static OPST_INLINE S dot_row(const T* row, int64_t dim_stride, int64_t length, const Word* packed) {
-    if constexpr ((sizeof(T) == 8) != (sizeof(S) == 8)) {
-      return 0;
+  static OPST_NOINLINE void find_deltas(const void* const* out_rows, int64_t dim_stride, int rows, int64_t length,
+                                        const Word* packed, int64_t stride, S* delta) {
+    if constexpr ((sizeof(T) == 8) != (sizeof(S) == 8)) {  // f64 has f64 kernels only
+      return;
+    } else if constexpr (kStep == 2 && sizeof(T) != 2) {
+      for (int r = 0; r < rows; ++r) delta[r] = dot_row<T>(out_rows[r], dim_stride, length, packed + r * stride);
     } else {
-      V sum = V::zero();
-      for (int64_t d = 0; d < length; d += kLanes) {
-        sum = simd::fma(elements(packed, 0, 0, d), tile::load_row<V>(row, dim_stride, d, length), sum);
-      }
-      return simd::hsum(sum);
+      alignas(64) Word panel[(kMaxDim + kStep - 1) / kStep * kLanes];
+      alignas(64) S products[kDeltaRows * kLanes];
+      tile::pack_columns<P, T>({out_rows, dim_stride}, rows, length, panel);
+      tile::product_for<P, 1>(rows)(words(length), packed, stride, panel, kLanes, products, kLanes,
+                                    reinterpret_cast<const char*>(packed));
+      for (int r = 0; r < rows; ++r) delta[r] = products[r * kLanes + r];
     }
   }
-  static OPST_INLINE S dot_row(const StackedRows& from, int64_t offset, int64_t length, const Word* packed) {
-    switch (from.dtype) {
+  static constexpr int kMaxDim = 768 + 2 * kLanes;
+  template <class T>
+  static OPST_INLINE S dot_row(const void* row, int64_t dim_stride, int64_t length, const Word* packed) {
+    V sum = V::zero();
+    for (int64_t d = 0; d < length; d += kLanes) {
+      const V x = tile::load_row<V>(static_cast<const T*>(row), dim_stride, d, length);
+      sum = simd::fma(elements(packed, 0, 0, d), x, sum);
+    }
+    return simd::hsum(sum);
+  }
+  static OPST_INLINE void find_deltas(const PackQueries& from, const BackwardSizes& z, const QueryRows& to, int64_t r,
+                                      S* delta) {
+    const int rows = static_cast<int>(smaller(kDeltaRows, to.rows - r));
+    const int64_t size = from.out.dtype == DType::f64 ? 8 : from.out.dtype == DType::f32 ? 4 : 2;
+    const void* pointers[kDeltaRows];
+    for (int i = 0; i < rows; ++i) {
+      pointers[i] = static_cast<const char*>(from.out.data) + offset_of(from.out, from.first_row + r + i) * size;
+    }
+    const Word* packed = static_cast<const Word*>(to.grad_out) + r * z.value_stride;
+    const int64_t dim_stride = from.out.dim_stride, length = z.value_head_dim;
+    switch (from.out.dtype) {
       case DType::f32:
-        return dot_row(static_cast<const float*>(from.data) + offset, from.dim_stride, length, packed);
+        return find_deltas<float>(pointers, dim_stride, rows, length, packed, z.value_stride, delta);
       case DType::bf16:
-        return dot_row(static_cast<const bf16*>(from.data) + offset, from.dim_stride, length, packed);
+        return find_deltas<bf16>(pointers, dim_stride, rows, length, packed, z.value_stride, delta);
       case DType::f16:
-        return dot_row(static_cast<const f16*>(from.data) + offset, from.dim_stride, length, packed);
+        if constexpr (kStep == 1)
+          find_deltas<f16>(pointers, dim_stride, rows, length, packed, z.value_stride, delta);
+        else
+          for (int i = 0; i < rows; ++i) {
+            delta[i] = dot_row<f16>(pointers[i], dim_stride, length, packed + i * z.value_stride);
+          }
+        return;
       default:
-        return dot_row(static_cast<const double*>(from.data) + offset, from.dim_stride, length, packed);
+        return find_deltas<double>(pointers, dim_stride, rows, length, packed, z.value_stride, delta);
     }
   }
 
@@ -538,31 +697,45 @@ struct Backward {
       if (to.grad_query != nullptr) {
         for (int64_t d = 0; d < z.acc_stride; d += kLanes) V::zero().store(acc + d);
       }
-      S reference = 0, weight = 0, delta = 0;
+      S origin = 0, reference = 0, weight = 0;
       if (takes_part(from, row, r)) {
         const bool has_max = from.max.data != nullptr;
         const S top = statistic(has_max ? from.max : from.lse, row);
-        // The reference is rounded; its rest goes into the weight.
-        const double exact = static_cast<double>(top) * from.reference_scale;
-        reference = static_cast<S>(exact);
-        const double rest = (static_cast<double>(reference) - exact) * 0x1.62e42fefa39efp-1;
         const double sum = has_max ? static_cast<double>(statistic(from.sum, row)) : 1;
+        const double c = static_cast<double>(static_cast<S>(from.exponent_scale));
+        const double exact = static_cast<double>(top) / from.score_scale * c;
+        double rest = 0;
+        if (exact > -kFar && exact < kFar) {  // the reference is rounded; its rest goes into the weight
+          reference = static_cast<S>(exact);
+          rest = (static_cast<double>(reference) - exact) * 0x1.62e42fefa39efp-1;
+        } else {
+          origin = static_cast<S>(static_cast<double>(top) / from.score_scale);
+        }
         weight = static_cast<S>(__builtin_exp(rest) / sum);
         const bool finite_query =
             copy_row(from.query, offset_of(from.query, row), z.head_dim, from.query_factor, query, z.query_stride);
         const bool finite_grad =
             copy_row(from.grad_out, offset_of(from.grad_out, row), z.value_head_dim, 1, grad_out, z.value_stride);
-        delta = dot_row(from.out, offset_of(from.out, row), z.value_head_dim, grad_out);
-        if (from.grad_lse.data != nullptr) delta -= statistic(from.grad_lse, row);
         all_finite =
-            all_finite && finite_query && finite_grad && is_finite(delta) && is_finite(weight) && is_finite(reference);
+            all_finite && finite_query && finite_grad && is_finite(weight) && is_finite(reference) && is_finite(origin);
       } else {
         for (int64_t d = 0; d < z.query_stride * kStep; d += kLanes) store_words(V::zero(), query, d);
         for (int64_t d = 0; d < z.value_stride * kStep; d += kLanes) store_words(V::zero(), grad_out, d);
       }
+      accumulators(to.origin)[r] = origin;
       accumulators(to.reference)[r] = reference;
       accumulators(to.weight)[r] = weight;
-      accumulators(to.delta)[r] = delta;
+    }
+    for (int64_t first = 0; first < to.rows; first += kDeltaRows) {
+      S deltas[kDeltaRows];
+      find_deltas(from, z, to, first, deltas);
+      for (int64_t r = first; r < to.rows && r < first + kDeltaRows; ++r) {
+        S delta = deltas[r - first];
+        if (from.grad_lse.data != nullptr) delta -= statistic(from.grad_lse, from.first_row + r);
+        if (accumulators(to.weight)[r] == 0) delta = 0;
+        accumulators(to.delta)[r] = delta;
+        all_finite = all_finite && is_finite(delta);
+      }
     }
     *to.finite = all_finite;
     if constexpr (kStep == 2) {
@@ -570,6 +743,8 @@ struct Backward {
       to_columns(to.grad_out, z.value_stride, to.rows, z.value_head_dim, from.pointers, to.grad_out_columns);
     }
   }
+  // Beyond it a rounded product is no small number.
+  static constexpr double kFar = 1024;
   // Whether forward saw a key there, and the sums can be trusted to be numbers or NaN.
   static OPST_INLINE bool takes_part(const PackQueries& from, int64_t row, int64_t r) {
     if (from.visible_begin[r] >= from.visible_end[r]) return false;

@@ -1,21 +1,13 @@
 #include "attention/backward_check.h"
 
-#include <cmath>
+#include <algorithm>
 #include <string>
 
+#include "attention/check.h"
 #include "attention/sequences.h"
 #include "core/shape_check.h"
 
 namespace opst::attention {
-
-namespace {
-
-constexpr int64_t kMaxHeadDim = 768;
-constexpr int64_t kMaxBlock = 4096;
-
-std::string str(int64_t x) { return std::to_string(x); }
-
-}  // namespace
 
 Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const AttentionSaved& saved,
                                                 const AttentionGradients& grads, const AttentionOptions& options) {
@@ -23,36 +15,50 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   if (in.block_table.data != nullptr) {
     return Status::unsupported("flash_attention_backward: block_table is given, but paged keys have no gradient");
   }
-  if (in.cu_seqlens_q.data != nullptr || in.cu_seqlens_k.data != nullptr || in.prefix.data != nullptr ||
-      in.mask.data != nullptr || in.bias.data != nullptr || in.alibi_slopes.data != nullptr ||
-      in.sinks.data != nullptr || in.drop_mask.data != nullptr || options.softcap != 0 ||
-      options.dropout.keep_prob != 1) {
-    return Status::unsupported("flash_attention_backward: knows causal masks, windows and kv_lengths only, so far");
-  }
   const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
-  const bool f64 = in.query.dtype == DType::f64;
-  const DType statistics = f64 ? DType::f64 : DType::f32;
+  const bool f64 = in.query.dtype == DType::f64, varlen_k = in.cu_seqlens_k.data != nullptr;
+  const DType real = f64 ? DType::f64 : DType::f32;
 
-  check.tensor("query", in.query).dtype(floats).dims({"batch", "num_heads", "query_len", "head_dim"});
-  check.tensor("key", in.key).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
-  check.tensor("value", in.value).dtype(floats).dims({"batch", "num_kv_heads", "kv_len", "value_head_dim"});
-  const bool has_lengths = in.kv_lengths.data != nullptr;
-  if (has_lengths) check.tensor("kv_lengths", in.kv_lengths).dtype({DType::i32, DType::i64}).dims({"batch"});
-  check.tensor("out", saved.out).dtype(floats).dims({"batch", "num_heads", "query_len", "value_head_dim"});
-  check.tensor("grad_out", saved.grad_out).dtype(floats).dims({"batch", "num_heads", "query_len", "value_head_dim"});
+  bind_inputs(check, in);
+  const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
+  check.tensor("out", saved.out).dtype(floats).dims(dims.out);
+  check.tensor("grad_out", saved.grad_out).dtype(floats).dims(dims.out);
   const auto statistic = [&](const char* name, const ConstTensor& t) {
-    if (t.data != nullptr) check.tensor(name, t).dtype({statistics}).dims({"batch", "num_heads", "query_len"});
+    if (t.data != nullptr) check.tensor(name, t).dtype({real}).dims(dims.statistic);
   };
   statistic("softmax_lse", saved.softmax_lse);
   statistic("softmax_max", saved.softmax_max);
   statistic("softmax_sum", saved.softmax_sum);
   statistic("grad_lse", saved.grad_lse);
-  const auto gradient = [&](const char* name, const Tensor& t, std::initializer_list<const char*> dims) {
-    if (t.data != nullptr) check.output(name, t).dtype(floats).dims(dims);
+  const auto gradient = [&](const char* name, const Tensor& t, std::initializer_list<const char*> names) {
+    if (t.data != nullptr) check.output(name, t).dtype(floats).dims(names);
   };
-  gradient("grad_query", grads.grad_query, {"batch", "num_heads", "query_len", "head_dim"});
-  gradient("grad_key", grads.grad_key, {"batch", "num_kv_heads", "kv_len", "head_dim"});
-  gradient("grad_value", grads.grad_value, {"batch", "num_kv_heads", "kv_len", "value_head_dim"});
+  gradient("grad_query", grads.grad_query, dims.query);
+  if (varlen_k) {
+    gradient("grad_key", grads.grad_key, {"total_k", "num_kv_heads", "head_dim"});
+    gradient("grad_value", grads.grad_value, {"total_k", "num_kv_heads", "value_head_dim"});
+  } else {
+    gradient("grad_key", grads.grad_key, {"batch", "num_kv_heads", "kv_len", "head_dim"});
+    gradient("grad_value", grads.grad_value, {"batch", "num_kv_heads", "kv_len", "value_head_dim"});
+  }
+  if (grads.grad_bias.data != nullptr) {
+    check.output("grad_bias", grads.grad_bias).dtype({real});
+    check.require(in.bias.data != nullptr, [] { return std::string("grad_bias is given, but bias is not"); });
+    const Tensor& g = grads.grad_bias;
+    check.require(g.rank == in.bias.rank, [&] {
+      return "grad_bias has rank " + std::to_string(g.rank) + ", but bias has rank " + std::to_string(in.bias.rank);
+    });
+    for (int d = 0; check.ok() && d < g.rank; ++d) {
+      check.require(g.shape[d] == in.bias.shape[d], [&] {
+        return "grad_bias dim " + std::to_string(d) + " is " + std::to_string(g.shape[d]) + ", but bias has " +
+               std::to_string(in.bias.shape[d]);
+      });
+    }
+  }
+  if (grads.grad_sinks.data != nullptr) {
+    check.output("grad_sinks", grads.grad_sinks).dtype({real}).dims({"num_heads"});
+    check.require(in.sinks.data != nullptr, [] { return std::string("grad_sinks is given, but sinks is not"); });
+  }
 
   const auto same_kind = [&](const char* name, const ConstTensor& t) {
     check.require(t.data == nullptr || (t.dtype == DType::f64) == f64, [&] {
@@ -74,48 +80,27 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
     return std::string(has_max ? "softmax_max" : "softmax_sum") + " is given, but " +
            (has_max ? "softmax_sum" : "softmax_max") + " is not";
   });
-  check.require(has_max || saved.softmax_lse.data != nullptr || check["query_len"] == 0 || check["batch"] == 0 ||
-                    check["num_heads"] == 0,
+  check.require(has_max || saved.softmax_lse.data != nullptr || saved.out.num_elements() == 0,
                 [] { return std::string("neither softmax_lse nor softmax_max and softmax_sum are given"); });
 
-  if (options.softmax_scale) {
-    check.require(std::isfinite(*options.softmax_scale),
-                  [&] { return "softmax_scale is " + std::to_string(*options.softmax_scale) + ", must be finite"; });
-  }
-  check.require(options.block_q >= 0 && options.block_q <= kMaxBlock,
-                [&] { return "block_q is " + str(options.block_q) + ", must be 0 to " + str(kMaxBlock); });
-  check.require(options.block_kv >= 0 && options.block_kv <= kMaxBlock,
-                [&] { return "block_kv is " + str(options.block_kv) + ", must be 0 to " + str(kMaxBlock); });
-  for (const char* name : {"head_dim", "value_head_dim"}) {
-    const int64_t d = check[name];
-    check.require(d >= 1 && d <= kMaxHeadDim,
-                  [&] { return std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim); });
-  }
-  const int64_t heads = check["num_heads"], kv_heads = check["num_kv_heads"], kv_len = check["kv_len"];
-  check.require(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0,
-                [&] { return "num_heads is " + str(heads) + ", not a multiple of num_kv_heads = " + str(kv_heads); });
-  for (int64_t b = 0; has_lengths && check.ok() && b < in.kv_lengths.shape[0]; ++b) {
-    const int64_t length = integer_at(in.kv_lengths, b * in.kv_lengths.strides[0]);
-    check.require(length >= 0 && length <= kv_len, [&] {
-      return "kv_lengths[" + str(b) + "] is " + str(length) + ", must be 0 to " + str(kv_len) + " (kv_len of key)";
-    });
-  }
-  if (!check.ok()) return check.status();
-
+  Result<AttentionProblem> problem = pose_problem(check, in, options);
+  if (!problem.ok()) return problem.status();
   AttentionBackwardProblem b;
-  AttentionProblem& p = b.forward;
-  p.query_dtype = in.query.dtype;
-  p.kv_dtype = in.key.dtype;
-  p.batch = check["batch"];
-  p.num_heads = heads;
-  p.num_kv_heads = kv_heads;
-  p.query_len = check["query_len"];
-  p.kv_len = kv_len;
-  p.head_dim = check["head_dim"];
-  p.value_head_dim = check["value_head_dim"];
-  p.options = options;
+  b.forward = problem.value();
   b.grad_out_dtype = saved.grad_out.dtype;
+  b.grad_bias = grads.grad_bias.data != nullptr;
+  b.grad_sinks = grads.grad_sinks.data != nullptr;
+  b.forward.kv_len = varlen_k ? 0 : in.key.shape[2];
+  for (int64_t i = 0; i < b.forward.batch && varlen_k; ++i) {
+    b.forward.kv_len = std::max(b.forward.kv_len, key_rows_of(in, i));
+  }
   return b;
+}
+
+int64_t key_rows_of(const AttentionInputs& in, int64_t b) {
+  if (in.cu_seqlens_k.data == nullptr) return in.key.shape[2];
+  const int64_t stride = in.cu_seqlens_k.strides[0];
+  return integer_at(in.cu_seqlens_k, (b + 1) * stride) - integer_at(in.cu_seqlens_k, b * stride);
 }
 
 }  // namespace opst::attention

@@ -10,4 +10,7 @@ namespace opst::attention {
 Result<AttentionBackwardProblem> check_backward(const AttentionInputs& inputs, const AttentionSaved& saved,
                                                 const AttentionGradients& gradients, const AttentionOptions& options);
 
+// Rows of sequence b in key and value, whatever its kv_lengths.
+int64_t key_rows_of(const AttentionInputs& inputs, int64_t b);
+
 }  // namespace opst::attention

@@ -30,7 +30,8 @@ struct QueryRows {
   void* grad_out;       // words [rows][value_stride]
   void* query_columns;  // column forms of the two; unused where the row form serves
   void* grad_out_columns;
-  void* reference;   // accumulators [rows]: P = exp2(c s - reference) * weight
+  void* origin;      // accumulators [rows]: P = exp2(c (s - origin) - reference) * weight
+  void* reference;   // [rows]
   void* weight;      // [rows]; 0 where the row takes no part: its Q, dO and delta are 0 then
   void* delta;       // [rows]: rowsum(dO * O) - grad_lse
   void* grad_query;  // [rows][acc_stride]
@@ -43,9 +44,10 @@ struct PackQueries {
   int64_t first_row;                    // row r of the block is row first_row + r of these
   const int64_t* visible_begin;         // keys that row r may see; a row without any takes no part
   const int64_t* visible_end;
-  double query_factor;     // 0 or a power of two, goes into Q
-  double reference_scale;  // reference = max (or lse) * reference_scale
-  const void** pointers;   // room for one per row
+  double query_factor;    // 0 or a power of two, goes into Q
+  double score_scale;     // turns a kernel's score into one of the statistics' unit
+  double exponent_scale;  // c
+  const void** pointers;  // room for one per row
 };
 
 // One tile of keys and what its keys have gathered so far.
@@ -74,7 +76,9 @@ struct PackKeys {
 struct GradBlock {
   BackwardSizes sizes;
   QueryRows queries;
-  double exponent_scale;         // c = softmax_scale * log2(e)
+  double exponent_scale;         // c = |softmax_scale| * log2(e); log2(e) where scores are natural
+  double keep_prob;              // of dropout
+  const ScoreRules* rules;       // of the block's rows; null: scores are used as they are
   bool partial;                  // some row does not see some key of the tile
   const int64_t* visible_begin;  // as in QueryBlock; read where partial
   const int64_t* visible_end;
@@ -85,6 +89,8 @@ struct GradBlock {
   void* grad_score_columns;
   int64_t scores_stride;
   void* raw;             // pairs of bf16: accumulators [2][tile_rows][scores_stride], S and dP of a register tile
+  void* cap_slopes;      // with rules: accumulators [tile_rows][scores_stride], derivatives of the softcap
+  void* bias_grads;      // accumulators [rows][scores_stride]: dS, for add_grad_bias; null where not wanted
   const char* prefetch;  // what comes next, in steps of a cache line
 };
 
@@ -102,6 +108,9 @@ struct BackwardKernels {
   bool (*pack_keys)(const PackKeys& pack, const BackwardSizes& sizes);
   void (*grad_tile)(const GradBlock& block, const GradTile& tile);   // dV += P^T dO, dK += dS^T Q
   void (*grad_query)(const GradBlock& block, const GradTile& tile);  // dQ += dS K
+  // targets[r] + (first_key + j - first_target) * stride += factor * dS[r][j] after grad_tile, row by row.
+  void (*add_grad_bias)(const GradBlock& block, const GradTile& tile, void* const* targets, int64_t first_target,
+                        int64_t stride, double factor);
   void (*finish_rows)(const FinishGradient& finish);
 };
 

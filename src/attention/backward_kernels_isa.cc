@@ -13,6 +13,7 @@ constexpr BackwardKernels backward_kernels() {
           .pack_keys = Backward<P>::template pack_keys<T>,
           .grad_tile = Backward<P>::grad_tile,
           .grad_query = Backward<P>::grad_query,
+          .add_grad_bias = Backward<P>::add_grad_bias,
           .finish_rows = Backward<P>::finish_rows};
 }
 

@@ -1,6 +1,7 @@
 // Layout of a backward call's scratch memory: what backward_plan.cc adds up and backward.cc hands out.
 //
-//   shared    [2 waves: heads][packed query rows, statistics, dQ, progress of each block]   [partial sums of all heads]
+//   shared    [2 waves: heads][packed query rows, statistics, dQ, rules, progress of each block]
+//             [the sinks' sums of each block]  [whose turn it is to add to a bias that repeats]
 //   worker    packed keys of a tile, dK and dV, P and dS of a block, row pointers, visible intervals
 #pragma once
 
@@ -15,9 +16,11 @@ namespace opst::attention {
 
 // A block of query rows in a head's scratch memory: the keys that it sees, and how far its dQ is.
 struct BlockState {
+  ScoreRules rules;
   int64_t some_begin, some_end;  // seen by some row
   int64_t all_begin, all_end;    // seen by every row
   bool finite;
+  bool has_rules;
   std::atomic<int64_t> tiles_done;
 };
 
@@ -33,10 +36,15 @@ struct BackwardLayout {
   int64_t key_bytes, key_value_bytes, key_column_bytes;  // of a tile
   int64_t grad_key_bytes, grad_value_bytes;
   int64_t scores_bytes, score_row_bytes, raw_bytes;
+  int64_t rule_bytes, target_bytes;  // of a block: RowRules, addresses of its rows of the bias's gradient
+  int64_t cap_bytes, bias_bytes, bias_sum_bytes;
+  int64_t sink_bytes, turn_bytes;  // of the whole call
   int64_t worker_bytes;
 
-  BackwardLayout(const AttentionProblem& p, int64_t block_q, int64_t block_kv, const Geometry& g) {
-    rows = p.query_len * (p.num_heads / p.num_kv_heads);
+  BackwardLayout(const AttentionBackwardProblem& problem, int64_t block_q, int64_t block_kv, const Geometry& g) {
+    const AttentionProblem& p = problem.forward;
+    const int64_t group = p.num_heads / p.num_kv_heads;
+    rows = p.query_len * group;
     blocks = ceil_div(rows, block_q);
     tiles = ceil_div(p.kv_len, block_kv);
     const bool pairs = g.step > 1;
@@ -60,8 +68,11 @@ struct BackwardLayout {
     value_column_bytes = pairs ? bytes(pair_rows, sizes.value_acc_stride, g.word_bytes) : 0;
     grad_query_bytes = bytes(block_q, sizes.acc_stride, g.accumulator_bytes);
     statistic_bytes = bytes(block_q, 1, g.accumulator_bytes);
+    const bool rules = has_rules(p);
+    rule_bytes = rules ? Arena::size_of<RowRules>(block_q) : 0;
+    target_bytes = problem.grad_bias ? Arena::size_of<void*>(block_q) : 0;
     block_bytes = query_bytes + value_bytes + query_column_bytes + value_column_bytes + grad_query_bytes +
-                  3 * statistic_bytes + Arena::size_of<BlockState>(1);
+                  4 * statistic_bytes + rule_bytes + target_bytes + Arena::size_of<BlockState>(1);
     head_bytes = blocks * block_bytes;
 
     const int64_t padded_keys = round_up(block_kv, g.panel);
@@ -74,14 +85,29 @@ struct BackwardLayout {
     scores_bytes = bytes(pair_rows, scores_stride, g.word_bytes);
     score_row_bytes = pairs ? bytes(block_q, scores_stride / g.step, g.word_bytes) : 0;
     raw_bytes = pairs ? bytes(2 * g.tile_rows, scores_stride, g.accumulator_bytes) : 0;
-    worker_bytes = key_bytes + key_value_bytes + key_column_bytes + grad_key_bytes + grad_value_bytes +
-                   2 * scores_bytes + score_row_bytes + raw_bytes + 2 * Arena::size_of<void*>(block_kv) +
-                   Arena::size_of<void*>(block_q) + 2 * Arena::size_of<int64_t>(block_q);
+    cap_bytes = rules ? bytes(g.tile_rows, scores_stride, g.accumulator_bytes) : 0;
+    bias_bytes = problem.grad_bias ? bytes(block_q, scores_stride, g.accumulator_bytes) : 0;
+    bias_sum_bytes = problem.grad_bias ? bytes(group, scores_stride, g.accumulator_bytes) : 0;
+    sink_bytes = problem.grad_sinks ? Arena::size_of<double>(p.batch * p.num_heads * blocks) : 0;
+    turn_bytes = problem.grad_bias ? Arena::size_of<std::atomic<int64_t>>(blocks + 1) : 0;
+    worker_bytes = cap_bytes + bias_bytes + bias_sum_bytes + key_bytes + key_value_bytes + key_column_bytes +
+                   grad_key_bytes + grad_value_bytes + 2 * scores_bytes + score_row_bytes + raw_bytes +
+                   2 * Arena::size_of<void*>(block_kv) + Arena::size_of<void*>(block_q) +
+                   2 * Arena::size_of<int64_t>(block_q);
+  }
+
+  // Whether scores are more than products that a structure hides.
+  static bool has_rules(const AttentionProblem& p) {
+    return p.has_prefix || p.has_mask || p.has_bias || p.has_alibi || p.has_drop_mask || p.options.softcap > 0 ||
+           p.options.dropout.keep_prob < 1;
   }
 
   // Two waves are in flight at a time, if there are two.
-  int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
+  int64_t wave_bytes(int64_t heads, int64_t heads_per_wave) const {
     return std::min(heads, 2 * heads_per_wave) * head_bytes;
+  }
+  int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
+    return wave_bytes(heads, heads_per_wave) + sink_bytes + turn_bytes;
   }
 };
 
