@@ -5,6 +5,7 @@
 //   format   block        bytes  value
 //   f32      1            4      x
 //   f16      1            2      x
+//   bf16     1            2      x
 //   q8_0     32 values    34     d * q                 d f16, q int8
 //   q4_0     32 values    18     d * (q - 8)           d f16, q in 0..15; value j is the low half of byte j, value
 //                                                      j + 16 the high half
@@ -32,10 +33,11 @@
 
 namespace opst {
 
-enum class QuantFormat : uint8_t { f32, f16, q8_0, q4_1, q4_0, q5_0, q5_1, q6_k, q4_k, q5_k };
-inline constexpr int kNumQuantFormats = 10;
+enum class QuantFormat : uint8_t { f32, f16, q8_0, q4_1, q4_0, q5_0, q5_1, q6_k, q4_k, q5_k, bf16 };
+inline constexpr int kNumQuantFormats = 11;
 
-// "f32", "f16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q6_k", "q4_k", "q5_k"
+// "f32", "f16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q6_k", "q4_k", "q5_k",
+// "bf16"
 const char* to_string(QuantFormat format);
 // Of a name as above, in any case of letters ("Q4_1").
 std::optional<QuantFormat> parse_quant_format(const std::string& name);

@@ -7,10 +7,12 @@
 #include "matmul/packed_layout.h"
 #include "simd/small_ints.h"
 #include "simd/vec.h"
+#include "tile/gemm_tile.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
 using opst::gemm::kPanelColumns;
+using opst::gemm::PieceBf16;
 using opst::gemm::PieceF16;
 using opst::gemm::PieceF32;
 using opst::gemm::PieceQ4_0;
@@ -33,6 +35,7 @@ struct Decoder;
 
 template <>
 struct Decoder<PieceF32> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 1, kGroup = 1;
   const PieceF32* piece;
   int lane;
@@ -45,6 +48,7 @@ struct Decoder<PieceF32> {
 
 template <>
 struct Decoder<PieceF16> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 1, kGroup = 1;
   const PieceF16* piece;
   int lane;
@@ -56,7 +60,47 @@ struct Decoder<PieceF16> {
 };
 
 template <>
+struct Decoder<PieceBf16> {
+  using Product = tile::ProductF32;
+  static constexpr int kScaled = 2, kGroup = 2;
+  const PieceBf16* piece;
+  int lane;
+  simd::Bf16Words words;
+
+  OPST_INLINE Decoder(const PieceBf16* p, int l) : piece(p), lane(l) {}
+  OPST_INLINE void begin_scale(int) {}
+  OPST_INLINE void begin_group(int) { words = simd::Bf16Words::load(piece->words + lane); }
+  OPST_INLINE F32 weight(int j) const { return j == 0 ? words.low() : words.high(); }
+};
+
+#if defined(__AVX512BF16__)
+// The same memory, whose words are multiplied as they are with words of x.
+struct PieceBf16Words {
+  static constexpr int kValues = 1;
+  uint32_t words[kPanelColumns];
+};
+
+struct RawWords : simd::Bf16Words {
+  OPST_INLINE void store(float* p) const { _mm512_storeu_si512(p, v); }
+};
+
+template <>
+struct Decoder<PieceBf16Words> {
+  using Product = tile::ProductBf16Dot;
+  static constexpr int kScaled = 1, kGroup = 1;
+  const PieceBf16Words* piece;
+  int lane;
+
+  OPST_INLINE Decoder(const PieceBf16Words* p, int l) : piece(p), lane(l) {}
+  OPST_INLINE void begin_scale(int) {}
+  OPST_INLINE void begin_group(int) {}
+  OPST_INLINE RawWords weight(int) const { return {simd::Bf16Words::load(piece->words + lane)}; }
+};
+#endif
+
+template <>
 struct Decoder<PieceQ8_0> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ8_0* piece;
   int lane;
@@ -74,6 +118,7 @@ struct Decoder<PieceQ8_0> {
 
 template <>
 struct Decoder<PieceQ4_1> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ4_1* piece;
   int lane;
@@ -88,6 +133,7 @@ struct Decoder<PieceQ4_1> {
 
 template <>
 struct Decoder<PieceQ4_0> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ4_0* piece;
   int lane;
@@ -102,6 +148,7 @@ struct Decoder<PieceQ4_0> {
 
 template <>
 struct Decoder<PieceQ5_0> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ5_0* piece;
   int lane;
@@ -119,6 +166,7 @@ struct Decoder<PieceQ5_0> {
 
 template <>
 struct Decoder<PieceQ5_1> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ5_1* piece;
   int lane;
@@ -136,6 +184,7 @@ struct Decoder<PieceQ5_1> {
 
 template <>
 struct Decoder<PieceQ6_K> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 16, kGroup = 8;
   const PieceQ6_K* piece;
   int lane;
@@ -161,6 +210,7 @@ OPST_INLINE F32 scale_of(const Piece& piece, int lane, const f16* factor, int wh
 
 template <>
 struct Decoder<PieceQ4_K> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ4_K* piece;
   int lane;
@@ -178,6 +228,7 @@ struct Decoder<PieceQ4_K> {
 
 template <>
 struct Decoder<PieceQ5_K> {
+  using Product = tile::ProductF32;
   static constexpr int kScaled = 32, kGroup = 8;
   const PieceQ5_K* piece;
   int lane;

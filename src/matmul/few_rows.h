@@ -46,6 +46,7 @@ OPST_INLINE void store_sums(const OutputPart& out, int64_t row, int64_t column, 
 
 template <class Piece, int MR>
 OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_t column) {
+  using Product = typename Decoder<Piece>::Product;
   constexpr int NV = kFewVecs;
   constexpr int kScaled = Decoder<Piece>::kScaled, kGroup = Decoder<Piece>::kGroup;
   constexpr int64_t kFetchBytes = static_cast<int64_t>(sizeof(Piece)) * kScaled / Piece::kValues;
@@ -61,7 +62,7 @@ OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_
     stream[v] = panel_of<Piece>(part.panels, pieces, vec);
     lane[v] = lane_of(vec);
   }
-  const float* x = part.x + first_row * part.x_stride;
+  const auto* x = reinterpret_cast<const typename Product::Word*>(part.x + first_row * part.x_stride);
   const int64_t x_stride = part.x_stride;
 
   F32 acc[MR][NV];
@@ -82,8 +83,10 @@ OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_
         OPST_UNROLL for (int v = 0; v < NV; ++v) decoder[v].begin_group(t);
         OPST_UNROLL for (int j = 0; j < kGroup; ++j) {
           OPST_UNROLL for (int v = 0; v < NV; ++v) {
-            const F32 w = decoder[v].weight(j);
-            OPST_UNROLL for (int i = 0; i < MR; ++i) { acc[i][v] = fma(F32::set1(x[i * x_stride + j]), w, acc[i][v]); }
+            const auto w = decoder[v].weight(j);
+            OPST_UNROLL for (int i = 0; i < MR; ++i) {
+              acc[i][v] = Product::multiply_add(Product::broadcast(x + i * x_stride + j), w, 0, acc[i][v]);
+            }
           }
         }
       }

@@ -14,7 +14,7 @@ constexpr auto kernel() -> void (*)(const BlockRows<Block>&) {
 
 template <class... Pieces>
 constexpr opst::gemm::FewRowsBlockKernels kernels_for() {
-  static_assert(sizeof...(Pieces) + 2 == kNumBlockFormats);
+  static_assert(sizeof...(Pieces) + 3 == kNumBlockFormats);  // and bf16, the last
   return {fix_row,
           {nullptr, nullptr, kernel<Pieces, FixedBlock>()...},
           {nullptr, nullptr, kernel<Pieces, ActivationBlock>()...}};

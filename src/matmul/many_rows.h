@@ -1,13 +1,13 @@
-// Computes   out[i, j] = sum_t x[i, t] * weight[j, t] + bias[j] for many rows: prefill, bound by multiply-adds
-// Shapes     x [rows, k] in blocks of k_block columns; weight: packed panels; out [rows, columns]
+// Computes   sums[i, j] = sum_t x[i, t] * weight[j, t] for many rows: prefill, bound by multiply-adds
+// Shapes     x [rows, k] in blocks of k_block words; weight: packed panels; sums [rows, columns]
 // Loop nest  for each block of k; for each 2 vectors of columns: decode [k_block][32] once; for each register tile of
-// rows:
-//            sums += x block * decoded                                              (tile/gemm_tile.h)
-// Memory     at k_block 384, 192 rows, avx512:
-//              decoded  [384][32] f32     48 KB   L2, from which the tiles stream it
-//              x tile   [12][384] f32     18 KB   L1
-//              x block  [192][384] f32   288 KB   L2, read again for each 32 columns
-//              sums     [192][64] f32     48 KB   L2, touched once per tile and block of k
+//            rows: sums += x block * decoded                                       (tile/gemm_tile.h)
+// Memory     at k_block 384, 256 rows, avx512:
+//              decoded  [384][32] words   48 KB   L2, from which the tiles stream it
+//              x tile   [12][384] words   18 KB   L1
+//              x block  [256][384] words 384 KB   L2, read again for each 32 columns
+//              sums     [256][64] f32     64 KB   L2, touched once per tile and block of k
+//            While a tile is multiplied, a part of the weights that are decoded next is fetched: they come from memory.
 // Numerics   one sum per output, k ascending, f32: a sum rests in memory between blocks of k and loses nothing there
 #pragma once
 
@@ -22,18 +22,24 @@ using tile::kTileVecs;
 
 inline constexpr int kManyColumns = kTileVecs * F32::kLanes;
 
-// k values k0 .. k0 + depth of kTileVecs vectors of columns -> out [depth][kManyColumns].
+// The pieces of the panel that holds vector `vec`, or of the last one.
+template <class Piece>
+OPST_INLINE const Piece* pieces_of(const ManyRows& part, int64_t vec) {
+  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
+  return panel_of<Piece>(part.panels, part.k / Piece::kValues, vec < last_vec ? vec : last_vec);
+}
+
+// Words k0 .. k0 + depth of kTileVecs vectors of columns -> out [depth][kManyColumns].
 template <class Piece>
 OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t k0, int64_t depth, float* out) {
-  const int64_t pieces = part.k / Piece::kValues;
   const int64_t last_vec = (part.columns - 1) / F32::kLanes;
   for (int v = 0; v < kTileVecs; ++v) {
     const int64_t wanted = column / F32::kLanes + v;
-    const int64_t vec = wanted < last_vec ? wanted : last_vec;
-    const Piece* piece = panel_of<Piece>(part.panels, pieces, vec) + k0 / Piece::kValues;
+    const Piece* piece = pieces_of<Piece>(part, wanted) + k0 / Piece::kValues;
+    const int lane = lane_of(wanted < last_vec ? wanted : last_vec);
     float* to = out + v * F32::kLanes;
     for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
-      Decoder<Piece> decoder(piece, lane_of(vec));
+      Decoder<Piece> decoder(piece, lane);
       for (int t0 = 0; t0 < Piece::kValues; t0 += Decoder<Piece>::kScaled) {
         decoder.begin_scale(t0);
         for (int t = t0; t < t0 + Decoder<Piece>::kScaled; t += Decoder<Piece>::kGroup) {
@@ -47,13 +53,17 @@ OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t 
 
 template <class Piece>
 void many_rows(const ManyRows& part) {
-  const int64_t sums_stride = (part.columns + kManyColumns - 1) / kManyColumns * kManyColumns;
-  for (int64_t i = 0; i < part.rows * sums_stride; i += F32::kLanes) F32::zero().store(part.sums + i);
+  using Product = typename Decoder<Piece>::Product;
+  using Word = typename Product::Word;
+  const int64_t sums_stride = part.sums_stride;
+  for (int64_t i = 0; i < part.rows; ++i) {
+    for (int64_t c = 0; c < part.columns; c += F32::kLanes) F32::zero().store(part.sums + i * sums_stride + c);
+  }
   // Register tiles of nearly equal height: 64 rows are 6 tiles of 11 or 10, not 5 of 12 and one of 4.
   const int64_t num_tiles = (part.rows + kTileRows - 1) / kTileRows;
   const int64_t height = part.rows / num_tiles, taller = part.rows % num_tiles;
-  const auto tall = tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(static_cast<int>(height + (taller > 0)));
-  const auto low = tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(static_cast<int>(height));
+  const auto tall = tile::scaled_accumulate_for<Product, kTileVecs>(static_cast<int>(height + (taller > 0)));
+  const auto low = tile::scaled_accumulate_for<Product, kTileVecs>(static_cast<int>(height));
   float ones[kTileRows];
   for (float& factor : ones) factor = 1;
 
@@ -68,15 +78,11 @@ void many_rows(const ManyRows& part) {
         const int64_t rows = t < taller ? height + 1 : height;
         // The next tile's rows of x, the only data that is not where the last tile left it.
         const char* const ahead = reinterpret_cast<const char*>(x + rows * part.x_stride);
-        (t < taller ? tall : low)(depth, x, part.x_stride, part.decoded, kManyColumns,
+        (t < taller ? tall : low)(depth, reinterpret_cast<const Word*>(x), part.x_stride,
+                                  reinterpret_cast<const typename Product::WordB*>(part.decoded), kManyColumns,
                                   part.sums + row * sums_stride + column, sums_stride, ones, ahead);
         row += rows;
       }
-    }
-  }
-  for (int64_t row = 0; row < part.rows; ++row) {
-    for (int64_t c = 0; c < part.columns; c += F32::kLanes) {
-      store_sums(part.out, row, c, part.columns, F32::load(part.sums + row * sums_stride + c));
     }
   }
 }

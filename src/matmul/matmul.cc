@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/convert.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "matmul/call.h"
 #include "matmul/fixed_point_matmul.h"
 #include "matmul/int8_blocks_matmul.h"
 #include "matmul/kernels.h"
@@ -14,12 +16,11 @@
 #include "matmul/plan.h"
 
 namespace opst {
-namespace {
+namespace gemm {
 
-using gemm::Plan;
-
-const gemm::Kernels& kernels(Isa isa) {
+const Kernels& kernels(Isa isa) {
 #if defined(__x86_64__)
+  if (isa >= Isa::avx512_bf16) return avx512_bf16::gemm::kKernels;
   if (isa >= Isa::avx512) return avx512::gemm::kKernels;
   if (isa >= Isa::avx2) return avx2::gemm::kKernels;
 #endif
@@ -27,28 +28,340 @@ const gemm::Kernels& kernels(Isa isa) {
   return generic::gemm::kKernels;
 }
 
-// Rows [begin, end) of x -> [k block][m][x_stride].
-void pack_x(const ConstTensor& x, const Plan& plan, int64_t begin, int64_t end, float* out) {
-  const int64_t m = x.shape[0];
-  const int64_t k = x.shape[1];
-  for (int64_t k0 = 0; k0 < k; k0 += plan.k_block) {
-    const int64_t depth = std::min(plan.k_block, k - k0);
-    for (int64_t i = begin; i < end; ++i) {
-      const float* const from = static_cast<const float*>(x.data) + i * x.strides[0] + k0 * x.strides[1];
-      float* const to = out + (k0 / plan.k_block * m + i) * plan.x_stride;
-      if (x.strides[1] == 1) {
-        std::memcpy(to, from, static_cast<size_t>(depth) * sizeof(float));
-      } else {
-        for (int64_t t = 0; t < depth; ++t) to[t] = from[t * x.strides[1]];
-      }
-    }
+namespace {
+
+bool takes_two_halves(Activation activation) {
+  return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
+}
+
+bool same_view(const ConstTensor& a, const ConstTensor& b) {
+  if (a.data != b.data || a.dtype != b.dtype || a.rank != 2 || b.rank != 2) return false;
+  return std::equal(a.shape, a.shape + 2, b.shape) && std::equal(a.strides, a.strides + 2, b.strides);
+}
+
+// x, bias, residual and out, beside a weight [n, k] that has been checked.
+void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int64_t n, int64_t k, const ConstTensor& x,
+                    const Tensor& out, const MatmulOptions& options) {
+  const bool halves = takes_two_halves(options.activation);
+  const char* const width = halves ? "half_n" : "n";
+  check.tensor("x", x).dtype(dtypes).dims({"m", "k"});
+  if (options.bias) check.tensor("bias", *options.bias).dtype(dtypes).dims({"n"});
+  const auto check_residual = [&] { check.tensor("residual", *options.residual).dtype(dtypes).dims({"m", width}); };
+  const bool in_place = options.residual && same_view(*options.residual, out);
+  if (options.residual && !in_place) check_residual();
+  check.output("out", out).dtype(dtypes).dims({"m", width});
+  if (in_place) check_residual();
+  if (!check.ok()) return;
+  const auto differs = [](const char* where, int64_t size, const char* name, int64_t expected) {
+    return std::string(where) + " is " + std::to_string(size) + ", but the weight has " + name + " = " +
+           std::to_string(expected);
+  };
+  check.require(check["k"] == k, [&] { return differs("x dim 1 (k)", check["k"], "k", k); });
+  if (options.bias) {
+    check.require(check["n"] == n, [&] {
+      return halves ? differs("bias dim 0 (n)", check["n"], "n", n) : differs("out dim 1 (n)", check["n"], "n", n);
+    });
+  }
+  if (halves) {
+    check.require(n % 2 == 0, [&] {
+      return "the weight has n = " + std::to_string(n) + ", but " + to_string(options.activation) + " needs two halves";
+    });
+    check.require(check["half_n"] == n / 2, [&] {
+      return "out dim 1 (half_n) is " + std::to_string(check["half_n"]) +
+             ", but the weight has n = " + std::to_string(n) + ", of which " + to_string(options.activation) +
+             " makes half";
+    });
+  } else {
+    check.require(check["n"] == n, [&] { return differs("out dim 1 (n)", check["n"], "n", n); });
   }
 }
 
 // Rows of x per packing task.
 constexpr int64_t kPackRows = 32;
 
+// Words [begin, begin + words) of a row of bf16 pairs; what lies beyond element k is 0.
+void pack_pairs(const ConstTensor& x, int64_t row, int64_t begin, int64_t words, uint32_t* out) {
+  const int64_t k = x.shape[1], stride = x.strides[1];
+  const bf16* const from = static_cast<const bf16*>(x.data) + row * x.strides[0];
+  const int64_t whole = std::min(words, k / 2 - begin);
+  if (stride == 1) {
+    std::memcpy(out, from + 2 * begin, static_cast<size_t>(whole) * sizeof(uint32_t));
+  } else {
+    for (int64_t w = 0; w < whole; ++w) {
+      const bf16* const pair = from + 2 * (begin + w) * stride;
+      out[w] = pair[0].bits | static_cast<uint32_t>(pair[stride].bits) << 16;
+    }
+  }
+  if (whole < words) out[whole] = from[(k - 1) * stride].bits;
+}
+
+// Rows [begin, end) of x -> [k block][m][x_stride].
+void pack_x(const Kernels& table, const ConstTensor& x, const Plan& plan, bool dot, int64_t begin, int64_t end,
+            float* out) {
+  const int64_t m = x.shape[0], k = x.shape[1];
+  for (int64_t k0 = 0; k0 < plan.words; k0 += plan.k_block) {
+    const int64_t words = std::min(plan.k_block, plan.words - k0);
+    float* const to = out + (k0 / plan.k_block * m + begin) * plan.x_stride;
+    if (dot) {
+      for (int64_t i = begin; i < end; ++i) {
+        pack_pairs(x, i, k0, words, reinterpret_cast<uint32_t*>(to + (i - begin) * plan.x_stride));
+      }
+      continue;
+    }
+    const char* const from =
+        static_cast<const char*>(x.data) + (begin * x.strides[0] + k0 * x.strides[1]) * size_bytes(x.dtype);
+    table.widen_rows[static_cast<int>(float_type(x.dtype))](from, x.strides[0], x.strides[1], end - begin,
+                                                            std::min(words, k - k0), to, plan.x_stride);
+    if (k0 + words > k) {
+      for (int64_t i = 0; i < end - begin; ++i) to[i * plan.x_stride + words - 1] = 0;
+    }
+  }
+}
+
+void widen_bias(const ConstTensor& bias, float* out) {
+  for (int64_t j = 0; j < bias.shape[0]; ++j) {
+    const int64_t at = j * bias.strides[0];
+    out[j] = bias.dtype == DType::f32    ? static_cast<const float*>(bias.data)[at]
+             : bias.dtype == DType::bf16 ? to_f32(static_cast<const bf16*>(bias.data)[at])
+                                         : to_f32(static_cast<const f16*>(bias.data)[at]);
+  }
+}
+
+// The rectangle of out and of the residual that begins at [row, column]; sums and bias are left to the caller.
+Finish finish_part(const Tensor& out, const MatmulOptions& options, int64_t row, int64_t column, int64_t rows,
+                   int64_t columns) {
+  const auto at = [&](const ConstTensor& tensor) {
+    return (row * tensor.strides[0] + column * tensor.strides[1]) * size_bytes(tensor.dtype);
+  };
+  Finish part{.rows = rows,
+              .columns = columns,
+              .out = static_cast<char*>(out.data) + at(out),
+              .out_type = float_type(out.dtype),
+              .row_stride = out.strides[0],
+              .column_stride = out.strides[1]};
+  if (options.residual) {
+    const ConstTensor& residual = *options.residual;
+    part.residual = {static_cast<const char*>(residual.data) + at(residual), float_type(residual.dtype),
+                     residual.strides[0], residual.strides[1]};
+  }
+  return part;
+}
+
+// weight [n, k] in panels; tensors checked.
+Status multiply_panels(Context& context, const ConstTensor& x, QuantFormat format, const void* panels, int64_t n,
+                       int64_t k, const Tensor& out, const MatmulOptions& options) {
+  const int64_t m = out.shape[0], width = out.shape[1];
+  if (m == 0 || width == 0) return {};
+
+  // Plan.
+  const Kernels& table = kernels(context.machine().isa);
+  const bool dot = x.dtype == DType::bf16 && format == QuantFormat::bf16 && table.few_rows_dot != nullptr &&
+                   context.machine().bf16_product == Bf16Product::dot;
+  const bool halves = takes_two_halves(options.activation);
+  const bool in_place = x.dtype == DType::f32 && (x.strides[1] == 1 || k <= 1) && packed_inputs(format, k) == k;
+  const Plan plan = make_plan(
+      {.m = m, .n = width, .k = k, .format = format, .dot = dot, .read_x_in_place = in_place, .two_halves = halves},
+      table.few_columns, table.many_columns);
+  ThreadPool& pool = context.impl().pool;
+  const bool copies_bias =
+      options.bias && (options.bias->dtype != DType::f32 || (options.bias->strides[0] != 1 && n > 1));
+  const int64_t bias_bytes = copies_bias ? Arena::size_of<float>(n) : 0;
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()) + bias_bytes);
+  if (!lease.ok()) return lease.status();
+  Arena arena(lease.value());
+
+  // Run.
+  const float* bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr;
+  if (copies_bias) {
+    auto* const copy = static_cast<float*>(arena.take_bytes(bias_bytes));
+    widen_bias(*options.bias, copy);
+    bias = copy;
+  }
+  const float* words = static_cast<const float*>(x.data);
+  int64_t x_stride = x.strides[0];
+  if (plan.x_stride > 0) {
+    auto* const packed = static_cast<float*>(arena.take_bytes(plan.packed_x_bytes));
+    pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
+      pack_x(table, x, plan, dot, task * kPackRows, std::min(m, (task + 1) * kPackRows), packed);
+    });
+    words = packed;
+    x_stride = plan.x_stride;
+  }
+  auto* const worker_scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.bytes_per_worker()));
+
+  const auto few_rows = dot ? table.few_rows_dot : table.few_rows[static_cast<int>(format)];
+  const auto many_rows = dot ? table.many_rows_dot : table.many_rows[static_cast<int>(format)];
+  const auto finish = table.finish[static_cast<int>(options.activation)];
+  const int64_t column_bytes = packed_column_bytes(format, k);
+  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
+    const int64_t row = task / plan.column_tasks * plan.rows_per_task;
+    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
+    const int64_t rows = std::min(plan.rows_per_task, m - row);
+    const int64_t columns = std::min(plan.columns_per_task, width - column);
+    char* const scratch = worker_scratch + worker * plan.bytes_per_worker();
+    // Columns of the weight from `first` on, a panel's first one.
+    const auto product = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride) {
+      const void* const from = static_cast<const char*>(panels) + first * column_bytes;
+      if (plan.path == Path::few_rows) {
+        few_rows(
+            {.x = words + row * x_stride,
+             .x_stride = x_stride,
+             .rows = rows,
+             .columns = count,
+             .k = plan.words,
+             .panels = from,
+             .out = {.data = sums, .row_stride = sums_stride, .column_stride = 1, .bias = nullptr, .bias_stride = 0}});
+        return;
+      }
+      many_rows({.x = words + row * x_stride,
+                 .x_stride = x_stride,
+                 .x_block_stride = m * x_stride,
+                 .rows = rows,
+                 .columns = count,
+                 .k = plan.words,
+                 .k_block = plan.k_block,
+                 .panels = from,
+                 .decoded = reinterpret_cast<float*>(scratch),
+                 .sums = sums,
+                 .sums_stride = sums_stride});
+    };
+    auto* const sums = reinterpret_cast<float*>(scratch + plan.decoded_bytes_per_worker);
+    product(column, columns, sums, plan.sums_stride);
+    float* second = nullptr;
+    if (halves) {
+      second = reinterpret_cast<float*>(scratch + plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker);
+      const int64_t first = (width + column) / kPanelColumns * kPanelColumns, before = width + column - first;
+      product(first, before + columns, second, plan.second_stride);
+      second += before;
+    }
+    Finish part = finish_part(out, options, row, column, rows, columns);
+    part.sums = sums;
+    part.sums_stride = plan.sums_stride;
+    if (bias != nullptr) part.bias = bias + column;
+    if (halves) {
+      part.second = second;
+      part.second_stride = plan.second_stride;
+      if (bias != nullptr) part.second_bias = bias + width + column;
+    }
+    finish(part);
+  });
+  return {};
+}
+
+// For products that take x in f32 and compute y, with an f32 bias, as a whole: what else is asked for happens before
+// and after. `product(x, y)` says false where it cannot hold x and has written nothing; so does this function.
+template <class Product>
+Result<bool> multiply_whole(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
+                            const MatmulOptions& options, const Product& product) {
+  const int64_t m = out.shape[0], width = out.shape[1], n = weight.n(), k = weight.k();
+  if (x.dtype == DType::f32 && out.dtype == DType::f32 && options.activation == Activation::none && !options.residual &&
+      (!options.bias || options.bias->dtype == DType::f32)) {
+    return product(x, OutputPart{.data = static_cast<float*>(out.data),
+                                 .row_stride = out.strides[0],
+                                 .column_stride = out.strides[1],
+                                 .bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr,
+                                 .bias_stride = options.bias ? options.bias->strides[0] : 0});
+  }
+  const Kernels& table = kernels(context.machine().isa);
+  ThreadPool& pool = context.impl().pool;
+  const int64_t x_bytes = x.dtype == DType::f32 ? 0 : Arena::size_of<float>(m * k);
+  const int64_t bias_bytes = options.bias ? Arena::size_of<float>(n) : 0;
+  const int64_t row_bytes = Arena::size_of<float>(width);
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(x_bytes + bias_bytes + Arena::size_of<float>(m * n) +
+                                                                 pool.num_threads() * row_bytes);
+  if (!lease.ok()) return lease.status();
+  Arena arena(lease.value());
+  ConstTensor wide_x = x;
+  if (x_bytes > 0) {
+    auto* const wide = arena.take<float>(m * k);
+    pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
+      const int64_t row = task * kPackRows;
+      table.widen_rows[static_cast<int>(float_type(x.dtype))](
+          static_cast<const char*>(x.data) + row * x.strides[0] * size_bytes(x.dtype), x.strides[0], x.strides[1],
+          std::min(kPackRows, m - row), k, wide + row * k, k);
+    });
+    wide_x = ConstTensor::contiguous(DType::f32, {m, k}, wide);
+  }
+  auto* const bias = options.bias ? arena.take<float>(n) : nullptr;
+  if (options.bias) widen_bias(*options.bias, bias);
+  auto* const y = arena.take<float>(m * n);
+  const Result<bool> done =
+      product(wide_x, OutputPart{.data = y, .row_stride = n, .column_stride = 1, .bias = nullptr, .bias_stride = 0});
+  if (!done.ok() || !done.value()) return done;
+  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * row_bytes));
+  const bool halves = takes_two_halves(options.activation);
+  pool.parallel_for(m, [&](int64_t row, int worker) {
+    auto* const sums = reinterpret_cast<float*>(scratch + worker * row_bytes);
+    std::copy_n(y + row * n, width, sums);
+    Finish part = finish_part(out, options, row, 0, 1, width);
+    part.sums = sums;
+    part.bias = bias;
+    if (halves) {
+      part.second = y + row * n + width;
+      part.second_bias = bias != nullptr ? bias + width : nullptr;
+    }
+    table.finish[static_cast<int>(options.activation)](part);
+  });
+  return true;
+}
+
+// A packed weight by the way that suits format, machine and options; tensors checked.
+Status multiply_packed(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
+                       const MatmulOptions& options) {
+  const int64_t m = out.shape[0];
+  if (m == 0 || out.shape[1] == 0) return {};
+  if (options.activations == ActivationType::int8 && multiplies_int8_blocks(weight.format())) {
+    return multiply_whole(context, x, weight, out, options,
+                          [&](const ConstTensor& wide_x, const OutputPart& y) -> Result<bool> {
+                            const Status status = matmul_int8_blocks(context, wide_x, weight, y);
+                            if (!status.ok()) return status;
+                            return true;
+                          })
+        .status();
+  }
+  if (!options.batch_invariant && multiplies_fixed_point(context.machine(), weight.format(), m)) {
+    const Result<bool> done = multiply_whole(
+        context, x, weight, out, options,
+        [&](const ConstTensor& wide_x, const OutputPart& y) { return matmul_fixed_point(context, wide_x, weight, y); });
+    if (!done.ok()) return done.status();
+    if (done.value()) return {};
+    // The other rows keep their bits.
+    if (m > 1) {
+      for (int64_t i = 0; i < m; ++i) {
+        MatmulOptions row_options = options;
+        if (options.residual) row_options.residual = options.residual->narrowed(0, i, 1);
+        const Status status = multiply_packed(context, x.narrowed(0, i, 1), weight, out.narrowed(0, i, 1), row_options);
+        if (!status.ok()) return status;
+      }
+      return {};
+    }
+  }
+  return multiply_panels(context, x, weight.format(), weight.data(), weight.n(), weight.k(), out, options);
+}
+
+constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
+
 }  // namespace
+
+Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
+                const MatmulOptions& options) {
+  if (weight.dtype == DType::f64) {
+    multiply_f64(context, x, weight, out, options);
+    return {};
+  }
+  const int64_t n = weight.shape[0], k = weight.shape[1];
+  const QuantFormat format = weight_format(weight.dtype);
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(packed_column_bytes(format, k), round_up(n, kPanelColumns), &bytes)) {
+    return Status::out_of_memory();
+  }
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(bytes);
+  if (!lease.ok()) return lease.status();
+  pack_float_weight(context, weight, lease.value().data());
+  return multiply_panels(context, x, format, lease.value().data(), n, k, out, options);
+}
+
+}  // namespace gemm
 
 const char* to_string(ActivationType type) { return type == ActivationType::exact ? "exact" : "int8"; }
 
@@ -73,109 +386,29 @@ const char* to_string(Activation activation) {
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options) {
   return guarded([&]() -> Status {
-    // Check.
     ShapeCheck check("matmul");
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-    check.tensor("x", x).dtype({DType::f32}).dims({"m", "k"});
-    if (options.bias) check.tensor("bias", *options.bias).dtype({DType::f32}).dims({"n"});
-    check.output("out", out).dtype({DType::f32}).dims({"m", "n"});
+    gemm::check_operands(check, gemm::kFloats, weight.n(), weight.k(), x, out, options);
     if (!check.ok()) return check.status();
-    if (options.activation != Activation::none || options.residual) {
-      return Status::unsupported("matmul: activation and residual are not implemented yet");
-    }
-    const int64_t m = check["m"];
-    const int64_t n = weight.n();
-    const int64_t k = weight.k();
-    const auto differs = [](const char* where, int64_t size, const char* name, int64_t expected) {
-      return std::string(where) + " is " + std::to_string(size) + ", but the weight has " + name + " = " +
-             std::to_string(expected);
-    };
-    check.require(check["k"] == k, [&] { return differs("x dim 1 (k)", check["k"], "k", k); });
-    check.require(check["n"] == n, [&] { return differs("out dim 1 (n)", check["n"], "n", n); });
+    return gemm::multiply_packed(context, x, weight, out, options);
+  });
+}
+
+Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
+              const MatmulOptions& options) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("matmul");
+    check.tensor("weight", weight)
+        .dtype({DType::f32, DType::bf16, DType::f16, DType::f64})
+        .dims({"weight_n", "weight_k"});
     if (!check.ok()) return check.status();
-    if (m == 0 || n == 0) return {};
-    const gemm::OutputPart whole{.data = static_cast<float*>(out.data),
-                                 .row_stride = out.strides[0],
-                                 .column_stride = out.strides[1],
-                                 .bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr,
-                                 .bias_stride = options.bias ? options.bias->strides[0] : 0};
-    if (options.activations == ActivationType::int8 && gemm::multiplies_int8_blocks(weight.format())) {
-      return gemm::matmul_int8_blocks(context, x, weight, whole);
+    if (weight.dtype == DType::f64) {
+      gemm::check_operands(check, {DType::f64}, check["weight_n"], check["weight_k"], x, out, options);
+    } else {
+      gemm::check_operands(check, gemm::kFloats, check["weight_n"], check["weight_k"], x, out, options);
     }
-    if (!options.batch_invariant && gemm::multiplies_fixed_point(context.machine(), weight.format(), m)) {
-      const Result<bool> done = gemm::matmul_fixed_point(context, x, weight, whole);
-      if (!done.ok()) return done.status();
-      if (done.value()) return {};
-      // The other rows keep their bits.
-      for (int64_t i = 0; m > 1 && i < m; ++i) {
-        const Status status = matmul(context, x.narrowed(0, i, 1), weight, out.narrowed(0, i, 1), options);
-        if (!status.ok()) return status;
-      }
-      if (m > 1) return {};
-    }
-
-    // Plan.
-    const gemm::Kernels& table = kernels(context.machine().isa);
-    const Plan plan =
-        gemm::make_plan({m, n, k, weight.format(), x.strides[1] == 1 || k <= 1}, table.few_columns, table.many_columns);
-    ThreadPool& pool = context.impl().pool;
-    Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()));
-    if (!lease.ok()) return lease.status();
-    Arena arena(lease.value());
-
-    // Run.
-    const float* rows = static_cast<const float*>(x.data);
-    int64_t x_stride = x.strides[0];
-    if (plan.x_stride > 0) {
-      auto* const packed = static_cast<float*>(arena.take_bytes(plan.packed_x_bytes));
-      pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
-        pack_x(x, plan, task * kPackRows, std::min(m, (task + 1) * kPackRows), packed);
-      });
-      rows = packed;
-      x_stride = plan.x_stride;
-    }
-    auto* const worker_scratch =
-        static_cast<char*>(arena.take_bytes(plan.scratch_bytes(pool.num_threads()) - plan.packed_x_bytes));
-
-    const auto format = static_cast<int>(weight.format());
-    const int64_t row_bytes = k / block_values(weight.format()) * block_bytes(weight.format());
-    const int64_t bias_stride = options.bias ? options.bias->strides[0] : 0;
-    pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
-      const int64_t row = task / plan.column_tasks * plan.rows_per_task;
-      const int64_t column = task % plan.column_tasks * plan.columns_per_task;
-      const int64_t num_rows = std::min(plan.rows_per_task, m - row);
-      const int64_t num_columns = std::min(plan.columns_per_task, n - column);
-      const void* const panels = static_cast<const char*>(weight.data()) + column * row_bytes;
-      const gemm::OutputPart part{
-          .data = static_cast<float*>(out.data) + row * out.strides[0] + column * out.strides[1],
-          .row_stride = out.strides[0],
-          .column_stride = out.strides[1],
-          .bias = options.bias ? static_cast<const float*>(options.bias->data) + column * bias_stride : nullptr,
-          .bias_stride = bias_stride};
-      if (plan.path == gemm::Path::few_rows) {
-        table.few_rows[format]({.x = rows,
-                                .x_stride = x_stride,
-                                .rows = num_rows,
-                                .columns = num_columns,
-                                .k = k,
-                                .panels = panels,
-                                .out = part});
-        return;
-      }
-      char* const scratch = worker_scratch + worker * (plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker);
-      table.many_rows[format]({.x = rows + row * x_stride,
-                               .x_stride = x_stride,
-                               .x_block_stride = m * x_stride,
-                               .rows = num_rows,
-                               .columns = num_columns,
-                               .k = k,
-                               .k_block = plan.k_block,
-                               .panels = panels,
-                               .out = part,
-                               .decoded = reinterpret_cast<float*>(scratch),
-                               .sums = reinterpret_cast<float*>(scratch + plan.decoded_bytes_per_worker)});
-    });
-    return {};
+    if (!check.ok()) return check.status();
+    return gemm::multiply(context, x, weight, out, options);
   });
 }
 

@@ -60,13 +60,13 @@ struct Weight {
       : Weight(format, n, k, test::random_blocks(format, n, k, random)) {}
 };
 
-// A [rows, cols] f32 view of memory between forbidden pages: rows or columns outermost.
+// A [rows, cols] view of memory between forbidden pages: rows or columns outermost.
 struct Matrix {
   GuardedBuffer memory;
   Tensor tensor;
-  Matrix(int64_t rows, int64_t cols, bool transposed, Guard guard) : memory(rows * cols * 4, guard) {
-    tensor =
-        transposed ? memory.tensor(DType::f32, {cols, rows}).transposed(0, 1) : memory.tensor(DType::f32, {rows, cols});
+  Matrix(DType dtype, int64_t rows, int64_t cols, bool transposed, Guard guard)
+      : memory(rows * cols * size_bytes(dtype), guard) {
+    tensor = transposed ? memory.tensor(dtype, {cols, rows}).transposed(0, 1) : memory.tensor(dtype, {rows, cols});
   }
 };
 
@@ -82,35 +82,109 @@ std::vector<double> magnitudes(std::vector<double> values) {
   return values;
 }
 
-void check(const TestContext& t, const Weight& weight, const Shape& s, Random& random) {
-  const bool strided_x = random.chance(0.3), strided_out = random.chance(0.3), with_bias = random.chance(0.5);
-  const Guard guard = random.chance(0.5) ? Guard::after : Guard::before;
-  const std::string about = t.name + ", " + to_string(weight.matrix.format) + ", " + s.text() +
-                            (strided_x ? ", x transposed" : "") + (strided_out ? ", out transposed" : "") +
-                            (with_bias ? ", bias" : "");
-  SCOPED_TRACE(about);
-  Matrix x(s.m, s.k, strided_x, guard), out(s.m, s.n, strided_out, guard), bias(s.n, 2, false, guard);
+constexpr Activation kActivations[] = {Activation::none,      Activation::silu,   Activation::gelu_erf,
+                                       Activation::gelu_tanh, Activation::swiglu, Activation::swiglu_swapped};
+bool halves(Activation activation) {
+  return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
+}
+
+// How a call looks besides its shape.
+struct Form {
+  DType x = DType::f32, out = DType::f32, bias = DType::f32, residual = DType::f32;
+  Activation activation = Activation::none;
+  bool with_bias = false, with_residual = false, in_place = false;
+  bool strided_x = false, strided_out = false, strided_residual = false;
+  Guard guard = Guard::after;
+
+  std::string text() const {
+    std::string text = std::string("x ") + to_string(x) + ", out " + to_string(out) + ", " + to_string(activation);
+    if (strided_x) text += ", x transposed";
+    if (strided_out) text += ", out transposed";
+    if (with_bias) text += std::string(", bias ") + to_string(bias);
+    if (with_residual) text += in_place ? ", residual in place" : std::string(", residual ") + to_string(residual);
+    return text;
+  }
+};
+
+Form random_form(Random& random) {
+  const auto dtype = [&] {
+    return random.chance(0.4) ? DType::f32 : random.pick({DType::f32, DType::bf16, DType::f16});
+  };
+  Form f;
+  f.x = dtype(), f.out = dtype(), f.bias = dtype(), f.residual = dtype();
+  if (random.chance(0.5)) f.activation = kActivations[random.integer(0, std::size(kActivations) - 1)];
+  f.with_bias = random.chance(0.5), f.with_residual = random.chance(0.4), f.in_place = random.chance(0.5);
+  if (f.in_place) f.residual = f.out;
+  f.strided_x = random.chance(0.3), f.strided_out = random.chance(0.3), f.strided_residual = random.chance(0.3);
+  f.guard = random.chance(0.5) ? Guard::after : Guard::before;
+  return f;
+}
+
+// One call by `run(x, out, options)` against the reference; n: of the weight.
+template <class Run>
+void check_call(const std::string& about, const std::vector<double>& weight, const Shape& s, const Form& f,
+                Random& random, const Run& run) {
+  SCOPED_TRACE(about + ", " + s.text() + ", " + f.text());
+  const int64_t width = halves(f.activation) ? s.n / 2 : s.n;
+  Matrix x(f.x, s.m, s.k, f.strided_x, f.guard), out(f.out, s.m, width, f.strided_out, f.guard);
+  Matrix bias(f.bias, s.n, 2, false, f.guard), residual(f.residual, s.m, width, f.strided_residual, f.guard);
   test::fill(x.tensor, Fill::normal, random);
   test::fill(bias.tensor, Fill::normal, random);
+  test::fill(residual.tensor, Fill::normal, random);
   const ConstTensor bias_view = bias.tensor.selected(1, 0);  // stride 2
-  MatmulOptions options;
-  if (with_bias) options.bias = bias_view;
-  const Status status = matmul(t.context, x.tensor, weight.packed, out.tensor, options);
+  MatmulOptions options{.activation = f.activation};
+  if (f.with_bias) options.bias = bias_view;
+  if (f.with_residual) {
+    if (f.in_place) test::copy(residual.tensor, out.tensor);
+    options.residual = f.in_place ? out.tensor : residual.tensor;
+  }
+  const Status status = run(ConstTensor(x.tensor), out.tensor, options);
   ASSERT_TRUE(status.ok()) << status.message();
+
   const std::vector<double> xs = test::to_doubles(x.tensor);
-  const std::vector<double> biases = with_bias ? test::to_doubles(bias_view) : std::vector<double>();
-  const std::vector<double> expected = reference::matmul(xs, weight.values, biases, s.m, s.n, s.k);
-  // Sums of magnitudes: what an output's rounding errors are proportional to. They grow like a random walk over k.
+  const std::vector<double> biases = f.with_bias ? test::to_doubles(bias_view) : std::vector<double>();
+  const std::vector<double> y = reference::matmul(xs, weight, biases, s.m, s.n, s.k);
+  // Sums of magnitudes: what a sum's rounding errors are proportional to. They grow like a random walk over k.
   const std::vector<double> scale =
-      reference::matmul(magnitudes(xs), magnitudes(weight.values), magnitudes(biases), s.m, s.n, s.k);
+      reference::matmul(magnitudes(xs), magnitudes(weight), magnitudes(biases), s.m, s.n, s.k);
   const double units = 4 + 2 * std::sqrt(static_cast<double>(s.k));
-  const std::vector<double> got = test::to_doubles(out.tensor);
-  for (size_t i = 0; i < got.size(); ++i) {
-    ASSERT_LE(std::abs(got[i] - expected[i]), units * 0x1p-24 * scale[i])
-        << test::index_text(out.tensor, static_cast<int64_t>(i)) << " is " << got[i] << ", but the reference is "
-        << expected[i];
+  const std::vector<double> got = test::to_doubles(out.tensor), added = test::to_doubles(residual.tensor);
+  const auto silu_bound = [](double v) { return std::abs(reference::silu(v)); };
+  for (int64_t i = 0; i < s.m; ++i) {
+    for (int64_t j = 0; j < width; ++j) {
+      const auto first = static_cast<size_t>(i * s.n + j), second = first + static_cast<size_t>(s.n - width);
+      const auto at = static_cast<size_t>(i * width + j);
+      double expected = reference::activated(f.activation, y[first], y[second]);
+      const double error = units * 0x1p-24 * scale[first], second_error = units * 0x1p-24 * scale[second];
+      // No activation is steeper than 1.13; each rounds a few times relative to its argument.
+      double bound = f.activation == Activation::none ? error : 1.13 * error + 8 * 0x1p-24 * std::abs(y[first]);
+      if (f.activation == Activation::swiglu) {
+        bound = bound * std::abs(y[second]) + (silu_bound(y[first]) + bound) * second_error +
+                4 * 0x1p-24 * std::abs(expected);
+      } else if (f.activation == Activation::swiglu_swapped) {
+        const double steep = 1.13 * second_error + 8 * 0x1p-24 * std::abs(y[second]);
+        bound = steep * std::abs(y[first]) + (silu_bound(y[second]) + steep) * error + 4 * 0x1p-24 * std::abs(expected);
+      }
+      if (f.with_residual) {
+        expected += added[at];
+        bound += 0x1p-24 * std::abs(expected);
+      }
+      bound = bound * 1.01 + test::epsilon(f.out) / 2 * std::abs(expected);
+      if (f.out == DType::f16) bound += 0x1p-25;
+      ASSERT_LE(std::abs(got[at] - expected), bound) << test::index_text(out.tensor, static_cast<int64_t>(at)) << " is "
+                                                     << got[at] << ", but the reference is " << expected;
+    }
   }
   EXPECT_TRUE(out.memory.slack_intact());
+}
+
+void check(const TestContext& t, const Weight& weight, const Shape& s, Random& random) {
+  Form form = random_form(random);
+  if (s.n % 2 != 0 && halves(form.activation)) form.activation = Activation::none;
+  check_call(t.name + ", " + to_string(weight.matrix.format), weight.values, s, form, random,
+             [&](const ConstTensor& x, const Tensor& out, const MatmulOptions& options) {
+               return matmul(t.context, x, weight.packed, out, options);
+             });
 }
 
 TEST(Matmul, EqualsTheReferenceInEveryContext) {
@@ -319,7 +393,8 @@ TEST(PackedWeight, TakesAnyStridesAndFloatTypes) {
         ASSERT_TRUE(packed.ok()) << packed.status().message();
         EXPECT_EQ(packed.value().n(), 21);
         EXPECT_EQ(packed.value().k(), 35);
-        EXPECT_EQ(packed.value().size_bytes(), 32 * 35 * (dtype == DType::f16 ? 2 : 4));
+        EXPECT_EQ(packed.value().size_bytes(),
+                  32 * (dtype == DType::f32 ? 4 * 35 : 2 * (dtype == DType::f16 ? 35 : 36)));
         std::vector<int64_t> rows(21);
         for (size_t i = 0; i < 21; ++i) rows[i] = static_cast<int64_t>(i);
         std::vector<float> out(21 * 35);
@@ -432,8 +507,8 @@ TEST(Matmul, NamesWhatIsWrong) {
   EXPECT_EQ(message(view(x, 2, 31), view(out, 2, 5)), "matmul: x dim 1 (k) is 31, but the weight has k = 32");
   EXPECT_EQ(message(view(x, 2, 32), view(out, 2, 4)), "matmul: out dim 1 (n) is 4, but the weight has n = 5");
   EXPECT_EQ(message(view(x, 2, 32), view(out, 1, 5)), "matmul: out dim 0 (m) is 1, but x set m = 2");
-  EXPECT_EQ(message(ConstTensor::contiguous(DType::bf16, {2, 32}, x.data()), view(out, 2, 5)),
-            "matmul: x is bf16, but must be f32");
+  EXPECT_EQ(message(ConstTensor::contiguous(DType::f64, {2, 16}, x.data()), view(out, 2, 5)),
+            "matmul: x is f64, but must be f32, bf16 or f16");
   EXPECT_EQ(message(view(x, 2, 32), view(out, 2, 5), {.bias = ConstTensor::contiguous(DType::f32, {4}, bias.data())}),
             "matmul: out dim 1 (n) is 5, but bias set n = 4");
   EXPECT_NE(message(view(x, 2, 32), view(x, 2, 5)).find("out f32 [2, 5] overlaps x"), std::string::npos);
@@ -480,7 +555,9 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     p.m = random.chance(0.5) ? random.integer(1, 20) : random.integer(1, 100000);
     p.n = random.chance(0.5) ? random.integer(1, 200) : random.integer(1, 300000);
     p.k = random.integer(0, random.chance(0.5) ? 8 : 2000) * block_values(p.format);
-    p.x_rows_contiguous = random.chance(0.5);
+    p.read_x_in_place = random.chance(0.5);
+    p.dot = p.format == QuantFormat::bf16 && random.chance(0.5);
+    p.two_halves = random.chance(0.3);
     const int lanes = random.pick({4, 8, 16});
     const gemm::Plan plan = gemm::make_plan(p, 4 * lanes, 2 * lanes);
     const Shape shape{p.m, p.n, p.k};
@@ -494,15 +571,15 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     ASSERT_EQ(plan.columns_per_task % (plan.path == gemm::Path::few_rows ? 4 * lanes : 2 * lanes), 0);
     if (plan.path == gemm::Path::many_rows) {
       ASSERT_EQ(plan.k_block % std::max<int64_t>(32, block_values(p.format)), 0);
-      ASSERT_GE(plan.packed_x_bytes, plan.k_blocks(p.k) * p.m * plan.x_stride * 4);
+      ASSERT_GE(plan.packed_x_bytes, ceil_div(plan.words, plan.k_block) * p.m * plan.x_stride * 4);
       ASSERT_GT(plan.x_stride, plan.k_block);
       // What one worker touches again and again stays in 1 MB.
       ASSERT_LE(plan.rows_per_task * plan.x_stride * 4 + plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker,
                 1 << 20);
-      ASSERT_EQ(plan.scratch_bytes(3) - plan.scratch_bytes(2),
-                plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker);
+      ASSERT_EQ(plan.scratch_bytes(3) - plan.scratch_bytes(2), plan.bytes_per_worker());
     } else {
-      ASSERT_EQ(plan.packed_x_bytes, p.x_rows_contiguous ? 0 : Arena::size_of<float>(p.m * p.k));
+      ASSERT_EQ(plan.packed_x_bytes,
+                p.read_x_in_place ? 0 : Arena::size_of<float>(p.m * std::max<int64_t>(1, plan.words)));
     }
   }
 }

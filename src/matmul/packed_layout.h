@@ -27,6 +27,12 @@ struct PieceF16 {
   f16 x[kPanelColumns];
 };
 
+// Inputs k and k + 1, the first in the lower half; an odd k is filled up with 0.
+struct PieceBf16 {
+  static constexpr int kValues = 2;
+  uint32_t words[kPanelColumns];
+};
+
 // Quantised values come in groups of eight, so that both kinds of kernel find them with few instructions: one value to
 // a lane as a float, or four to a lane as bytes, the even ones of a group and the odd ones.
 
@@ -104,9 +110,9 @@ struct PieceQ5_K {
   uint32_t words[32][kPanelColumns];
 };
 
-static_assert(sizeof(PieceF32) == 16 * 4 && sizeof(PieceF16) == 16 * 2 && sizeof(PieceQ8_0) == 16 * 34 &&
-              sizeof(PieceQ4_1) == 16 * 20 && sizeof(PieceQ4_0) == 16 * 18 && sizeof(PieceQ5_0) == 16 * 22 &&
-              sizeof(PieceQ5_1) == 16 * 24 && sizeof(PieceQ6_K) == 16 * 210 && sizeof(PieceQ4_K) == 16 * 144 &&
-              sizeof(PieceQ5_K) == 16 * 176);
+static_assert(sizeof(PieceF32) == 16 * 4 && sizeof(PieceF16) == 16 * 2 && sizeof(PieceBf16) == 16 * 4 &&
+              sizeof(PieceQ8_0) == 16 * 34 && sizeof(PieceQ4_1) == 16 * 20 && sizeof(PieceQ4_0) == 16 * 18 &&
+              sizeof(PieceQ5_0) == 16 * 22 && sizeof(PieceQ5_1) == 16 * 24 && sizeof(PieceQ6_K) == 16 * 210 &&
+              sizeof(PieceQ4_K) == 16 * 144 && sizeof(PieceQ5_K) == 16 * 176);
 
 }  // namespace opst::gemm

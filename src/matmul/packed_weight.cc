@@ -2,13 +2,16 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "core/convert.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "matmul/call.h"
 #include "matmul/packed_layout.h"
+#include "matmul/plan.h"
 #include "opst/matmul.h"
 #include "quant/formats.h"
 #include "quant/quant_check.h"
@@ -17,6 +20,7 @@ namespace opst {
 namespace {
 
 using gemm::kPanelColumns;
+using gemm::PieceBf16;
 using gemm::PieceF16;
 using gemm::PieceF32;
 using gemm::PieceQ4_0;
@@ -29,8 +33,6 @@ using gemm::PieceQ6_K;
 using gemm::PieceQ8_0;
 
 // Column `c` of a piece from one block, and value `t` of it back.
-void put(PieceF32& piece, int c, const BlockF32& block) { piece.x[c] = block.x; }
-void put(PieceF16& piece, int c, const BlockF16& block) { piece.x[c] = block.x; }
 // The low halves of 8 bytes side by side, the first byte's lowest.
 uint32_t gather_nibbles(uint64_t bytes) {
   bytes &= 0x0f0f0f0f0f0f0f0f;
@@ -147,6 +149,9 @@ void put(PieceQ5_K& piece, int c, const BlockQ5_K& block) {
 
 float get(const PieceF32& piece, int c, int) { return piece.x[c]; }
 float get(const PieceF16& piece, int c, int) { return to_f32(piece.x[c]); }
+float get(const PieceBf16& piece, int c, int t) {
+  return to_f32(bf16{static_cast<uint16_t>(piece.words[c] >> 16 * t)});
+}
 float get(const PieceQ8_0& piece, int c, int t) {
   const uint32_t word = piece.words[t / 8 * 2 + t % 2][c];
   return to_f32(piece.d[c]) * static_cast<float>(static_cast<int8_t>(word >> t % 8 / 2 * 8));
@@ -197,6 +202,8 @@ void with_format(QuantFormat format, const Body& body) {
       return body(static_cast<PieceF32*>(nullptr), static_cast<const BlockF32*>(nullptr));
     case QuantFormat::f16:
       return body(static_cast<PieceF16*>(nullptr), static_cast<const BlockF16*>(nullptr));
+    case QuantFormat::bf16:
+      return body(static_cast<PieceBf16*>(nullptr), static_cast<const BlockBf16*>(nullptr));
     case QuantFormat::q8_0:
       return body(static_cast<PieceQ8_0*>(nullptr), static_cast<const BlockQ8_0*>(nullptr));
     case QuantFormat::q4_1:
@@ -234,45 +241,52 @@ void pack_panels(Context& context, int64_t n, int64_t k, Piece* out, const Sourc
 // The bytes of a packed weight; nothing where they cannot be counted.
 std::optional<int64_t> packed_bytes(QuantFormat format, int64_t n, int64_t k) {
   int64_t bytes = 0;
-  if (n > INT64_MAX - kPanelColumns) return std::nullopt;
+  if (n > INT64_MAX - kPanelColumns || k > INT64_MAX - 2) return std::nullopt;
   const int64_t columns = round_up(n, kPanelColumns);
-  if (__builtin_mul_overflow(k / block_values(format), block_bytes(format), &bytes) ||
+  if (__builtin_mul_overflow(gemm::packed_inputs(format, k) / block_values(format), block_bytes(format), &bytes) ||
       __builtin_mul_overflow(bytes, columns, &bytes)) {
     return std::nullopt;
   }
   return bytes;
 }
 
+// Tasks of so many panels: a row of the source that lies across them is read in long pieces.
+constexpr int64_t kPanelsPerTask = 4;
+
 }  // namespace
+
+namespace gemm {
+
+void pack_float_weight(Context& context, const ConstTensor& weight, void* panels) {
+  const int64_t n = weight.shape[0];
+  const int64_t k = weight.shape[1];
+  const auto pack_panel = kernels(context.machine().isa).pack_panel[static_cast<int>(float_type(weight.dtype))];
+  const int64_t panel_bytes = kPanelColumns * packed_column_bytes(weight_format(weight.dtype), k);
+  const int64_t num_panels = ceil_div(n, kPanelColumns);
+  context.impl().pool.parallel_for(ceil_div(num_panels, kPanelsPerTask), [&](int64_t task, int) {
+    for (int64_t panel = task * kPanelsPerTask; panel < std::min(num_panels, (task + 1) * kPanelsPerTask); ++panel) {
+      const int64_t first = panel * kPanelColumns;
+      pack_panel(static_cast<const char*>(weight.data) + first * weight.strides[0] * size_bytes(weight.dtype),
+                 weight.strides[0], weight.strides[1], std::min<int64_t>(kPanelColumns, n - first), k,
+                 static_cast<char*>(panels) + panel * panel_bytes);
+    }
+  });
+}
+
+}  // namespace gemm
 
 Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& weight) {
   return guarded([&]() -> Result<PackedWeight> {
     ShapeCheck check("PackedWeight::pack");
     check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
     if (!check.ok()) return check.status();
-    const int64_t n = check["n"];
-    const int64_t k = check["k"];
-    const QuantFormat format = weight.dtype == DType::f16 ? QuantFormat::f16 : QuantFormat::f32;
-    const std::optional<int64_t> bytes = packed_bytes(format, n, k);
+    const QuantFormat format = gemm::weight_format(weight.dtype);
+    const std::optional<int64_t> bytes = packed_bytes(format, check["n"], check["k"]);
     if (!bytes) return Status::out_of_memory();
     Result<Buffer> buffer = Buffer::allocate(*bytes);
     if (!buffer.ok()) return buffer.status();
-    void* const out = buffer.value().data();
-    const auto at = [&]<class T>(const T*, int64_t row, int64_t t) {
-      return static_cast<const T*>(weight.data)[row * weight.strides[0] + t * weight.strides[1]];
-    };
-    if (weight.dtype == DType::f16) {
-      pack_panels(context, n, k, static_cast<PieceF16*>(out),
-                  [&](int64_t row, int64_t t) { return BlockF16{at(static_cast<const f16*>(nullptr), row, t)}; });
-    } else if (weight.dtype == DType::bf16) {
-      pack_panels(context, n, k, static_cast<PieceF32*>(out), [&](int64_t row, int64_t t) {
-        return BlockF32{to_f32(at(static_cast<const bf16*>(nullptr), row, t))};
-      });
-    } else {
-      pack_panels(context, n, k, static_cast<PieceF32*>(out),
-                  [&](int64_t row, int64_t t) { return BlockF32{at(static_cast<const float*>(nullptr), row, t)}; });
-    }
-    return PackedWeight(format, n, k, std::move(buffer.value()));
+    gemm::pack_float_weight(context, weight, buffer.value().data());
+    return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
   });
 }
 
@@ -285,17 +299,25 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& wei
     if (!bytes) return Status::out_of_memory();
     Result<Buffer> buffer = Buffer::allocate(*bytes);
     if (!buffer.ok()) return buffer.status();
+    void* const panels = buffer.value().data();
     with_format(weight.format, [&]<class Piece, class Block>(Piece*, const Block*) {
-      const int64_t blocks_per_row = weight.cols / Block::kValues;
-      pack_panels(context, weight.rows, weight.cols, static_cast<Piece*>(buffer.value().data()),
-                  [&](int64_t row, int64_t index) {
-                    Block block;  // copied, since its address may be odd
-                    std::memcpy(&block,
-                                static_cast<const char*>(weight.data) +
-                                    (row * blocks_per_row + index) * static_cast<int64_t>(sizeof(Block)),
-                                sizeof(Block));
-                    return block;
-                  });
+      if constexpr (Block::kValues == 1) {
+        constexpr DType dtype = std::is_same_v<Block, BlockF32>   ? DType::f32
+                                : std::is_same_v<Block, BlockF16> ? DType::f16
+                                                                  : DType::bf16;
+        gemm::pack_float_weight(context, ConstTensor::contiguous(dtype, {weight.rows, weight.cols}, weight.data),
+                                panels);
+      } else {
+        const int64_t blocks_per_row = weight.cols / Block::kValues;
+        pack_panels(context, weight.rows, weight.cols, static_cast<Piece*>(panels), [&](int64_t row, int64_t index) {
+          Block block;  // copied, since its address may be odd
+          std::memcpy(&block,
+                      static_cast<const char*>(weight.data) +
+                          (row * blocks_per_row + index) * static_cast<int64_t>(sizeof(Block)),
+                      sizeof(Block));
+          return block;
+        });
+      }
     });
     return PackedWeight(weight.format, weight.rows, weight.cols, std::move(buffer.value()));
   });
@@ -314,7 +336,7 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
     check_row_indices(check, rows, weight.n());
     if (!check.ok()) return check.status();
     with_format(weight.format(), [&]<class Piece, class Block>(Piece*, const Block*) {
-      const int64_t pieces = weight.k() / Piece::kValues;
+      const int64_t pieces = ceil_div(weight.k(), Piece::kValues);
       context.impl().pool.parallel_for(check["count"], [&](int64_t i, int) {
         const int64_t row = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
         const Piece* const panel = static_cast<const Piece*>(weight.data()) + row / kPanelColumns * pieces;

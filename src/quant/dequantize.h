@@ -27,14 +27,19 @@ OPST_INLINE void decode(const BlockF32*, const uint8_t* p, int64_t n, float* out
   __builtin_memcpy(out, p, static_cast<size_t>(n) * sizeof(float));
 }
 
-OPST_INLINE void decode(const BlockF16*, const uint8_t* p, int64_t n, float* out) {
-  f16 x[kPiece<BlockF16>];
-  __builtin_memcpy(x, p, static_cast<size_t>(n) * sizeof(f16));
+// f16 and bf16.
+template <class T>
+OPST_INLINE void decode_halves(const uint8_t* p, int64_t n, float* out) {
+  T x[kPiece<BlockF16>];
+  __builtin_memcpy(x, p, static_cast<size_t>(n) * sizeof(T));
   for (int64_t i = 0; i < n; i += F32::kLanes) {
     const int64_t lanes = n - i < F32::kLanes ? n - i : F32::kLanes;
     F32::load_n(x + i, lanes).store_n(out + i, lanes);
   }
 }
+
+OPST_INLINE void decode(const BlockF16*, const uint8_t* p, int64_t n, float* out) { decode_halves<f16>(p, n, out); }
+OPST_INLINE void decode(const BlockBf16*, const uint8_t* p, int64_t n, float* out) { decode_halves<bf16>(p, n, out); }
 
 OPST_INLINE void decode(const BlockQ8_0*, const uint8_t* p, int64_t, float* out) {
   BlockQ8_0 block;

@@ -19,6 +19,11 @@ struct BlockF16 {
   f16 x;
 };
 
+struct BlockBf16 {
+  static constexpr int kValues = 1;
+  bf16 x;
+};
+
 // value j = d * q[j]
 struct BlockQ8_0 {
   static constexpr int kValues = 32;
@@ -105,9 +110,10 @@ struct BlockQ5_K {
 
 static_assert(sizeof(BlockF32) == 4 && sizeof(BlockF16) == 2 && sizeof(BlockQ8_0) == 34 && sizeof(BlockQ4_1) == 20 &&
               sizeof(BlockQ4_0) == 18 && sizeof(BlockQ5_0) == 22 && sizeof(BlockQ5_1) == 24 &&
-              sizeof(BlockQ6_K) == 210 && sizeof(BlockQ4_K) == 144 && sizeof(BlockQ5_K) == 176);
+              sizeof(BlockQ6_K) == 210 && sizeof(BlockQ4_K) == 144 && sizeof(BlockQ5_K) == 176 &&
+              sizeof(BlockBf16) == 2);
 
 // Entries of kernel tables, in the order of QuantFormat.
-inline constexpr int kNumBlockFormats = 10;
+inline constexpr int kNumBlockFormats = 11;
 
 }  // namespace opst

@@ -12,7 +12,8 @@ constexpr opst::quant::Kernels kernels_for() {
 
 }  // namespace
 
-constinit const opst::quant::Kernels kKernels = kernels_for<BlockF32, BlockF16, BlockQ8_0, BlockQ4_1, BlockQ4_0,
-                                                            BlockQ5_0, BlockQ5_1, BlockQ6_K, BlockQ4_K, BlockQ5_K>();
+constinit const opst::quant::Kernels kKernels =
+    kernels_for<BlockF32, BlockF16, BlockQ8_0, BlockQ4_1, BlockQ4_0, BlockQ5_0, BlockQ5_1, BlockQ6_K, BlockQ4_K,
+                BlockQ5_K, BlockBf16>();
 
 }  // namespace opst::OPST_ISA_NS::quant

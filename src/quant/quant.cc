@@ -27,13 +27,14 @@ constexpr FormatInfo info(const char* name) {
 constexpr FormatInfo kFormats[] = {info<BlockF32>("f32"),   info<BlockF16>("f16"),   info<BlockQ8_0>("q8_0"),
                                    info<BlockQ4_1>("q4_1"), info<BlockQ4_0>("q4_0"), info<BlockQ5_0>("q5_0"),
                                    info<BlockQ5_1>("q5_1"), info<BlockQ6_K>("q6_k"), info<BlockQ4_K>("q4_k"),
-                                   info<BlockQ5_K>("q5_k")};
+                                   info<BlockQ5_K>("q5_k"), info<BlockBf16>("bf16")};
 static_assert(std::size(kFormats) == kNumQuantFormats && kNumBlockFormats == kNumQuantFormats &&
               static_cast<int>(QuantFormat::f32) == 0 && static_cast<int>(QuantFormat::f16) == 1 &&
               static_cast<int>(QuantFormat::q8_0) == 2 && static_cast<int>(QuantFormat::q4_1) == 3 &&
               static_cast<int>(QuantFormat::q4_0) == 4 && static_cast<int>(QuantFormat::q5_0) == 5 &&
               static_cast<int>(QuantFormat::q5_1) == 6 && static_cast<int>(QuantFormat::q6_k) == 7 &&
-              static_cast<int>(QuantFormat::q4_k) == 8 && static_cast<int>(QuantFormat::q5_k) == 9);
+              static_cast<int>(QuantFormat::q4_k) == 8 && static_cast<int>(QuantFormat::q5_k) == 9 &&
+              static_cast<int>(QuantFormat::bf16) == 10);
 
 const FormatInfo& info_of(QuantFormat format) { return kFormats[static_cast<int>(format)]; }
 

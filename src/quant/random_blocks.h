@@ -13,8 +13,8 @@ namespace opst::test {
 
 // All formats.
 inline constexpr QuantFormat kQuantFormats[] = {
-    QuantFormat::f32,  QuantFormat::f16,  QuantFormat::q8_0, QuantFormat::q4_1, QuantFormat::q4_0,
-    QuantFormat::q5_0, QuantFormat::q5_1, QuantFormat::q6_k, QuantFormat::q4_k, QuantFormat::q5_k};
+    QuantFormat::f32,  QuantFormat::f16,  QuantFormat::q8_0, QuantFormat::q4_1, QuantFormat::q4_0, QuantFormat::q5_0,
+    QuantFormat::q5_1, QuantFormat::q6_k, QuantFormat::q4_k, QuantFormat::q5_k, QuantFormat::bf16};
 static_assert(std::size(kQuantFormats) == kNumQuantFormats);
 
 // Where the scale lies that multiplies every value of a block.
@@ -41,6 +41,11 @@ inline std::vector<unsigned char> random_blocks(QuantFormat format, int64_t rows
       case QuantFormat::f16:
         put_half(0, random.normal() * scale * 10);
         break;
+      case QuantFormat::bf16: {
+        const bf16 x = to_bf16(random.normal() * scale * 10);
+        std::memcpy(block, &x, 2);
+        break;
+      }
       case QuantFormat::q8_0:
         put_half(0, random.normal() * scale / 10);
         break;

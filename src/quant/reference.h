@@ -29,6 +29,11 @@ inline double dequantized(QuantFormat format, const void* row, int64_t col) {
     }
     case QuantFormat::f16:
       return half_at(bytes + 2 * col);
+    case QuantFormat::bf16: {
+      bf16 x;
+      std::memcpy(&x, bytes + 2 * col, 2);
+      return static_cast<double>(to_f32(x));
+    }
     case QuantFormat::q8_0: {
       const unsigned char* block = bytes + 34 * (col / 32);
       const int byte = block[2 + col % 32];

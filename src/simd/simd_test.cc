@@ -573,6 +573,7 @@ const Function kFunctions[] = {
     {"exp2_bf16", &VerbTable<float>::exp2_bf16, [](double x) { return std::exp2(x); }, 0, 0x1p-13 * 0.8705},
     {"exp", &VerbTable<float>::exp, [](double x) { return std::exp(x); }, 1.5},
     {"tanh", &VerbTable<float>::tanh, [](double x) { return std::tanh(x); }, 2.5},
+    {"erf", &VerbTable<float>::erf, [](double x) { return std::erf(x); }, 1.5},
 };
 constexpr size_t kNumFunctions = std::size(kFunctions);
 
@@ -592,7 +593,7 @@ double error_of(const Function& function, float x, float got, double exact) {
   if (std::isnan(got)) return HUGE_VAL;
   const double magnitude = std::abs(exact);
   if (magnitude == 0) return got == 0 ? 0 : HUGE_VAL;
-  const bool odd = function.f32 == &VerbTable<float>::tanh;
+  const bool odd = function.f32 == &VerbTable<float>::tanh || function.f32 == &VerbTable<float>::erf;
   if (magnitude < kSmallest && !odd) {
     const bool border = magnitude > kSmallest * (1 - 0x1p-11);
     return got == 0 || (border && static_cast<double>(got) == kSmallest) ? 0 : HUGE_VAL;
@@ -714,6 +715,11 @@ TEST(Math, SpecialValuesAreExact) {
       EXPECT_EQ(at(verbs.exp2_bf16, -kInf), 0.0f);
       EXPECT_EQ(at(verbs.exp2_bf16, 0.0f), 1.0f);
       EXPECT_EQ(at(verbs.exp2_bf16, kInf), kInf);
+      EXPECT_EQ(at(verbs.erf, kInf), 1.0f);
+      EXPECT_EQ(at(verbs.erf, -kInf), -1.0f);
+      EXPECT_TRUE(same(at(verbs.erf, 0.0f), 0.0f));
+      EXPECT_TRUE(same(at(verbs.erf, -0.0f), -0.0f));
+      EXPECT_TRUE(std::isnan(at(verbs.erf, kNan)));
     }
   });
 }

@@ -43,6 +43,15 @@ struct Verbs {
   static void tanh(const S* x, S* out, int64_t n) {
     map<V>(x, out, n, [](V v) { return simd::tanh(v); });
   }
+  static void erf(const S* x, S* out, int64_t n) {
+    map<V>(x, out, n, [](V v) {
+      if constexpr (sizeof(S) == 4) {
+        return simd::erf(v);
+      } else {
+        return v;
+      }
+    });
+  }
 
   static void zero(S* out) { V::zero().store(out); }
   static void set1(S x, S* out) { V::set1(x).store(out); }
@@ -97,10 +106,10 @@ struct Verbs {
   }
 
   static constexpr VerbTable<S> table() {
-    return {V::kLanes, exp2,      exp2_short,  exp2_bf16,  exp,   tanh,       zero,      set1,     iota,
-            load,      load_n,    store,       store_n,    add,   subtract,   multiply,  divide,   max,
-            min,       copy_sign, less,        less_equal, equal, scale_pow2, fma,       sqrt,     abs,
-            round,     blend_n,   select_less, any_less,   hsum,  hmax,       hsum_each, transpose};
+    return {V::kLanes, exp2,  exp2_short, exp2_bf16,   exp,        tanh,  erf,        zero,      set1,
+            iota,      load,  load_n,     store,       store_n,    add,   subtract,   multiply,  divide,
+            max,       min,   copy_sign,  less,        less_equal, equal, scale_pow2, fma,       sqrt,
+            abs,       round, blend_n,    select_less, any_less,   hsum,  hmax,       hsum_each, transpose};
   }
 };
 

@@ -15,7 +15,7 @@ template <class S>
 struct VerbTable {
   int lanes;
 
-  Map<S> exp2, exp2_short, exp2_bf16, exp, tanh;
+  Map<S> exp2, exp2_short, exp2_bf16, exp, tanh, erf;
 
   void (*zero)(S* out);
   void (*set1)(S x, S* out);

@@ -6,6 +6,7 @@
 namespace opst::tools {
 
 void add_bench_attention(CLI::App& bench);
+void add_bench_matmul(CLI::App& bench);
 void add_bench_model(CLI::App& bench);
 void add_check_attention(CLI::App& check);
 void add_plan_attention(CLI::App& plan);

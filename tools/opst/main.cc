@@ -43,6 +43,7 @@ int main(int argc, char** argv) {
   CLI::App* plan = app.add_subcommand("plan", "Explain what an operator, or a model, would do");
   for (CLI::App* parent : {bench, check, plan}) parent->require_subcommand(1);
   opst::tools::add_bench_attention(*bench);
+  opst::tools::add_bench_matmul(*bench);
   opst::tools::add_bench_model(*bench);
   opst::tools::add_check_attention(*check);
   opst::tools::add_plan_attention(*plan);

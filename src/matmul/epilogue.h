@@ -1,0 +1,121 @@
+// Computes   out[i, j] = residual[i, j] + activation(sums[i, j] + bias[j])
+// Shapes     sums [rows, columns] f32 (swiglu: two of them); bias [columns]; residual, out [rows, columns], any strides
+// Loop nest  rows; per row up to three passes, each over one type only: activation in place, residual, store
+// Memory     sums: one task's, in L1 or L2; a row of it stays in L1 between the passes
+// Numerics   f32; out is rounded once. silu as in rowwise swiglu: the same bits
+#pragma once
+
+#include "matmul/kernels.h"
+#include "simd/math.h"
+#include "tile/pack.h"
+
+namespace opst::OPST_ISA_NS::gemm {
+
+using opst::gemm::Finish;
+using opst::gemm::FloatType;
+using simd::F32;
+
+OPST_INLINE F32 silu(F32 y) { return y / (F32::set1(1) + simd::exp(F32::zero() - y)); }
+
+struct NoActivation {
+  static OPST_INLINE F32 of(F32 y, F32) { return y; }
+};
+struct Silu {
+  static OPST_INLINE F32 of(F32 y, F32) { return silu(y); }
+};
+struct GeluErf {
+  static OPST_INLINE F32 of(F32 y, F32) {
+    const F32 half = F32::set1(0.5f) * y;
+    return fma(half, simd::erf(y * F32::set1(0.707106781f)), half);
+  }
+};
+struct GeluTanh {
+  static OPST_INLINE F32 of(F32 y, F32) {
+    const F32 half = F32::set1(0.5f) * y;
+    const F32 cubic = fma(y * y, F32::set1(0.797884561f * 0.044715f), F32::set1(0.797884561f)) * y;
+    return fma(half, simd::tanh(cubic), half);
+  }
+};
+struct Swiglu {
+  static OPST_INLINE F32 of(F32 first, F32 second) { return silu(first) * second; }
+};
+struct SwigluSwapped {
+  static OPST_INLINE F32 of(F32 first, F32 second) { return silu(second) * first; }
+};
+
+template <class Activation>
+inline constexpr bool kTakesTwo = false;
+template <>
+inline constexpr bool kTakesTwo<Swiglu> = true;
+template <>
+inline constexpr bool kTakesTwo<SwigluSwapped> = true;
+
+// The row's sums have room for whole vectors, and so does what is written here.
+template <class Activation>
+OPST_NOINLINE void activate(float* y, const float* bias, const float* second, const float* second_bias, int64_t n) {
+  const auto sum = [&](const float* sums, const float* b, int64_t i) OPST_INLINE_LAMBDA {
+    const F32 s = F32::load(sums + i);
+    return b == nullptr ? s : s + tile::load_row<F32>(b, 1, i, n);
+  };
+  for (int64_t i = 0; i < n; i += F32::kLanes) {
+    F32 other = F32::zero();
+    // The second half's sums may begin anywhere in their own rows, so that the last vector may not be a whole one.
+    if constexpr (kTakesTwo<Activation>) {
+      other = tile::load_row<F32>(second, 1, i, n);
+      if (second_bias != nullptr) other = other + tile::load_row<F32>(second_bias, 1, i, n);
+    }
+    Activation::of(sum(y, bias, i), other).store(y + i);
+  }
+}
+
+template <class T>
+void add_row(const void* data, int64_t stride, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += F32::kLanes) {
+    (tile::load_row<F32>(static_cast<const T*>(data), stride, i, n) + F32::load(y + i)).store(y + i);
+  }
+}
+
+template <class T>
+void store_row(const float* y, int64_t n, void* data, int64_t stride) {
+  T* const out = static_cast<T*>(data);
+  for (int64_t i = 0; i < n; i += F32::kLanes) {
+    const F32 v = F32::load(y + i);
+    const int64_t left = n - i < F32::kLanes ? n - i : F32::kLanes;
+    if (stride == 1 && left == F32::kLanes) {
+      v.store(out + i);
+    } else if (stride == 1) {
+      v.store_n(out + i, left);
+    } else {
+      T lanes[F32::kLanes];
+      v.store(lanes);
+      for (int64_t j = 0; j < left; ++j) out[(i + j) * stride] = lanes[j];
+    }
+  }
+}
+
+inline constexpr int64_t kBytesOf[] = {4, 2, 2};
+
+template <class Activation>
+void finish(const Finish& part) {
+  constexpr void (*kAdd[])(const void*, int64_t, int64_t, float*) = {add_row<float>, add_row<bf16>, add_row<f16>};
+  constexpr void (*kStore[])(const float*, int64_t, void*, int64_t) = {store_row<float>, store_row<bf16>,
+                                                                       store_row<f16>};
+  const auto residual_type = static_cast<int>(part.residual.type), out_type = static_cast<int>(part.out_type);
+  constexpr bool kPlain = __is_same(Activation, NoActivation);
+  for (int64_t i = 0; i < part.rows; ++i) {
+    float* const y = part.sums + i * part.sums_stride;
+    if (!kPlain || part.bias != nullptr) {
+      activate<Activation>(y, part.bias, kTakesTwo<Activation> ? part.second + i * part.second_stride : nullptr,
+                           part.second_bias, part.columns);
+    }
+    if (part.residual.data != nullptr) {
+      kAdd[residual_type](
+          static_cast<const char*>(part.residual.data) + i * part.residual.row_stride * kBytesOf[residual_type],
+          part.residual.column_stride, part.columns, y);
+    }
+    kStore[out_type](y, part.columns, static_cast<char*>(part.out) + i * part.row_stride * kBytesOf[out_type],
+                     part.column_stride);
+  }
+}
+
+}  // namespace opst::OPST_ISA_NS::gemm
