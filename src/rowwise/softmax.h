@@ -4,9 +4,9 @@
 // Loop nest  three passes over the row: maximum; exponentials and their sum; products
 // Memory     a row is read from memory once, then from L1 (or L2 beyond 10,000 elements). f32 keeps the exponentials in
 //            out; narrower types, which would round them, compute them twice
-// Numerics   f32, exp within 1.5 ulp, below f32's smallest normal number 0. The maximum passes over NaN, which then
-//            reaches the sum; +inf is taken from itself, which is NaN; where all is -inf, nothing is taken from it and
-//            the sum is 0
+// Numerics   f32, exp within 1.5 ulp (narrower types: a shorter one, within 2^-16), below f32's smallest normal number
+//            0. The maximum passes over NaN, which then reaches the sum; +inf is taken from itself, which is NaN; where
+//            all is -inf, nothing is taken from it and the sum is 0
 #pragma once
 
 #include "rowwise/row_verbs.h"
@@ -22,8 +22,12 @@ void softmax(ConstRow x, Row out, int64_t n, float scale_factor) {
       [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return max(within(load<T>(x, i, n) * scale, i, n, lowest), acc); },
       [](F32 a, F32 b) OPST_INLINE_LAMBDA { return max(a, b); }));
   const F32 m = F32::set1(highest == -__builtin_inff() ? 0.0f : highest);
-  const auto e = [&](int64_t i) OPST_INLINE_LAMBDA { return simd::exp(load<T>(x, i, n) * scale - m); };
   constexpr bool kKeep = sizeof(T) == sizeof(float);
+  const F32 log2e = F32::set1(0x1.715476p0f);
+  const auto e = [&](int64_t i) OPST_INLINE_LAMBDA {
+    const F32 below = load<T>(x, i, n) * scale - m;
+    return kKeep ? simd::exp(below) : simd::exp2_short(below * log2e);
+  };
   const float total = sum(n, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA {
     const F32 exponential = e(i);
     if (kKeep) store<T>(exponential, out, i, n);
