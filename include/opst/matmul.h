@@ -125,4 +125,57 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
 // Errors: an index out of range is refused before anything is written.
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out);
 
+// An int8 or int4 weight [n, k] with scales, repacked; owns its memory: bytes of its source, n rounded up to a multiple
+// of 16 and each group to whole words of 4 bytes, and 4 (with zeros 8) bytes per scale. As PackedWeight, for any
+// Context.
+class PackedIntWeight {
+ public:
+  PackedIntWeight() = default;
+
+  // weight.q [n, k] (IntMatrix in quant.h), groups of at most 65536 values, so that sums of products fit into 32 bits.
+  // Errors: those of dequantize(IntMatrix), longer groups; out_of_memory.
+  static Result<PackedIntWeight> pack(Context& context, const IntMatrix& weight);
+  // [n, k] i8 as it is: every scale is 1.
+  static Result<PackedIntWeight> pack(Context& context, const ConstTensor& weight);
+
+  int64_t n() const { return n_; }
+  int64_t k() const { return k_; }
+  int64_t groups() const { return groups_; }
+  int bits() const { return bits_; }
+  bool has_zeros() const { return has_zeros_; }
+  int64_t size_bytes() const { return data_.size_bytes(); }
+  const void* data() const { return data_.data(); }
+
+ private:
+  PackedIntWeight(int64_t n, int64_t k, int64_t groups, int bits, bool has_zeros, Buffer data)
+      : n_(n), k_(k), groups_(groups), bits_(bits), has_zeros_(has_zeros), data_(std::move(data)) {}
+
+  int64_t n_ = 0;
+  int64_t k_ = 0;
+  int64_t groups_ = 1;
+  int bits_ = 8;
+  bool has_zeros_ = false;
+  Buffer data_;
+};
+
+struct IntMatmulOptions {
+  // [m] f32: x is i8 and stands for x * x_scales, as dynamic_quant makes it. Absent: 1.
+  std::optional<ConstTensor> x_scales = {};
+  // [n]: f32, bf16 or f16, added last; or, with x i8 and one group, i32, added to the sums.
+  std::optional<ConstTensor> bias = {};
+};
+
+// What x and out are decides.
+//   x i8, out i32    out[i, j] = sum_t x[i, t] * (q[j, t] - zero[j]) (+ i32 bias[j]); one group; scales are not used
+//   x i8, out float  out[i, j] = (sum_g S[i, j, g] * scale[j, g]) * x_scales[i] (+ bias[j]), S the integer sum of group
+//   g x float          out[i, j] = sum_t x[i, t] * value[j, t] (+ bias[j]): the weight alone is quantised
+// x [m, k] i8, f32, bf16 or f16; out [m, n] i32, f32, bf16 or f16; any strides; out must not overlap another tensor.
+// Numerics: integer sums are exact. With x i8 each S is
+// rounded to f32 and joins one chain of multiply-adds over ascending groups (one group: a single product), then
+// x_scales and bias follow, each rounded to f32, and out is rounded once. With float x each value is rounded to f32,
+// and each sum is one chain of multiply-adds over ascending t. A row's bits depend neither on the other rows nor on
+// the threads. Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
+Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
+              const IntMatmulOptions& options = {});
+
 }  // namespace opst

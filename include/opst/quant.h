@@ -1,4 +1,6 @@
-// Matrices stored in GGUF block formats: what a format is, and back to f32.
+// Numbers stored as small integers: matrices in GGUF block formats, and int8 and int4 with scales beside them.
+//
+// GGUF block formats: what a format is, and back to f32.
 //
 // A row of `cols` values is a sequence of blocks; a block holds its scales and its values.
 //
@@ -71,5 +73,52 @@ Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out
 //   out     [count, cols] f32, any strides
 // Errors: as above; an index out of range is refused before anything is written.
 Status dequantize_rows(Context& context, const QuantMatrix& matrix, const ConstTensor& rows, const Tensor& out);
+
+// Integer matrices: [rows, cols] values in groups of cols / groups along a row (groups = 1: one scale per row, which of
+// a weight [n, k] is one per output channel).
+//   value[r, c] = (q[r, c] - zero[r, g]) * scale[r, g]        g = c / (cols / groups)
+struct IntMatrix {
+  // int8: i8 [rows, cols], any strides. int4: u8 [rows, cols / 2], two values in -8..7 a byte in two's complement, the
+  // lower half first; bytes of a row next to each other.
+  ConstTensor q;
+  ConstTensor scales;                     // f32 [rows, groups], any strides
+  std::optional<ConstTensor> zeros = {};  // i8 [rows, groups], any strides; absent: 0
+};
+
+struct QuantizeOptions {
+  // i8 [rows, groups]. Given: the range from min(0, smallest) to max(0, largest) value is used in full.
+  //   scale = largest / steps - smallest / steps, steps = 255 (int4: 15);  zero = round(lowest q - smallest / scale)
+  // Absent: symmetric, scale = max |x| / 127 (int4: 7), so that -128 (-8) does not occur.
+  std::optional<Tensor> zeros = {};
+  // Scales and zeros are read, not written: static quantisation.
+  bool scales_given = false;
+};
+
+// q = round(x / scale) + zero, to nearest, ties to even, and never beyond -128..127 (int4: -8..7).
+//   x       [rows, cols] f32, bf16 or f16, any strides
+//   q       [rows, cols] i8 or, for int4, [rows, cols / 2] u8, as in IntMatrix
+//   scales  [rows, groups] f32, any strides; groups divides cols
+// The quotient is rounded to f32 first. A group of zeros gets scale 0 and q = zero, as does one whose scale is rounded
+// to 0. A NaN or infinity in a group gives scale NaN, zero 0 and q = 0 throughout it: the group is marked, others are
+// not. Where scales are given, NaN becomes q = zero, an infinity the end of the range, and a scale that is 0 or not
+// finite gives q = zero. Errors: invalid_argument for ranks, dtypes or sizes that disagree.
+Status quantize(Context& context, const ConstTensor& x, const Tensor& q, const Tensor& scales,
+                const QuantizeOptions& options = {});
+
+// out[r, c] = the value above, rounded once.
+//   out     [rows, cols] f32, bf16 or f16 (rounded a second time), any strides
+Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& out);
+
+struct DynamicQuantOptions {
+  std::optional<ConstTensor> smooth_scales = {};  // f32 [k], any stride: x is multiplied with it first, rounded to f32
+};
+
+// Each token's row by its own scale: scale = max |x * smooth| / 127 (int4: 7), q = round(x * smooth / scale) to
+// nearest, ties to even. Zeros, NaN and infinities as in quantize.
+//   x       [.., k] f32, bf16 or f16, rank 1 to 5, any strides
+//   q       [.., k] i8, any strides; or int4: [.., k / 2] u8, bytes of a row next to each other
+//   scales  [..] f32: x's shape without k, any strides
+Status dynamic_quant(Context& context, const ConstTensor& x, const Tensor& q, const Tensor& scales,
+                     const DynamicQuantOptions& options = {});
 
 }  // namespace opst

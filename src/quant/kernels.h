@@ -12,8 +12,36 @@ namespace quant {
 // block is read and nothing beyond its last value written. cols is whole blocks.
 using DequantizeRow = void (*)(const void* blocks, int64_t cols, float* out, int64_t out_stride);
 
+// One group of a row, in integers.
+struct QuantizeGroup {
+  const void* x;
+  int64_t x_stride;
+  int64_t count;
+  const float* smooth;  // null: none
+  int64_t smooth_stride;
+  int bits;           // 8, or 4: two values to a byte, and count is even
+  bool scales_given;  // *scale and *zero are read; else written
+  float* scale;
+  int8_t* zero;  // null: symmetric
+  int8_t* q;
+  int64_t q_stride;  // of 8 bits
+};
+struct DequantizeGroup {
+  const int8_t* q;
+  int64_t q_stride;
+  int64_t count;
+  int bits;
+  float scale;
+  int zero;
+  void* out;
+  int64_t out_stride;
+};
+
 struct Kernels {
   DequantizeRow dequantize_row[kNumBlockFormats];
+  // Index 0: f32, 1: bf16, 2: f16, of x and of out.
+  void (*quantize_group[3])(const QuantizeGroup& group);
+  void (*dequantize_group[3])(const DequantizeGroup& group);
 };
 
 }  // namespace quant

@@ -1,4 +1,5 @@
 #include "quant/dequantize.h"
+#include "quant/integers.h"
 #include "quant/kernels.h"
 
 namespace opst::OPST_ISA_NS::quant {
@@ -7,7 +8,9 @@ namespace {
 template <class... Blocks>
 constexpr opst::quant::Kernels kernels_for() {
   static_assert(sizeof...(Blocks) == kNumBlockFormats);
-  return {{dequantize_row<Blocks>...}};
+  return {{dequantize_row<Blocks>...},
+          {quantize_group<float>, quantize_group<bf16>, quantize_group<f16>},
+          {dequantize_group<float>, dequantize_group<bf16>, dequantize_group<f16>}};
 }
 
 }  // namespace

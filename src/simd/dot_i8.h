@@ -2,9 +2,9 @@
 //
 //   Words (small_ints.h)     words_of(x): the same 32 bits in every lane; a & b, a | b, a << n, shift_right<n>(a);
 //                            store(words, p)
-//   I32                      kLanes sums: zero(), set1(x), load(p), store(p), a + b, a - b, a << n (wrap around),
-//                            to_f32(a), to_i32(x) of floats that are integers; low_byte(a): its lowest eight bits as
-//                            a signed number, high_bytes(a): a / 256 rounded down
+//   I32                      kLanes sums: zero(), set1(x), load(p), store(p), a + b, a - b, a * b, a << n (wrap
+//                            around), to_f32(a), to_i32(x) of floats that are integers; low_byte(a): its lowest eight
+//                            bits as a signed number, high_bytes(a): a / 256 rounded down; as_ints(words)
 //   dot<kMost>(acc, u, s)    acc + the sum over the four bytes of each lane of u * s, u unsigned and at most kMost, s
 //                            signed
 //   store_i8(v, p)           kLanes floats, integers in -128..127, as bytes
@@ -181,6 +181,12 @@ OPST_INLINE void store_i8(F32 v, int8_t* p) {
 
 #endif
 
+OPST_INLINE I32 as_ints(Words words) {
+  I32 out;
+  __builtin_memcpy(&out.v, &words, sizeof(out.v));
+  return out;
+}
+
 OPST_INLINE void even_odd(int8_t* p) {
 #if defined(__AVX2__)
   const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
@@ -194,6 +200,7 @@ OPST_INLINE void even_odd(int8_t* p) {
 }
 
 OPST_INLINE I32 operator+(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v + (I32::Wrapping)b.v)}; }
+OPST_INLINE I32 operator*(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v * (I32::Wrapping)b.v)}; }
 OPST_INLINE I32 operator-(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v - (I32::Wrapping)b.v)}; }
 
 OPST_INLINE I32 operator<<(I32 a, int n) { return {(I32::Register)((I32::Wrapping)a.v << n)}; }

@@ -1,0 +1,13 @@
+#include "matmul/int8_kernels.h"
+#include "matmul/int8_rows.h"
+
+namespace opst::OPST_ISA_NS::gemm {
+
+constinit const opst::gemm::IntKernels kIntKernels = {kIntColumns,
+                                                      pack_row,
+                                                      {widen_row<float>, widen_row<bf16>, widen_row<f16>},
+                                                      {int_few<WordI8>, int_few<WordI4>},
+                                                      {int_many<WordI8>, int_many<WordI4>},
+                                                      {int_with_floats<WordI8>, int_with_floats<WordI4>}};
+
+}  // namespace opst::OPST_ISA_NS::gemm

@@ -1,0 +1,46 @@
+// What every operator that reads an IntMatrix shares: its check and its numbers.
+#pragma once
+
+#include "core/shape_check.h"
+#include "opst/quant.h"
+
+namespace opst {
+
+struct IntMatrixSizes {
+  int64_t rows = 0, cols = 0, groups = 0;
+  int bits = 8;
+};
+
+// Ranks, dtypes, sizes of q, scales and zeros.
+IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix);
+
+// The numbers of one row of a matrix that was checked.
+class IntRow {
+ public:
+  IntRow(const IntMatrix& matrix, int64_t row)
+      : bits_(matrix.q.dtype == DType::i8 ? 8 : 4),
+        stride_(matrix.q.strides[1]),
+        scale_stride_(matrix.scales.strides[1]),
+        zero_stride_(matrix.zeros ? matrix.zeros->strides[1] : 0),
+        q_(static_cast<const int8_t*>(matrix.q.data) + row * matrix.q.strides[0]),
+        scales_(static_cast<const float*>(matrix.scales.data) + row * matrix.scales.strides[0]),
+        zeros_(matrix.zeros ? static_cast<const int8_t*>(matrix.zeros->data) + row * matrix.zeros->strides[0]
+                            : nullptr) {}
+
+  int q(int64_t col) const {
+    if (bits_ == 8) return q_[col * stride_];
+    const int both = q_[col / 2];
+    return col % 2 == 0 ? static_cast<int8_t>(both * 16) / 16 : both >> 4;
+  }
+  float scale(int64_t group) const { return scales_[group * scale_stride_]; }
+  int zero(int64_t group) const { return zeros_ == nullptr ? 0 : zeros_[group * zero_stride_]; }
+
+ private:
+  int bits_;
+  int64_t stride_, scale_stride_, zero_stride_;
+  const int8_t* q_;
+  const float* scales_;
+  const int8_t* zeros_;
+};
+
+}  // namespace opst

@@ -1,0 +1,224 @@
+// int8 and int4 with scales beside them: quantize, dequantize, dynamic_quant.
+#include <algorithm>
+#include <string>
+
+#include "core/guarded.h"
+#include "core/int_math.h"
+#include "core/shape_check.h"
+#include "machine/context_impl.h"
+#include "opst/quant.h"
+#include "quant/int_matrix.h"
+#include "quant/kernels.h"
+#include "quant/quant_check.h"
+
+namespace opst {
+namespace {
+
+// Values per task: some tens of microseconds.
+constexpr int64_t kTaskValues = int64_t{1} << 15;
+
+int float_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
+
+template <class T>
+T* at(const Tensor& tensor, int64_t offset) {
+  return static_cast<T*>(tensor.data) + offset;
+}
+
+// Calls row(i) for 0 <= i < count, `values` numbers each.
+template <class Row>
+void for_each_row(Context& context, int64_t count, int64_t values, const Row& row) {
+  const int64_t rows_per_task = std::max<int64_t>(1, kTaskValues / std::max<int64_t>(1, values));
+  context.impl().pool.parallel_for(ceil_div(count, rows_per_task), [&](int64_t task, int) {
+    for (int64_t i = task * rows_per_task; i < std::min(count, (task + 1) * rows_per_task); ++i) row(i);
+  });
+}
+
+void check_groups(ShapeCheck& check, const char* scales, int64_t cols, int64_t groups, int64_t bits) {
+  check.require(groups >= 1 && cols % groups == 0, [&] {
+    return std::string(scales) + " has " + std::to_string(groups) +
+           " groups, which do not divide cols = " + std::to_string(cols);
+  });
+  if (!check.ok()) return;
+  check.require(bits == 8 || cols / groups % 2 == 0, [&] {
+    return std::string(scales) + " has groups of " + std::to_string(cols / groups) +
+           " values, but those of int4 must fill whole bytes";
+  });
+}
+
+void check_half(ShapeCheck& check, const char* q, int64_t bytes, int64_t cols) {
+  check.require(bytes * 2 == cols, [&] {
+    return std::string(q) + " has " + std::to_string(bytes) + " bytes a row, but " + std::to_string(cols) +
+           " values of int4 fill half as many";
+  });
+}
+
+// Everything but the last dimension: offset of the row with this row-major index.
+int64_t row_offset(const ConstTensor& tensor, int64_t row, int leading) {
+  int64_t offset = 0;
+  for (int d = leading - 1; d >= 0; --d) {
+    offset += row % tensor.shape[d] * tensor.strides[d];
+    row /= tensor.shape[d];
+  }
+  return offset;
+}
+
+void check_leading(ShapeCheck::TensorCheck tensor, int leading, const char* last) {
+  switch (leading) {
+    case 0:
+      last == nullptr ? tensor.dims({}) : tensor.dims({last});
+      break;
+    case 1:
+      last == nullptr ? tensor.dims({"d0"}) : tensor.dims({"d0", last});
+      break;
+    case 2:
+      last == nullptr ? tensor.dims({"d0", "d1"}) : tensor.dims({"d0", "d1", last});
+      break;
+    case 3:
+      last == nullptr ? tensor.dims({"d0", "d1", "d2"}) : tensor.dims({"d0", "d1", "d2", last});
+      break;
+    default:
+      last == nullptr ? tensor.dims({"d0", "d1", "d2", "d3"}) : tensor.dims({"d0", "d1", "d2", "d3", last});
+  }
+}
+
+}  // namespace
+
+IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix) {
+  const bool bytes = matrix.q.dtype == DType::i8;
+  auto q = check.tensor("q", matrix.q).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
+  if (!bytes) q.unit_inner_stride();
+  check.tensor("scales", matrix.scales).dtype({DType::f32}).dims({"rows", "groups"});
+  if (matrix.zeros) check.tensor("zeros", *matrix.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+  IntMatrixSizes sizes;
+  if (!check.ok()) return sizes;
+  sizes.rows = check["rows"];
+  sizes.cols = bytes ? check["cols"] : 2 * check["bytes"];
+  sizes.groups = check["groups"];
+  sizes.bits = bytes ? 8 : 4;
+  check_groups(check, "scales", sizes.cols, sizes.groups, sizes.bits);
+  return sizes;
+}
+
+Status quantize(Context& context, const ConstTensor& x, const Tensor& q, const Tensor& scales,
+                const QuantizeOptions& options) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("quantize");
+    const bool bytes = q.dtype != DType::u8;
+    check.tensor("x", x).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "cols"});
+    if (options.scales_given) {
+      check.tensor("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
+      if (options.zeros) check.tensor("zeros", *options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+    }
+    auto out = check.output("q", q).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
+    if (!bytes) out.unit_inner_stride();
+    if (!options.scales_given) {
+      check.output("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
+      if (options.zeros) check.output("zeros", *options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+    }
+    if (!check.ok()) return check.status();
+    const int64_t rows = check["rows"], cols = check["cols"], groups = check["groups"];
+    if (!bytes) check_half(check, "q", check["bytes"], cols);
+    check_groups(check, "scales", cols, groups, bytes ? 8 : 4);
+    if (!check.ok()) return check.status();
+
+    const int64_t count = cols / groups;
+    const auto kernel = quant_kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
+    for_each_row(context, rows, cols, [&](int64_t row) {
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t first = g * count;
+        kernel(
+            {.x = static_cast<const char*>(x.data) + (row * x.strides[0] + first * x.strides[1]) * size_bytes(x.dtype),
+             .x_stride = x.strides[1],
+             .count = count,
+             .smooth = nullptr,
+             .smooth_stride = 0,
+             .bits = bytes ? 8 : 4,
+             .scales_given = options.scales_given,
+             .scale = at<float>(scales, row * scales.strides[0] + g * scales.strides[1]),
+             .zero = options.zeros
+                         ? at<int8_t>(*options.zeros, row * options.zeros->strides[0] + g * options.zeros->strides[1])
+                         : nullptr,
+             .q = at<int8_t>(q, row * q.strides[0] + (bytes ? first * q.strides[1] : first / 2)),
+             .q_stride = q.strides[1]});
+      }
+    });
+    return {};
+  });
+}
+
+Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& out) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("dequantize");
+    const IntMatrixSizes sizes = check_int_matrix(check, matrix);
+    check.output("out", out).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "columns"});
+    if (!check.ok()) return check.status();
+    check.require(check["columns"] == sizes.cols, [&] {
+      return "out dim 1 (cols) is " + std::to_string(check["columns"]) +
+             ", but the matrix has cols = " + std::to_string(sizes.cols);
+    });
+    if (!check.ok()) return check.status();
+
+    const int64_t count = sizes.cols / sizes.groups;
+    const ConstTensor& q = matrix.q;
+    const auto kernel = quant_kernels(context.machine().isa).dequantize_group[float_index(out.dtype)];
+    for_each_row(context, sizes.rows, sizes.cols, [&](int64_t row) {
+      const IntRow numbers(matrix, row);
+      for (int64_t g = 0; g < sizes.groups; ++g) {
+        const int64_t first = g * count;
+        kernel({.q = static_cast<const int8_t*>(q.data) + row * q.strides[0] +
+                     (sizes.bits == 8 ? first * q.strides[1] : first / 2),
+                .q_stride = q.strides[1],
+                .count = count,
+                .bits = sizes.bits,
+                .scale = numbers.scale(g),
+                .zero = numbers.zero(g),
+                .out = static_cast<char*>(out.data) +
+                       (row * out.strides[0] + first * out.strides[1]) * size_bytes(out.dtype),
+                .out_stride = out.strides[1]});
+      }
+    });
+    return {};
+  });
+}
+
+Status dynamic_quant(Context& context, const ConstTensor& x, const Tensor& q, const Tensor& scales,
+                     const DynamicQuantOptions& options) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("dynamic_quant");
+    const bool bytes = q.dtype != DType::u8;
+    check.require(x.rank >= 1 && x.rank <= kMaxRank,
+                  [&] { return "x has rank " + std::to_string(x.rank) + ", but must have 1 to 5"; });
+    if (!check.ok()) return check.status();
+    const int leading = x.rank - 1;
+    check_leading(check.tensor("x", x).dtype({DType::f32, DType::bf16, DType::f16}), leading, "k");
+    if (options.smooth_scales) check.tensor("smooth_scales", *options.smooth_scales).dtype({DType::f32}).dims({"k"});
+    auto out = check.output("q", q).dtype({DType::i8, DType::u8});
+    if (!bytes) out.unit_inner_stride();
+    check_leading(out, leading, bytes ? "k" : "bytes");
+    check_leading(check.output("scales", scales).dtype({DType::f32}), leading, nullptr);
+    if (!check.ok()) return check.status();
+    const int64_t k = check["k"];
+    if (!bytes) check_half(check, "q", check["bytes"], k);
+    if (!check.ok()) return check.status();
+
+    int64_t rows = 1;
+    for (int d = 0; d < leading; ++d) rows *= x.shape[d];
+    const auto kernel = quant_kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
+    for_each_row(context, rows, k, [&](int64_t row) {
+      kernel({.x = static_cast<const char*>(x.data) + row_offset(x, row, leading) * size_bytes(x.dtype),
+              .x_stride = x.strides[leading],
+              .count = k,
+              .smooth = options.smooth_scales ? static_cast<const float*>(options.smooth_scales->data) : nullptr,
+              .smooth_stride = options.smooth_scales ? options.smooth_scales->strides[0] : 0,
+              .bits = bytes ? 8 : 4,
+              .scales_given = false,
+              .scale = at<float>(scales, row_offset(scales, row, leading)),
+              .zero = nullptr,
+              .q = at<int8_t>(q, row_offset(q, row, leading)),
+              .q_stride = q.strides[leading]});
+    });
+    return {};
+  });
+}
+
+}  // namespace opst
