@@ -28,6 +28,8 @@ ROOMS = {
     "matmul": {"core", "machine", "simd", "tile", "quant"},
     "moe": {"core", "machine", "simd", "tile", "quant", "rowwise", "matmul"},
     "mc2": {"core", "machine", "tile", "matmul", "moe", "attention"},
+    # The example of docs/extending.md.
+    "extending": {"core", "machine", "simd", "tile"},
     # What tests share. Measuring the peak needs vectors and threads.
     "testing": {"core", "machine", "simd"},
     # Ordinary users of the public headers.
