@@ -161,6 +161,8 @@ class BackwardCall {
     const void** query_rows;
     int64_t* visible_begin;
     int64_t* visible_end;
+    void* max;
+    void* sum;
   };
   Worker worker(int index) const {
     Arena arena(shared_ + plan_.scratch_bytes_shared + index * plan_.scratch_bytes_per_worker,
@@ -183,6 +185,8 @@ class BackwardCall {
     w.query_rows = arena.take<const void*>(plan_.block_q);
     w.visible_begin = arena.take<int64_t>(plan_.block_q);
     w.visible_end = arena.take<int64_t>(plan_.block_q);
+    w.max = arena.take_bytes(layout_.statistic_bytes);
+    w.sum = arena.take_bytes(layout_.statistic_bytes);
     return w;
   }
 
@@ -213,6 +217,7 @@ class BackwardCall {
     q.delta = arena.take_bytes(layout_.statistic_bytes);
     q.grad_query = arena.take_bytes(layout_.grad_query_bytes);
     q.finite = &b.state->finite;
+    q.far = &b.state->far;
     return b;
   }
 
@@ -237,6 +242,12 @@ class BackwardCall {
   double number(const void* numbers, int64_t index) const {
     return plan_.product == AttentionProduct::f64 ? static_cast<const double*>(numbers)[index]
                                                   : static_cast<double>(static_cast<const float*>(numbers)[index]);
+  }
+  void set_number(void* numbers, int64_t index, double x) const {
+    if (plan_.product == AttentionProduct::f64)
+      static_cast<double*>(numbers)[index] = x;
+    else
+      static_cast<float*>(numbers)[index] = static_cast<float>(x);
   }
   double statistic(const StackedRows& t, int64_t row) const {
     return number(t.data, row / group_ * t.seq_stride + row % group_ * t.head_stride);
@@ -307,23 +318,52 @@ class BackwardCall {
       for (int64_t r = 0; r < b.queries.rows; ++r) b.bias_targets[r] = bias_row(head, b.first_row + r);
     }
     if (grads_.grad_sinks.data != nullptr) sum_sinks(head, index, b, pack);
-    if (s.some_begin >= s.some_end) finish_query(head, b);
+    if (s.some_begin >= s.some_end)
+      finish_query(head, b);
+    else if (s.far)
+      recompute_statistics(head, index, b, w);
   }
 
   // Tiles that the block passes, in this order; some may hold no key that it sees.
   int64_t first_tile(const BlockState& s) const { return s.some_begin / plan_.block_kv; }
   int64_t last_tile(const BlockState& s) const { return (s.some_end - 1) / plan_.block_kv; }
 
+  // Tile `index` of a head's keys, not packed yet.
+  GradTile tile_of(int64_t head, int64_t index, const Worker& w) const {
+    GradTile tile = {};
+    tile.first_key = index * plan_.block_kv;
+    tile.count = std::clamp<int64_t>(sequences_.kv_len(batch(head)) - tile.first_key, 0, plan_.block_kv);
+    tile.keys = w.keys;
+    tile.values = w.values;
+    tile.key_columns = w.key_columns;
+    return tile;
+  }
+
+  // Maxima and sums of a block's rows once more.
+  void recompute_statistics(int64_t head, int64_t index, const Block& b, const Worker& w) const {
+    const BlockState& s = *b.state;
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      double sink = -HUGE_VAL;
+      if (in_.sinks.data != nullptr) {
+        const int64_t query_head = head % p_.num_kv_heads * group_ + (b.first_row + r) % group_;
+        sink = number(in_.sinks.data, query_head * in_.sinks.strides[0]) / rules_.score_scale();
+      }
+      set_number(w.max, r, sink);
+      set_number(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
+    }
+    for (int64_t i = first_tile(s); i <= last_tile(s); ++i) {
+      GradTile tile = tile_of(head, i, w);
+      pack_tile(head, w, tile);
+      kernels_.add_statistics(block_against(head, index, b, w, tile), tile, w.max, w.sum);
+    }
+    kernels_.keep_statistics(b.queries, w.max, w.sum);
+  }
+
   void run_tile(int64_t head, int64_t tile_index, int64_t number, int worker_index) const {
     const Worker w = worker(worker_index);
     const int64_t first = tile_index * plan_.block_kv;
     const int64_t keys = std::clamp<int64_t>(key_rows_of(batch(head)) - first, 0, plan_.block_kv);  // of the tensors
-    GradTile tile;
-    tile.first_key = first;
-    tile.count = std::clamp<int64_t>(sequences_.kv_len(batch(head)) - first, 0, keys);
-    tile.keys = w.keys;
-    tile.values = w.values;
-    tile.key_columns = w.key_columns;
+    GradTile tile = tile_of(head, tile_index, w);
     tile.grad_key = grads_.grad_key.data != nullptr ? w.grad_key : nullptr;
     tile.grad_value = grads_.grad_value.data != nullptr ? w.grad_value : nullptr;
     if (tile.grad_key != nullptr) std::memset(w.grad_key, 0, static_cast<size_t>(layout_.grad_key_bytes));
@@ -367,13 +407,9 @@ class BackwardCall {
     tile.keys_finite = kernels_.pack_keys(pack, layout_.sizes);
   }
 
-  // One block of query rows against the tile, if it sees any of it.
-  void meet(int64_t head, int64_t index, const Worker& w, const GradTile& tile, int64_t number) const {
-    const Block b = block_of(head, index);
-    BlockState& s = *b.state;
-    const int64_t tile_index = tile.first_key / plan_.block_kv, end = tile.first_key + tile.count;
-    if (s.some_begin >= s.some_end || tile_index < first_tile(s) || tile_index > last_tile(s)) return;
-    const int64_t prefix = s.has_rules ? s.rules.prefix : 0;
+  GradBlock block_against(int64_t head, int64_t index, const Block& b, const Worker& w, const GradTile& tile) const {
+    const BlockState& s = *b.state;
+    const int64_t end = tile.first_key + tile.count, prefix = s.has_rules ? s.rules.prefix : 0;
     GradBlock g;
     g.sizes = layout_.sizes;
     g.queries = b.queries;
@@ -395,6 +431,16 @@ class BackwardCall {
       find_visible(head, b, w);
       hide_absent_rows(b, w);
     }
+    return g;
+  }
+
+  // One block of query rows against the tile, if it sees any of it.
+  void meet(int64_t head, int64_t index, const Worker& w, const GradTile& tile, int64_t number) const {
+    const Block b = block_of(head, index);
+    BlockState& s = *b.state;
+    const int64_t tile_index = tile.first_key / plan_.block_kv;
+    if (s.some_begin >= s.some_end || tile_index < first_tile(s) || tile_index > last_tile(s)) return;
+    const GradBlock g = block_against(head, index, b, w, tile);
     kernels_.grad_tile(g, tile);
 
     if (bias_order_ == BiasOrder::by_task) {

@@ -382,6 +382,61 @@ struct Backward {
     }
   }
 
+  // Where S and dP of a part are computed.
+  static OPST_INLINE S* part_scores(const GradBlock& b, Part rows, Span span) {
+    if constexpr (kStep == 1)
+      return static_cast<S*>(b.probability_columns) + rows.first * b.scores_stride + span.begin;
+    else
+      return static_cast<S*>(b.raw);
+  }
+  static OPST_INLINE S* part_grads(const GradBlock& b, Part rows, Span span) {
+    if constexpr (kStep == 1)
+      return static_cast<S*>(b.grad_scores) + rows.first * b.scores_stride + span.begin;
+    else
+      return static_cast<S*>(b.raw) + kTileRows * b.scores_stride;
+  }
+
+  static void add_statistics(const GradBlock& b, const GradTile& t, void* max, void* sum) {
+    const V c = V::set1(static_cast<S>(b.exponent_scale));
+    const char* prefetch = b.prefetch;
+    for (int64_t i = 0; i < num_parts(b.queries.rows, kStep); ++i) {
+      const Part rows = part(b.queries.rows, kStep, i);
+      const Span span = span_of(b, t, rows);
+      if (span.width == 0) continue;
+      S* scores = part_scores(b, rows, span);
+      S* grads = part_grads(b, rows, span);
+      multiply(rows, span, t, b.queries.query, b.sizes.query_stride, b.sizes.head_dim, t.keys, scores, b.scores_stride,
+               prefetch);
+      if (b.rules == nullptr)
+        hide(b, t, rows, span, scores, grads, b.scores_stride);
+      else
+        shape(b, t, rows, span, scores, static_cast<S*>(b.cap_slopes));
+      for (int64_t r = 0; r < rows.rows; ++r) {
+        const S* row = scores + r * b.scores_stride;
+        S* row_max = accumulators(max) + rows.first + r;
+        S* row_sum = accumulators(sum) + rows.first + r;
+        V top = V::set1(*row_max);
+        for (int64_t j = 0; j < span.width; j += kLanes) top = simd::max(top, V::load(row + j));
+        const S new_max = simd::hmax(top);
+        const V origin = V::set1(new_max == -__builtin_inff() ? S(0) : new_max);
+        V sums = simd::exp2((V::set1(*row_max) - origin) * c) * V::set1(*row_sum / kLanes);
+        for (int64_t j = 0; j < span.width; j += kLanes) sums = sums + simd::exp2((V::load(row + j) - origin) * c);
+        *row_max = new_max;
+        *row_sum = simd::hsum(sums);
+      }
+    }
+  }
+  static void keep_statistics(const QueryRows& q, const void* max, const void* sum) {
+    for (int64_t r = 0; r < q.rows; ++r) {
+      if (accumulators(q.weight)[r] == 0) continue;
+      const S total = static_cast<const S*>(sum)[r];
+      accumulators(q.origin)[r] = static_cast<const S*>(max)[r];
+      accumulators(q.reference)[r] = 0;
+      accumulators(q.weight)[r] = total == 0 ? S(0) : 1 / total;
+      if (!is_finite(accumulators(q.origin)[r]) || !is_finite(total)) *q.finite = false;
+    }
+  }
+
   static void grad_tile(const GradBlock& b, const GradTile& t) {
     const BackwardSizes& sizes = b.sizes;
     const QueryRows& q = b.queries;
@@ -400,15 +455,8 @@ struct Backward {
         clear(b, rows, span.begin + span.width, width);
       }
       if (span.width == 0) continue;
-      S* scores;
-      S* grads;
-      if constexpr (kStep == 1) {
-        scores = static_cast<S*>(b.probability_columns) + rows.first * b.scores_stride + span.begin;
-        grads = static_cast<S*>(b.grad_scores) + rows.first * b.scores_stride + span.begin;
-      } else {
-        scores = static_cast<S*>(b.raw);
-        grads = scores + kTileRows * b.scores_stride;
-      }
+      S* scores = part_scores(b, rows, span);
+      S* grads = part_grads(b, rows, span);
       multiply(rows, span, t, q.query, sizes.query_stride, sizes.head_dim, t.keys, scores, b.scores_stride, prefetch);
       multiply(rows, span, t, q.grad_out, sizes.value_stride, sizes.value_head_dim, t.values, grads, b.scores_stride,
                prefetch);
@@ -689,6 +737,7 @@ struct Backward {
 
   static void pack_queries(const PackQueries& from, const BackwardSizes& z, const QueryRows& to) {
     bool all_finite = true;
+    *to.far = false;
     for (int64_t r = 0; r < to.rows; ++r) {
       const int64_t row = from.first_row + r;
       Word* query = static_cast<Word*>(to.query) + r * z.query_stride;
@@ -710,6 +759,7 @@ struct Backward {
           rest = (static_cast<double>(reference) - exact) * 0x1.62e42fefa39efp-1;
         } else {
           origin = static_cast<S>(static_cast<double>(top) / from.score_scale);
+          *to.far = true;
         }
         weight = static_cast<S>(__builtin_exp(rest) / sum);
         const bool finite_query =

@@ -36,6 +36,7 @@ struct QueryRows {
   void* delta;       // [rows]: rowsum(dO * O) - grad_lse
   void* grad_query;  // [rows][acc_stride]
   bool* finite;      // no NaN or Inf in Q and dO of the block
+  bool* far;         // scores are so large that what was saved of them tells too little: see recompute
 };
 
 struct PackQueries {
@@ -106,6 +107,10 @@ struct BackwardKernels {
   void (*pack_queries)(const PackQueries& pack, const BackwardSizes& sizes, const QueryRows& out);
   // Returns whether all keys are finite.
   bool (*pack_keys)(const PackKeys& pack, const BackwardSizes& sizes);
+  // For a block that is far: the tiles that it sees, one after the other, give maxima and sums anew, of the scores as
+  // grad_tile computes them. `max` and `sum` [rows] begin as -inf and 0, or as a sink's; then keep_statistics.
+  void (*add_statistics)(const GradBlock& block, const GradTile& tile, void* max, void* sum);
+  void (*keep_statistics)(const QueryRows& queries, const void* max, const void* sum);
   void (*grad_tile)(const GradBlock& block, const GradTile& tile);   // dV += P^T dO, dK += dS^T Q
   void (*grad_query)(const GradBlock& block, const GradTile& tile);  // dQ += dS K
   // targets[r] + (first_key + j - first_target) * stride += factor * dS[r][j] after grad_tile, row by row.

@@ -11,6 +11,8 @@ template <class P, class T>
 constexpr BackwardKernels backward_kernels() {
   return {.pack_queries = Backward<P>::pack_queries,
           .pack_keys = Backward<P>::template pack_keys<T>,
+          .add_statistics = Backward<P>::add_statistics,
+          .keep_statistics = Backward<P>::keep_statistics,
           .grad_tile = Backward<P>::grad_tile,
           .grad_query = Backward<P>::grad_query,
           .add_grad_bias = Backward<P>::add_grad_bias,

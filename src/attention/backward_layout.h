@@ -19,7 +19,7 @@ struct BlockState {
   ScoreRules rules;
   int64_t some_begin, some_end;  // seen by some row
   int64_t all_begin, all_end;    // seen by every row
-  bool finite;
+  bool finite, far;
   bool has_rules;
   std::atomic<int64_t> tiles_done;
 };
@@ -93,7 +93,7 @@ struct BackwardLayout {
     worker_bytes = cap_bytes + bias_bytes + bias_sum_bytes + key_bytes + key_value_bytes + key_column_bytes +
                    grad_key_bytes + grad_value_bytes + 2 * scores_bytes + score_row_bytes + raw_bytes +
                    2 * Arena::size_of<void*>(block_kv) + Arena::size_of<void*>(block_q) +
-                   2 * Arena::size_of<int64_t>(block_q);
+                   2 * Arena::size_of<int64_t>(block_q) + 2 * statistic_bytes;
   }
 
   // Whether scores are more than products that a structure hides.
