@@ -2,11 +2,11 @@
 // Shapes     x [rows, k] in blocks of k_block words; weight: packed panels; sums [rows, columns]
 // Loop nest  for each block of k; for each 2 vectors of columns: decode [k_block][32] once; for each register tile of
 //            rows: sums += x block * decoded                                       (tile/gemm_tile.h)
-// Memory     at k_block 384, 256 rows, avx512:
-//              decoded  [384][32] words   48 KB   L2, from which the tiles stream it
-//              x tile   [12][384] words   18 KB   L1
-//              x block  [256][384] words 384 KB   L2, read again for each 32 columns
-//              sums     [256][64] f32     64 KB   L2, touched once per tile and block of k
+// Memory     at k_block 512, 256 rows, avx512:
+//              decoded  [512][32] words    64 KB   L2, from which the tiles stream it
+//              x tile   [12][512] words    24 KB   L1
+//              x block  [256][512] words  512 KB   L2, read again for each 32 columns
+//              sums     [256][128] f32    128 KB   L2, touched once per tile and block of k
 //            While a tile is multiplied, a part of the weights that are decoded next is fetched: they come from memory.
 // Numerics   one sum per output, k ascending, f32: a sum rests in memory between blocks of k and loses nothing there
 #pragma once
@@ -51,6 +51,34 @@ OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t 
   }
 }
 
+// What is fetched while the register tiles of one block of k and 2 vectors of columns are multiplied: first the weights
+// that are decoded next, which come from memory, then the rows of x of the next tile. A tile fetches 16 bytes per step.
+template <class Piece>
+struct Ahead {
+  static constexpr int kMaxPanels = kManyColumns > kPanelColumns ? kManyColumns / kPanelColumns : 1;
+  const char* panel[kMaxPanels];
+  int64_t tiles_per_panel;
+
+  // Of the pieces k0 .. k0 + depth of the columns from `column` on, by tiles of `steps` steps.
+  OPST_INLINE Ahead(const ManyRows& part, int64_t column, int64_t k0, int64_t depth, int64_t steps) {
+    const int64_t pieces = part.k / Piece::kValues;
+    for (int i = 0; i < kMaxPanels; ++i) {
+      const int64_t index = column / kPanelColumns + i;
+      // The address may lie beyond the weight; nothing is read there.
+      panel[i] = reinterpret_cast<const char*>(
+          reinterpret_cast<uintptr_t>(part.panels) +
+          static_cast<uintptr_t>((index * pieces + k0 / Piece::kValues) * static_cast<int64_t>(sizeof(Piece))));
+    }
+    const int64_t bytes = depth / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
+    tiles_per_panel = (bytes + 16 * steps - 1) / (16 * steps);
+  }
+  OPST_INLINE const char* of_tile(int64_t t, int64_t steps, const float* next_x) const {
+    const int64_t i = t / tiles_per_panel;
+    if (i >= kMaxPanels) return reinterpret_cast<const char*>(next_x);
+    return panel[i] + (t - i * tiles_per_panel) * 16 * steps;
+  }
+};
+
 template <class Piece>
 void many_rows(const ManyRows& part) {
   using Product = typename Decoder<Piece>::Product;
@@ -72,12 +100,17 @@ void many_rows(const ManyRows& part) {
     const float* const x_block = part.x + k0 / part.k_block * part.x_block_stride;
     for (int64_t column = 0; column < part.columns; column += kManyColumns) {
       decode_columns<Piece>(part, column, k0, depth, part.decoded);
+      const bool last_columns = column + kManyColumns >= part.columns, last_block = k0 + depth >= part.k;
+      const Ahead<Piece> next(part, last_columns && !last_block ? 0 : column + kManyColumns,
+                              !last_columns ? k0
+                              : last_block  ? 0
+                                            : k0 + depth,
+                              depth, depth);
       int64_t row = 0;
       for (int64_t t = 0; t < num_tiles; ++t) {
         const float* const x = x_block + row * part.x_stride;
         const int64_t rows = t < taller ? height + 1 : height;
-        // The next tile's rows of x, the only data that is not where the last tile left it.
-        const char* const ahead = reinterpret_cast<const char*>(x + rows * part.x_stride);
+        const char* const ahead = next.of_tile(t, depth, x + rows * part.x_stride);
         (t < taller ? tall : low)(depth, reinterpret_cast<const Word*>(x), part.x_stride,
                                   reinterpret_cast<const typename Product::WordB*>(part.decoded), kManyColumns,
                                   part.sums + row * sums_stride + column, sums_stride, ones, ahead);

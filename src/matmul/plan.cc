@@ -13,11 +13,13 @@ namespace {
 constexpr int64_t kMaxFewRows = 8;
 // Weights of one few_rows task: some microseconds of reading, beside which handing out a task is nothing.
 constexpr int64_t kFewTaskBytes = 32 << 10;
-// many_rows: x block 256 x 384 words = 384 KB leaves half of a 1 MB L2 to decoded weights and sums. Decoding costs as
-// much as three rows.
+// many_rows: x block 256 x 512 words = 512 KB, sums 128 KB and decoded weights 64 KB stay in a 1 MB L2. Decoding costs
+// as much as three rows.
 constexpr int64_t kManyRows = 256;
-constexpr int64_t kManyColumns = 64;
-constexpr int64_t kMaxKBlock = 384;
+constexpr int64_t kMaxKBlock = 512;
+// Columns of a task: x passes once per task. Where there are fewer tasks than this leaves, threads would wait for one
+// another.
+constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
 // Rows of packed x do not lie a multiple of 4 KB apart, or a register tile's rows would share a set of L1.
 constexpr int64_t kPadding = 16;
 
@@ -46,7 +48,7 @@ Plan make_plan(const Problem& problem, int few_columns, int many_columns) {
   } else {
     plan.path = Path::many_rows;
     plan.rows_per_task = balanced(problem.m, kManyRows, 1);
-    plan.columns_per_task = kManyColumns;
+    plan.columns_per_task = problem.n >= kWideEnough ? kManyColumns : kFewerColumns;
     const int64_t block = std::max<int64_t>(32, block_values(problem.format));
     plan.k_block = balanced(plan.words, kMaxKBlock / block * block, block);
     plan.x_stride = plan.k_block + kPadding;

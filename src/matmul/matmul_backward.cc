@@ -1,0 +1,87 @@
+// Gradients of a product: products themselves, of transposed views.
+#include <algorithm>
+
+#include "core/convert.h"
+#include "core/guarded.h"
+#include "core/int_math.h"
+#include "core/shape_check.h"
+#include "machine/context_impl.h"
+#include "matmul/call.h"
+
+namespace opst {
+namespace {
+
+// Columns per task of the bias's gradient: a cache line of each row.
+constexpr int64_t kBiasColumns = 64;
+
+// out[j] = sum over i of grad_out[i, j], rows in ascending order, in f32.
+void sum_rows(Context& context, const ConstTensor& grad_out, const Tensor& out) {
+  const int64_t m = grad_out.shape[0], n = grad_out.shape[1];
+  const auto widen_rows =
+      gemm::kernels(context.machine().isa).widen_rows[static_cast<int>(gemm::float_type(grad_out.dtype))];
+  context.impl().pool.parallel_for(ceil_div(n, kBiasColumns), [&](int64_t task, int) {
+    const int64_t column = task * kBiasColumns, columns = std::min(kBiasColumns, n - column);
+    float sums[kBiasColumns] = {}, row[kBiasColumns];
+    for (int64_t i = 0; i < m; ++i) {
+      widen_rows(static_cast<const char*>(grad_out.data) +
+                     (i * grad_out.strides[0] + column * grad_out.strides[1]) * size_bytes(grad_out.dtype),
+                 grad_out.strides[0], grad_out.strides[1], 1, columns, row, kBiasColumns);
+      for (int64_t j = 0; j < columns; ++j) sums[j] += row[j];
+    }
+    for (int64_t j = 0; j < columns; ++j) {
+      const int64_t at = (column + j) * out.strides[0];
+      if (out.dtype == DType::f32) {
+        static_cast<float*>(out.data)[at] = sums[j];
+      } else if (out.dtype == DType::bf16) {
+        static_cast<bf16*>(out.data)[at] = to_bf16(sums[j]);
+      } else {
+        static_cast<f16*>(out.data)[at] = to_f16(sums[j]);
+      }
+    }
+  });
+}
+
+void sum_rows_f64(const ConstTensor& grad_out, const Tensor& out) {
+  for (int64_t j = 0; j < grad_out.shape[1]; ++j) {
+    double sum = 0;
+    for (int64_t i = 0; i < grad_out.shape[0]; ++i) {
+      sum += static_cast<const double*>(grad_out.data)[i * grad_out.strides[0] + j * grad_out.strides[1]];
+    }
+    static_cast<double*>(out.data)[j * out.strides[0]] = sum;
+  }
+}
+
+}  // namespace
+
+Status matmul_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
+                       const MatmulGradients& gradients) {
+  return guarded([&]() -> Status {
+    ShapeCheck check("matmul_backward");
+    check.tensor("grad_out", grad_out).dtype({DType::f32, DType::bf16, DType::f16, DType::f64}).dims({"m", "n"});
+    const bool is_f64 = grad_out.dtype == DType::f64;
+    const auto check_dtype = [&](ShapeCheck::TensorCheck tensor) -> ShapeCheck::TensorCheck {
+      return is_f64 ? tensor.dtype({DType::f64}) : tensor.dtype({DType::f32, DType::bf16, DType::f16});
+    };
+    if (gradients.weight) check_dtype(check.tensor("x", x)).dims({"m", "k"});
+    if (gradients.x) check_dtype(check.tensor("weight", weight)).dims({"n", "k"});
+    if (gradients.x) check_dtype(check.output("gradients.x", *gradients.x)).dims({"m", "k"});
+    if (gradients.weight) check_dtype(check.output("gradients.weight", *gradients.weight)).dims({"n", "k"});
+    if (gradients.bias) check_dtype(check.output("gradients.bias", *gradients.bias)).dims({"n"});
+    if (!check.ok()) return check.status();
+
+    if (gradients.x) {
+      const Status status = gemm::multiply(context, grad_out, weight.transposed(0, 1), *gradients.x, {});
+      if (!status.ok()) return status;
+    }
+    if (gradients.weight) {
+      const Status status =
+          gemm::multiply(context, grad_out.transposed(0, 1), x.transposed(0, 1), *gradients.weight, {});
+      if (!status.ok()) return status;
+    }
+    if (gradients.bias && is_f64) sum_rows_f64(grad_out, *gradients.bias);
+    if (gradients.bias && !is_f64) sum_rows(context, grad_out, *gradients.bias);
+    return {};
+  });
+}
+
+}  // namespace opst

@@ -1,0 +1,430 @@
+// Weights of floating point types, packed and as they are; what follows a product.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/convert.h"
+#include "matmul/test_calls.h"
+#include "opst/rowwise.h"
+#include "quant/random_blocks.h"
+#include "testing/compare.h"
+#include "testing/contexts.h"
+
+namespace opst {
+namespace {
+
+using test::contexts;
+using test::contexts_with_threads;
+using test::Fill;
+using test::Form;
+using test::Guard;
+using test::GuardedBuffer;
+using test::Matrix;
+using test::Random;
+using test::Shape;
+using test::TestContext;
+
+constexpr DType kFloats[] = {DType::f32, DType::bf16, DType::f16};
+
+PackedWeight packed(Context& context, const ConstTensor& weight) {
+  Result<PackedWeight> result = PackedWeight::pack(context, weight);
+  EXPECT_TRUE(result.ok()) << result.status().message();
+  return result.ok() ? std::move(result.value()) : PackedWeight();
+}
+
+// A view with every second row and column of a larger matrix.
+struct Sparse {
+  Matrix memory;
+  Tensor tensor;
+  Sparse(DType dtype, int64_t rows, int64_t cols)
+      : memory(dtype, std::max<int64_t>(1, 2 * rows), std::max<int64_t>(1, 2 * cols), false, Guard::after) {
+    tensor = memory.tensor;
+    tensor.shape[0] = rows, tensor.shape[1] = cols;
+    tensor.strides[0] *= 2, tensor.strides[1] *= 2;
+  }
+};
+
+// Both forms of the call with a random weight of any strides.
+void check_dense(const TestContext& t, DType dtype, const Shape& s, const Form& form, Random& random) {
+  Matrix rows(dtype, s.n, s.k, false, form.guard), columns(dtype, s.n, s.k, true, form.guard);
+  Sparse sparse(dtype, s.n, s.k);
+  const Tensor& weight = random.pick({&rows.tensor, &columns.tensor, &sparse.tensor})[0];
+  test::fill(weight, Fill::normal, random);
+  const std::vector<double> values = test::to_doubles(weight);
+  const std::string about = t.name + ", weight " + to_string(dtype) +
+                            (&weight == &rows.tensor      ? " by rows"
+                             : &weight == &columns.tensor ? " by columns"
+                                                          : " with gaps");
+  test::check_call(about + ", unpacked", values, s, form, random,
+                   [&](const ConstTensor& x, const Tensor& out, const MatmulOptions& options) {
+                     return matmul(t.context, x, weight, out, options);
+                   });
+  if (dtype == DType::f64 || ::testing::Test::HasFatalFailure()) return;
+  const PackedWeight kept = packed(t.context, weight);
+  test::check_call(about, values, s, form, random,
+                   [&](const ConstTensor& x, const Tensor& out, const MatmulOptions& options) {
+                     return matmul(t.context, x, kept, out, options);
+                   });
+}
+
+Form form_for(const Shape& s, Random& random) {
+  Form form = test::random_form(random);
+  if (s.n % 2 != 0 && test::halves(form.activation)) form.activation = Activation::gelu_erf;
+  return form;
+}
+
+TEST(MatmulDense, EqualsTheReferenceInEveryContext) {
+  Random random(test::seed());
+  for (const TestContext& t : contexts()) {
+    for (DType dtype : kFloats) {
+      for (int i = 0; i < 6; ++i) {
+        const Shape s{i < 3 ? random.integer(1, 9) : random.integer(10, 60), random.integer(1, 150),
+                      random.integer(1, 400)};
+        check_dense(t, dtype, s, form_for(s, random), random);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Each dimension through the ends of every tile, pair, block and panel, and halves that begin anywhere in a panel.
+TEST(MatmulDense, HoldsAtTheEdgesOfEveryDimension) {
+  Random random(test::seed());
+  std::vector<Shape> shapes;
+  for (int64_t m : {1, 2, 3, 4, 5, 8, 9, 12, 13, 25, 255, 256, 257, 513}) shapes.push_back({m, 34, 33});
+  for (int64_t n : {1, 2, 4, 6, 8, 15, 16, 17, 30, 31, 32, 33, 34, 62, 63, 64, 66, 126, 127, 128, 130, 254, 258}) {
+    shapes.push_back({2, n, 31}), shapes.push_back({14, n, 31});
+  }
+  for (int64_t k : {0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 1027, 2049}) {
+    shapes.push_back({3, 18, k}), shapes.push_back({13, 18, k});
+  }
+  for (const Shape& s : shapes) {
+    for (DType dtype : kFloats) {
+      for (const TestContext& t : contexts_with_threads(s.m > 100 ? 2 : 1)) {
+        Form form = form_for(s, random);
+        check_dense(t, dtype, s, form, random);
+        if (HasFatalFailure()) return;
+        if (dtype != DType::bf16) continue;
+        form.x = DType::bf16;  // pairs
+        check_dense(t, dtype, s, form, random);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(MatmulDense, F64) {
+  Random random(test::seed());
+  for (const TestContext& t : contexts_with_threads(2)) {
+    for (int i = 0; i < 12; ++i) {
+      const Shape s{random.integer(1, 20), 2 * random.integer(1, 20), random.integer(0, 40)};
+      Form form = test::random_form(random);
+      form.x = form.out = form.bias = form.residual = DType::f64;
+      check_dense(t, DType::f64, s, form, random);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+bool same_bits_or_nan(const ConstTensor& a, const ConstTensor& b) {
+  const std::vector<double> x = test::to_doubles(a), y = test::to_doubles(b);
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (std::memcmp(&x[i], &y[i], sizeof(double)) != 0 && !(std::isnan(x[i]) && std::isnan(y[i]))) return false;
+  }
+  return x.size() == y.size();
+}
+
+// Packed or not, in any company, with any threads: a row of any type of x and weight has the same bits.
+TEST(MatmulDense, RowsHaveTheSameBitsInAnyCompany) {
+  Random random(test::seed());
+  constexpr int64_t kN = 150, kK = 1301, kM = 300;
+  for (DType weight_type : kFloats) {
+    for (DType x_type : kFloats) {
+      Matrix weight(weight_type, kN, kK, false, Guard::after), x(x_type, kM, kK, false, Guard::after);
+      test::fill(weight.tensor, Fill::normal, random);
+      test::fill(x.tensor, Fill::normal, random);
+      const PackedWeight kept = packed(contexts_with_threads(1)[0].context, weight.tensor);
+      for (size_t level = 0; level < contexts_with_threads(1).size(); ++level) {
+        Matrix all(DType::f32, kM, kN / 2, false, Guard::after), some(DType::f32, kM, kN / 2, false, Guard::after);
+        const MatmulOptions options{.activation = Activation::swiglu};
+        ASSERT_TRUE(matmul(contexts_with_threads(1)[level].context, x.tensor, kept, all.tensor, options).ok());
+        for (int64_t rows : {1, 2, 4, 5, 8, 9, 24, 31, 257, 300}) {
+          const int64_t first = random.integer(0, kM - rows);
+          const TestContext& t = contexts_with_threads(random.pick({1, 2, 3, 5}))[level];
+          const ConstTensor part = x.tensor.narrowed(0, first, rows);
+          const Tensor out = some.tensor.narrowed(0, 0, rows);
+          const Status status = random.chance(0.5) ? matmul(t.context, part, kept, out, options)
+                                                   : matmul(t.context, part, weight.tensor, out, options);
+          ASSERT_TRUE(status.ok()) << status.message();
+          ASSERT_TRUE(same_bits_or_nan(out, all.tensor.narrowed(0, first, rows)))
+              << t.name << ", weight " << to_string(weight_type) << ", x " << to_string(x_type) << ", rows " << rows;
+        }
+      }
+    }
+  }
+}
+
+// x in f32 meets a bf16 or f16 weight exactly: the bits of the widened weight's product.
+TEST(MatmulDense, WideXSeesExactWeights) {
+  Random random(test::seed());
+  for (DType dtype : {DType::bf16, DType::f16}) {
+    Matrix weight(dtype, 37, 301, false, Guard::after), wide(DType::f32, 37, 301, false, Guard::after);
+    test::fill(weight.tensor, Fill::large_normal, random);
+    test::copy(weight.tensor, wide.tensor);
+    Matrix x(DType::f32, 20, 301, false, Guard::after), a(DType::f32, 20, 37, false, Guard::after),
+        b(DType::f32, 20, 37, false, Guard::after);
+    test::fill(x.tensor, Fill::normal, random);
+    for (const TestContext& t : contexts_with_threads(1)) {
+      for (int64_t m : {1, 7, 20}) {
+        const ConstTensor rows = x.tensor.narrowed(0, 0, m);
+        ASSERT_TRUE(matmul(t.context, rows, weight.tensor, a.tensor.narrowed(0, 0, m)).ok());
+        ASSERT_TRUE(matmul(t.context, rows, wide.tensor, b.tensor.narrowed(0, 0, m)).ok());
+        EXPECT_TRUE(same_bits_or_nan(a.tensor.narrowed(0, 0, m), b.tensor.narrowed(0, 0, m))) << t.name;
+      }
+    }
+  }
+}
+
+// Sums of small integers are exact in any order: pairwise dot products included (shared case: a bf16 product that is
+// wrong on processors with the dot instruction).
+TEST(MatmulDense, Bf16IsExactOnSmallIntegers) {
+  Random random(test::seed());
+  for (int64_t k : {1, 2, 7, 64, 515}) {
+    for (int64_t m : {1, 3, 40}) {
+      Matrix weight(DType::bf16, 50, k, false, Guard::after), x(DType::bf16, m, k, false, Guard::after);
+      Matrix out(DType::f32, m, 50, false, Guard::after);
+      test::fill(weight.tensor, Fill::small_integers, random);
+      test::fill(x.tensor, Fill::small_integers, random);
+      const std::vector<double> expected =
+          reference::matmul(test::to_doubles(x.tensor), test::to_doubles(weight.tensor), {}, m, 50, k);
+      for (const TestContext& t : contexts_with_threads(2)) {
+        ASSERT_TRUE(matmul(t.context, x.tensor, weight.tensor, out.tensor).ok());
+        EXPECT_EQ(test::to_doubles(out.tensor), expected) << t.name << ", m " << m << ", k " << k;
+      }
+    }
+  }
+}
+
+// Subnormal operands: exact where they are widened, 0 at most where they meet the dot instruction.
+TEST(MatmulDense, SubnormalsCountOrCountAsZero) {
+  Random random(test::seed());
+  Matrix weight(DType::bf16, 20, 64, false, Guard::after), x(DType::bf16, 12, 64, false, Guard::after);
+  test::fill(weight.tensor, Fill::denormals, random);
+  test::fill(x.tensor, Fill::powers_of_two, random);
+  const std::vector<double> expected =
+      reference::matmul(test::to_doubles(x.tensor), test::to_doubles(weight.tensor), {}, 12, 20, 64);
+  for (const TestContext& t : contexts_with_threads(1)) {
+    const bool dot = t.context.machine().bf16_product == Bf16Product::dot;
+    for (int64_t m : {2, 12}) {
+      Matrix out(DType::f32, m, 20, false, Guard::after);
+      ASSERT_TRUE(matmul(t.context, x.tensor.narrowed(0, 0, m), weight.tensor, out.tensor).ok());
+      const std::vector<double> got = test::to_doubles(out.tensor);
+      // Powers of two up to 8 times multiples of 2^-133: exact in f32, subnormals or not.
+      for (size_t i = 0; i < got.size(); ++i) {
+        EXPECT_TRUE(got[i] == expected[i] || (dot && got[i] == 0)) << t.name << ": " << got[i] << ", " << expected[i];
+      }
+    }
+  }
+}
+
+// The fused form has the bits of the two operators, one after the other.
+TEST(MatmulEpilogue, SwigluEqualsRowwiseSwiglu) {
+  Random random(test::seed());
+  constexpr int64_t kHalf = 53, kK = 70;
+  for (DType dtype : kFloats) {
+    Matrix weight(dtype, 2 * kHalf, kK, false, Guard::after), x(dtype, 30, kK, false, Guard::after);
+    test::fill(weight.tensor, Fill::normal, random);
+    test::fill(x.tensor, Fill::normal, random);
+    for (const TestContext& t : contexts_with_threads(3)) {
+      for (bool swapped : {false, true}) {
+        for (int64_t m : {1, 5, 30}) {
+          Matrix both(DType::f32, m, 2 * kHalf, false, Guard::after), apart(DType::f32, m, kHalf, false, Guard::after),
+              fused(DType::f32, m, kHalf, false, Guard::after);
+          const ConstTensor rows = x.tensor.narrowed(0, 0, m);
+          ASSERT_TRUE(matmul(t.context, rows, weight.tensor, both.tensor).ok());
+          ASSERT_TRUE(swiglu(t.context, both.tensor, apart.tensor, {.swapped = swapped}).ok());
+          ASSERT_TRUE(matmul(t.context, rows, weight.tensor, fused.tensor,
+                             {.activation = swapped ? Activation::swiglu_swapped : Activation::swiglu})
+                          .ok());
+          EXPECT_TRUE(same_bits_or_nan(fused.tensor, apart.tensor)) << t.name << ", m " << m;
+        }
+      }
+    }
+  }
+}
+
+// Every way to a product, quantised ones and those with rounded activations too, ends in the same epilogue: a call with
+// everything equals the plain product in f32 and the steps one by one.
+TEST(MatmulEpilogue, IsTheSameBehindEveryProduct) {
+  Random random(test::seed());
+  constexpr int64_t kHalf = 37, kN = 2 * kHalf, kK = 256;
+  for (QuantFormat format : {QuantFormat::q4_1, QuantFormat::q8_0, QuantFormat::q6_k, QuantFormat::f16}) {
+    const std::vector<unsigned char> blocks = test::random_blocks(format, kN, kK, random);
+    const QuantMatrix matrix{format, kN, kK, blocks.data(), static_cast<int64_t>(blocks.size())};
+    for (const TestContext& t : contexts_with_threads(2)) {
+      const PackedWeight weight = std::move(PackedWeight::pack(t.context, matrix).value());
+      for (ActivationType activations : {ActivationType::exact, ActivationType::int8}) {
+        for (int64_t m : {1, 2, 3, 20}) {
+          SCOPED_TRACE(t.name + ", " + to_string(format) + ", " + to_string(activations) + ", m " + std::to_string(m));
+          Matrix x(DType::bf16, m, kK, true, Guard::after), wide(DType::f32, m, kK, false, Guard::after);
+          test::fill(x.tensor, Fill::normal, random);
+          test::copy(x.tensor, wide.tensor);
+          // f16 biases and residuals of few bits: each step below is then exact or rounds as the call does.
+          Matrix bias(DType::f16, 1, kN, false, Guard::after), residual(DType::bf16, m, kHalf, false, Guard::after);
+          test::fill(bias.tensor, Fill::normal, random);
+          test::fill(residual.tensor, Fill::normal, random);
+          Matrix wide_bias(DType::f32, 1, kN, false, Guard::after), y(DType::f32, m, kN, false, Guard::after),
+              hidden(DType::f32, m, kHalf, false, Guard::after),
+              wide_residual(DType::f32, m, kHalf, false, Guard::after),
+              expected(DType::bf16, m, kHalf, false, Guard::after), out(DType::bf16, m, kHalf, false, Guard::after);
+          test::copy(bias.tensor, wide_bias.tensor);
+          test::copy(residual.tensor, wide_residual.tensor);
+          ASSERT_TRUE(matmul(t.context, wide.tensor, weight, y.tensor,
+                             {.bias = wide_bias.tensor.selected(0, 0), .activations = activations})
+                          .ok());
+          ASSERT_TRUE(swiglu(t.context, y.tensor, hidden.tensor).ok());
+          ASSERT_TRUE(add(t.context, wide_residual.tensor, hidden.tensor, hidden.tensor).ok());
+          test::copy(hidden.tensor, expected.tensor);
+          test::copy(residual.tensor, out.tensor);
+          const Status status = matmul(t.context, x.tensor, weight, out.tensor,
+                                       {.bias = bias.tensor.selected(0, 0),
+                                        .activation = Activation::swiglu,
+                                        .residual = out.tensor,
+                                        .activations = activations});
+          ASSERT_TRUE(status.ok()) << status.message();
+          EXPECT_TRUE(same_bits_or_nan(out.tensor, expected.tensor));
+        }
+      }
+    }
+  }
+}
+
+// A row that fixed point cannot hold sends the other one to its own call, with its own row of the residual.
+TEST(MatmulEpilogue, FollowsARowThatIsMultipliedAlone) {
+  Random random(test::seed());
+  constexpr int64_t kN = 40, kK = 64;
+  const std::vector<unsigned char> blocks = test::random_blocks(QuantFormat::q4_1, kN, kK, random);
+  const QuantMatrix matrix{QuantFormat::q4_1, kN, kK, blocks.data(), static_cast<int64_t>(blocks.size())};
+  for (const TestContext& t : contexts_with_threads(1)) {
+    const PackedWeight weight = std::move(PackedWeight::pack(t.context, matrix).value());
+    Matrix x(DType::f32, 2, kK, false, Guard::after), residual(DType::f32, 2, kN, false, Guard::after),
+        out(DType::f32, 2, kN, false, Guard::after), alone(DType::f32, 1, kN, false, Guard::after);
+    test::fill(x.tensor, Fill::normal, random);
+    test::fill(residual.tensor, Fill::normal, random);
+    static_cast<float*>(x.tensor.data)[3] = std::numeric_limits<float>::infinity();
+    ASSERT_TRUE(matmul(t.context, x.tensor, weight, out.tensor, {.residual = residual.tensor}).ok());
+    ASSERT_TRUE(matmul(t.context, x.tensor.narrowed(0, 1, 1), weight, alone.tensor,
+                       {.residual = residual.tensor.narrowed(0, 1, 1)})
+                    .ok());
+    EXPECT_TRUE(same_bits_or_nan(out.tensor.narrowed(0, 1, 1), alone.tensor)) << t.name;
+    for (const double v : test::to_doubles(alone.tensor)) EXPECT_TRUE(std::isfinite(v)) << t.name;
+  }
+}
+
+TEST(MatmulEpilogue, NonFiniteRowsStayAlone) {
+  Random random(test::seed());
+  constexpr int64_t kN = 40, kK = 129;
+  for (DType dtype : kFloats) {
+    Matrix weight(dtype, kN, kK, false, Guard::after), x(dtype, 30, kK, false, Guard::after);
+    test::fill(weight.tensor, Fill::normal, random);
+    test::fill(x.tensor, Fill::normal, random);
+    test::set(x.tensor, kK + kK - 1, std::numeric_limits<double>::quiet_NaN());  // the last one, which has no partner
+    test::set(x.tensor, 2 * kK + 5, std::numeric_limits<double>::infinity());
+    for (const TestContext& t : contexts_with_threads(2)) {
+      for (Activation activation : test::kActivations) {
+        for (int64_t m : {3, 30}) {
+          const int64_t width = test::halves(activation) ? kN / 2 : kN;
+          Matrix out(dtype, m, width, false, Guard::after);
+          ASSERT_TRUE(
+              matmul(t.context, x.tensor.narrowed(0, 0, m), weight.tensor, out.tensor, {.activation = activation})
+                  .ok());
+          const std::vector<double> got = test::to_doubles(out.tensor);
+          for (size_t i = 0; i < got.size(); ++i) {
+            const auto row = static_cast<int64_t>(i) / width;
+            if (row == 1) {
+              ASSERT_TRUE(std::isnan(got[i])) << t.name << ", " << to_string(activation) << ", element " << i;
+            } else if (row != 2) {
+              ASSERT_TRUE(std::isfinite(got[i])) << t.name << ", " << to_string(activation) << ", element " << i;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(MatmulEpilogue, NamesWhatIsWrong) {
+  Context& context = contexts_with_threads(1).back().context;
+  std::vector<float> memory(4096), more(64);
+  int64_t used = 0;
+  const auto make = [&](DType dtype, std::initializer_list<int64_t> shape) {
+    const Tensor view = Tensor::contiguous(dtype, shape, memory.data() + used);
+    used += 128;
+    return view;
+  };
+  const Tensor weight = make(DType::f32, {6, 8}), x = make(DType::f32, {2, 8}), out = make(DType::f32, {2, 6});
+  const Tensor half = make(DType::f32, {2, 3});
+  const PackedWeight kept = packed(context, weight);
+  const auto message = [&](const Tensor& to, const MatmulOptions& options) {
+    const std::string with_packed = matmul(context, x, kept, to, options).message();
+    EXPECT_EQ(matmul(context, x, weight, to, options).message(), with_packed);
+    return with_packed;
+  };
+  EXPECT_EQ(message(out, {.bias = make(DType::f32, {5})}), "matmul: out dim 1 (n) is 6, but bias set n = 5");
+  EXPECT_EQ(message(out, {.bias = make(DType::i32, {6})}), "matmul: bias is i32, but must be f32, bf16 or f16");
+  EXPECT_EQ(message(out, {.residual = make(DType::f32, {2, 5})}), "matmul: out dim 1 (n) is 6, but residual set n = 5");
+  EXPECT_EQ(message(out, {.residual = make(DType::f32, {3, 6})}), "matmul: residual dim 0 (m) is 3, but x set m = 2");
+  EXPECT_EQ(message(out, {.residual = make(DType::f64, {2, 6})}),
+            "matmul: residual is f64, but must be f32, bf16 or f16");
+  EXPECT_EQ(message(out, {.activation = Activation::swiglu}),
+            "matmul: out dim 1 (half_n) is 6, but the weight has n = 6, of which swiglu makes half");
+  EXPECT_EQ(message(half, {.bias = make(DType::f32, {3}), .activation = Activation::swiglu}),
+            "matmul: bias dim 0 (n) is 3, but the weight has n = 6");
+  const Tensor odd = weight.narrowed(0, 0, 5);
+  EXPECT_EQ(matmul(context, x, packed(context, odd), half, {.activation = Activation::swiglu_swapped}).message(),
+            "matmul: the weight has n = 5, but swiglu_swapped needs two halves");
+  // A residual that is a part of out, or out in another type.
+  Tensor shifted = Tensor::contiguous(DType::f32, {2, 6}, static_cast<float*>(out.data) + 1);
+  EXPECT_NE(message(shifted, {.residual = out}).find("out f32 [2, 6] overlaps residual"), std::string::npos);
+  Tensor other_type = out;
+  other_type.dtype = DType::bf16;
+  EXPECT_NE(message(out, {.residual = other_type}).find("out f32 [2, 6] overlaps residual"), std::string::npos);
+  EXPECT_NE(matmul(context, x, weight, weight.narrowed(1, 0, 6).narrowed(0, 0, 2)).message().find("overlaps weight"),
+            std::string::npos);
+  // f64 is all or nothing.
+  EXPECT_EQ(matmul(context, make(DType::f64, {2, 8}), weight, out).message(),
+            "matmul: x is f64, but must be f32, bf16 or f16");
+  EXPECT_EQ(matmul(context, x, make(DType::f64, {6, 8}), out).message(), "matmul: x is f32, but must be f64");
+  EXPECT_EQ(matmul(context, x, make(DType::i8, {6, 8}), out).message(),
+            "matmul: weight is i8, but must be f32, bf16, f16 or f64");
+  EXPECT_EQ(matmul(context, x, weight.narrowed(1, 0, 7), out).message(),
+            "matmul: x dim 1 (k) is 8, but the weight has k = 7");
+}
+
+TEST(MatmulEpilogue, ZeroSizesAreLegal) {
+  std::vector<float> out(12, 9.0f), bias{1, 2, 3, 4}, residual(12, 0.5f);
+  const auto empty = [](std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(DType::f32, shape, nullptr);
+  };
+  for (const TestContext& t : contexts_with_threads(2)) {
+    EXPECT_TRUE(
+        matmul(t.context, empty({0, 8}), empty({0, 8}), empty({0, 0}), {.activation = Activation::swiglu}).ok());
+    EXPECT_TRUE(matmul(t.context, empty({3, 0}), empty({0, 0}), empty({3, 0})).ok());
+    // No inputs: the bias goes through the activation, the residual follows.
+    ASSERT_TRUE(matmul(t.context, empty({3, 0}), empty({4, 0}), Tensor::contiguous(DType::f32, {3, 2}, out.data()),
+                       {.bias = ConstTensor::contiguous(DType::f32, {4}, bias.data()),
+                        .activation = Activation::swiglu,
+                        .residual = ConstTensor::contiguous(DType::f32, {3, 2}, residual.data())})
+                    .ok());
+    for (size_t i = 0; i < 6; ++i) {
+      const double expected =
+          0.5 + reference::silu(1.0 + static_cast<double>(i % 2)) * (3.0 + static_cast<double>(i % 2));
+      EXPECT_NEAR(static_cast<double>(out[i]), expected, 1e-6) << t.name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace opst
