@@ -116,6 +116,9 @@ struct Forward {
 
   // scores[r][0 .. width) = Q K^T; row_max[r] = their maximum in each lane, taken while they are in registers: a pass
   // of its own over scores that fill L1 costs 1.5 cycles per 16 scores.
+  // With rules, masks and biases are fetched meanwhile: their rows lie pages apart, and nothing else foresees them (a
+  // bool mask of 4096 x 4096: 1.33 times the time of no mask without fetching, 1.05 times with; f32: 1.26 and 1.08).
+  template <bool kRules = false>
   static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
                                 int64_t stride, S* row_max, const char*& prefetch) {
     const int64_t depth = words(q.head_dim);
@@ -125,6 +128,10 @@ struct Forward {
     const auto full = tile::product_with_max_for<P, kTileVecs>(rb.rows);
     int64_t j = 0;
     for (; j + kPanel <= span.width; j += kPanel) {
+      if constexpr (kRules) {
+        const int64_t key = tile.first_key + span.begin + j;
+        for (int i = 0; i < rb.rows; ++i) Ops::prefetch(*q.rules, q.rules->rows[rb.first + i], key);
+      }
       full(depth, a, q.query_stride, b + j * depth, kPanel, scores + j, stride, row_max, prefetch);
       prefetch += depth / 4 * 64;
     }
@@ -398,7 +405,7 @@ struct Forward {
         const RowBlock rb = row_block(q.rows, b);
         const KeySpan span = key_span(q, rb, tile, prefix);
         if (span.width == 0) continue;
-        score(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
+        score<kRules>(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
         if constexpr (kRules) {
           shape(q, rb, tile, span, scores, q.scores_stride, row_max);
         } else {

@@ -79,6 +79,17 @@ struct ScoreOps {
     }
   }
 
+  // Fetches the mask and bias of 32 keys from `key` on.
+  static OPST_INLINE void prefetch(const ScoreRules& o, const RowRules& w, int64_t key) {
+    if (o.has_mask) __builtin_prefetch(w.mask + key * o.mask_stride);
+    if (o.has_bias) {
+      const int64_t size = o.bias_dtype == DType::f64 ? 8 : o.bias_dtype == DType::f32 ? 4 : 2;
+      const char* bias = static_cast<const char*>(w.bias) + key * o.bias_stride * size;
+      __builtin_prefetch(bias);
+      if (size == 4) __builtin_prefetch(bias + 64);
+    }
+  }
+
   // Raw scores -> S. `cap_slope` [width], or null: receives dY/dZ.
   static OPST_NOINLINE void shape(const ScoreRules& o, const RowRules& w, int64_t first_key, int64_t count,
                                   int64_t width, S* row, S* cap_slope) {
@@ -87,7 +98,7 @@ struct ScoreOps {
     if (o.softcap > 0) {
       const V cap = V::set1(static_cast<S>(o.softcap)), scale = V::set1(static_cast<S>(o.score_scale / o.softcap));
       for (int64_t j = 0; j < width; j += kLanes) {
-        const V t = simd::tanh(V::load(row + j) * scale);
+        const V t = simd::tanh_short(V::load(row + j) * scale);
         if (cap_slope != nullptr) (V::set1(1) - t * t).store(cap_slope + j);
         (t * cap).store(row + j);
       }

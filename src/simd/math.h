@@ -4,6 +4,7 @@
 //   exp2      f32 <= 1.5 ulp                    exp2_short  f32 <= 3.1 ulp, five coefficients: the softmax of f32
 //   exp       f32 <= 1.5 ulp                    exp2_bf16   relative error <= 2^-13.2, three coefficients: values that
 //   tanh      f32 <= 2.5 ulp                                are rounded to bf16 next
+//   tanh_short  f32 <= 6 ulp, one division, no exponential: the softcap
 //   erf       f32 <= 1.5 ulp
 //   f64       <= 2 ulp (exp2, exp), 6 ulp (tanh)
 // Everywhere: NaN gives NaN, exp(-inf) = 0, exp(+inf) = +inf, and a result below the smallest normal number is 0:
@@ -149,6 +150,20 @@ OPST_INLINE V erf(V x) {
   OPST_UNROLL for (int i = 5; i >= 0; --i) h = fma(h, t, V::set1(kFar[i]));
   const V far = V::set1(1) - exp(h);
   return copy_sign(select(magnitude < V::set1(0.92f), near, far), x);
+}
+
+// x P(x^2) / Q(x^2), fitted on [-9, 9], beyond which tanh is 1 to the last bit.
+template <class V>
+OPST_INLINE V tanh_short(V x) {
+  if constexpr (sizeof(typename V::Scalar) == 8) {
+    return tanh(x);
+  } else {
+    constexpr float p[4] = {0x1.120b16p-3f, 0x1.ca2c4ep-9f, 0x1.59c2fcp-16f, 0x1.cadbe2p-27f};
+    constexpr float q[4] = {0x1.de5ad4p-2f, 0x1.a7f7dap-6f, 0x1.5885dep-12f, 0x1.a17f94p-21f};
+    const V one = V::set1(1), m = max(V::set1(-9), min(V::set1(9), x));  // NaN stays
+    const V s = m * m;
+    return max(V::zero() - one, min(one, m * polynomial_from_one(s, p) / polynomial_from_one(s, q)));
+  }
 }
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -1,6 +1,7 @@
 // Every verb of vec.h, small_ints.h and math.h at every level that this processor has.
 //
 // The functions of math.h are checked over every 4099th float, with OPST_EXHAUSTIVE=1 over every float.
+#include <Random123/philox.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -573,6 +574,7 @@ const Function kFunctions[] = {
     {"exp2_bf16", &VerbTable<float>::exp2_bf16, [](double x) { return std::exp2(x); }, 0, 0x1p-13 * 0.8705},
     {"exp", &VerbTable<float>::exp, [](double x) { return std::exp(x); }, 1.5},
     {"tanh", &VerbTable<float>::tanh, [](double x) { return std::tanh(x); }, 2.5},
+    {"tanh_short", &VerbTable<float>::tanh_short, [](double x) { return std::tanh(x); }, 6},
     {"erf", &VerbTable<float>::erf, [](double x) { return std::erf(x); }, 1.5},
 };
 constexpr size_t kNumFunctions = std::size(kFunctions);
@@ -593,7 +595,8 @@ double error_of(const Function& function, float x, float got, double exact) {
   if (std::isnan(got)) return HUGE_VAL;
   const double magnitude = std::abs(exact);
   if (magnitude == 0) return got == 0 ? 0 : HUGE_VAL;
-  const bool odd = function.f32 == &VerbTable<float>::tanh || function.f32 == &VerbTable<float>::erf;
+  const bool odd = function.f32 == &VerbTable<float>::tanh || function.f32 == &VerbTable<float>::tanh_short ||
+                   function.f32 == &VerbTable<float>::erf;
   if (magnitude < kSmallest && !odd) {
     const bool border = magnitude > kSmallest * (1 - 0x1p-11);
     return got == 0 || (border && static_cast<double>(got) == kSmallest) ? 0 : HUGE_VAL;
@@ -704,12 +707,14 @@ TEST(Math, SpecialValuesAreExact) {
         EXPECT_TRUE(same(y, S(0)) || (y >= Limits::min() && y < S(1.001) * Limits::min())) << x << ": " << y;
       }
     }
-    EXPECT_EQ(at(verbs.tanh, Limits::infinity()), S(1));
-    EXPECT_EQ(at(verbs.tanh, -Limits::infinity()), S(-1));
-    EXPECT_TRUE(same(at(verbs.tanh, S(0)), S(0)));
-    EXPECT_TRUE(same(at(verbs.tanh, -S(0)), -S(0)));
-    EXPECT_TRUE(std::isnan(at(verbs.tanh, Limits::quiet_NaN())));
-    EXPECT_EQ(at(verbs.tanh, S(50)), S(1));
+    for (simd_test::Map<S> f : {verbs.tanh, verbs.tanh_short}) {
+      EXPECT_EQ(at(f, Limits::infinity()), S(1));
+      EXPECT_EQ(at(f, -Limits::infinity()), S(-1));
+      EXPECT_TRUE(same(at(f, S(0)), S(0)));
+      EXPECT_TRUE(same(at(f, -S(0)), -S(0)));
+      EXPECT_TRUE(std::isnan(at(f, Limits::quiet_NaN())));
+      EXPECT_EQ(at(f, S(50)), S(1));
+    }
     if constexpr (sizeof(S) == 4) {
       EXPECT_TRUE(std::isnan(at(verbs.exp2_bf16, kNan)));
       EXPECT_EQ(at(verbs.exp2_bf16, -kInf), 0.0f);
@@ -779,6 +784,64 @@ TEST(Math, F64StaysWithinItsBound) {
   EXPECT_LE(worst[0], 2);
   EXPECT_LE(worst[1], 2);
   EXPECT_LE(worst[2], 6);
+}
+
+TEST(SimdBits, LanesByBitsAndBitsByBytes) {
+  Random random(test::seed());
+  for (Isa isa : test::levels()) {
+    SCOPED_TRACE(to_string(isa));
+    const LevelTables& level = tables(isa);
+    const int lanes = level.f32.lanes;
+    for (int repeat = 0; repeat < 200; ++repeat) {
+      const auto bits = static_cast<uint32_t>(random.bits());
+      std::vector<float> a(static_cast<size_t>(lanes)), b = a, out = a;
+      for (float& x : a) x = static_cast<float>(random.normal());
+      for (float& x : b) x = random.chance(0.1) ? kNan : static_cast<float>(random.normal());
+      level.bits.select_bits(bits, a.data(), b.data(), out.data());
+      for (size_t i = 0; i < a.size(); ++i) {
+        EXPECT_EQ(std::bit_cast<uint32_t>(out[i]), std::bit_cast<uint32_t>((bits >> i & 1) != 0 ? a[i] : b[i]));
+      }
+      const int64_t n = random.integer(0, lanes);
+      const GuardedBuffer memory(n, Guard::after);
+      auto* bytes = static_cast<uint8_t*>(memory.data());
+      uint32_t expected = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        bytes[i] = random.chance(0.5) ? uint8_t{0} : static_cast<uint8_t>(random.integer(1, 255));
+        expected |= static_cast<uint32_t>(bytes[i] != 0) << i;
+      }
+      EXPECT_EQ(level.bits.bits_of_bytes(bytes, n), expected);
+    }
+  }
+}
+
+TEST(SimdBits, PhiloxIsRandom123s) {
+  Random random(test::seed() + 1);
+  for (Isa isa : test::levels()) {
+    SCOPED_TRACE(to_string(isa));
+    const LevelTables& level = tables(isa);
+    for (int repeat = 0; repeat < 300; ++repeat) {
+      const auto word = [&] { return random.chance(0.2) ? ~0u - 20u : static_cast<uint32_t>(random.bits()); };
+      const uint32_t key[2] = {word(), word()}, counter[3] = {word(), word(), word()}, c0 = word();
+      const uint32_t last_kept = random.chance(0.2) ? 0u : random.chance(0.2) ? ~0u - 1 : word();
+      const int64_t groups = random.integer(0, 5);
+      std::vector<uint32_t> bits(static_cast<size_t>(groups) + 1, 77u);
+      level.bits.philox_bits(key, counter, c0, groups, last_kept, bits.data());
+      EXPECT_EQ(bits.back(), 77u);
+      for (uint32_t i = 0; i < static_cast<uint32_t>(8 * groups); ++i) {
+        r123::Philox4x32::ctr_type c;
+        c[0] = c0 + i, c[1] = counter[0], c[2] = counter[1], c[3] = counter[2];
+        r123::Philox4x32::key_type k;
+        k[0] = key[0], k[1] = key[1];
+        const auto exact = r123::Philox4x32()(c, k);
+        uint32_t words[4];
+        level.bits.philox_words(key, counter, c0 + i, words);
+        for (uint32_t w = 0; w < 4; ++w) {
+          EXPECT_EQ(words[w], exact[w]);
+          EXPECT_EQ(bits[i / 8] >> (i % 8 * 4 + w) & 1, exact[w] <= last_kept ? 1u : 0u);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 // The verbs of one level as functions on arrays. See verb_table_test.h.
+#include "simd/lane_bits.h"
 #include "simd/math.h"
+#include "simd/philox.h"
 #include "simd/small_ints.h"
 #include "simd/vec.h"
 #include "simd/verb_table_test.h"
@@ -7,6 +9,7 @@
 namespace opst::OPST_ISA_NS::simd_test {
 namespace {
 
+using opst::simd_test::BitTable;
 using opst::simd_test::LevelTables;
 using opst::simd_test::StorageTable;
 using opst::simd_test::VerbTable;
@@ -42,6 +45,9 @@ struct Verbs {
   }
   static void tanh(const S* x, S* out, int64_t n) {
     map<V>(x, out, n, [](V v) { return simd::tanh(v); });
+  }
+  static void tanh_short(const S* x, S* out, int64_t n) {
+    map<V>(x, out, n, [](V v) { return simd::tanh_short(v); });
   }
   static void erf(const S* x, S* out, int64_t n) {
     map<V>(x, out, n, [](V v) {
@@ -106,10 +112,10 @@ struct Verbs {
   }
 
   static constexpr VerbTable<S> table() {
-    return {V::kLanes, exp2,  exp2_short, exp2_bf16,   exp,        tanh,  erf,        zero,      set1,
-            iota,      load,  load_n,     store,       store_n,    add,   subtract,   multiply,  divide,
-            max,       min,   copy_sign,  less,        less_equal, equal, scale_pow2, fma,       sqrt,
-            abs,       round, blend_n,    select_less, any_less,   hsum,  hmax,       hsum_each, transpose};
+    return {V::kLanes, exp2,        exp2_short, exp2_bf16,  exp,     tanh,       tanh_short, erf,      zero,   set1,
+            iota,      load,        load_n,     store,      store_n, add,        subtract,   multiply, divide, max,
+            min,       copy_sign,   less,       less_equal, equal,   scale_pow2, fma,        sqrt,     abs,    round,
+            blend_n,   select_less, any_less,   hsum,       hmax,    hsum_each,  transpose};
   }
 };
 
@@ -173,6 +179,21 @@ void dot_pairs(const float* acc, const uint32_t* a, const uint32_t* b, uint32_t 
 void store_bf16_fast(const float* x, bf16* p) { simd::store_bf16_fast(F32::load(x), F32::load(x + F32::kLanes), p); }
 #endif
 
+void select_bits(uint32_t bits, const float* a, const float* b, float* out) {
+  simd::select_bits(bits, F32::load(a), F32::load(b)).store(out);
+}
+uint32_t bits_of_bytes(const uint8_t* p, int64_t n) { return simd::bits_of_bytes<F32>(p, n); }
+void philox_bits(const uint32_t* key, const uint32_t* counter, uint32_t c0, int64_t groups, uint32_t last_kept,
+                 uint32_t* bits) {
+  simd::philox_bits({{key[0], key[1]}, {counter[0], counter[1], counter[2]}}, c0, groups, last_kept, bits);
+}
+void philox_words(const uint32_t* key, const uint32_t* counter, uint32_t c0, uint32_t* words) {
+  uint32_t w[4];
+  simd::philox_words({{key[0], key[1]}, {counter[0], counter[1], counter[2]}}, c0, w);
+  for (int i = 0; i < 4; ++i) words[i] = w[i];
+}
+constexpr BitTable bit_table() { return {select_bits, bits_of_bytes, philox_bits, philox_words}; }
+
 constexpr StorageTable storage_table() {
   StorageTable t = {load_bf16,        load_n_bf16,      store_bf16,      store_n_bf16, load_f16,
                     load_n_f16,       store_f16,        store_n_f16,     nibbles,      nibbles_minus_8,
@@ -195,9 +216,9 @@ constexpr VerbTable<double> kF64 = Verbs<simd::F64>::table();
 }  // namespace
 
 #if defined(__AVX2__)
-constinit const LevelTables kTables = {Verbs<F32>::table(), storage_table(), nullptr};
+constinit const LevelTables kTables = {Verbs<F32>::table(), storage_table(), bit_table(), nullptr};
 #else
-constinit const LevelTables kTables = {Verbs<F32>::table(), storage_table(), &kF64};
+constinit const LevelTables kTables = {Verbs<F32>::table(), storage_table(), bit_table(), &kF64};
 #endif
 
 }  // namespace opst::OPST_ISA_NS::simd_test

@@ -15,7 +15,7 @@ template <class S>
 struct VerbTable {
   int lanes;
 
-  Map<S> exp2, exp2_short, exp2_bf16, exp, tanh, erf;
+  Map<S> exp2, exp2_short, exp2_bf16, exp, tanh, tanh_short, erf;
 
   void (*zero)(S* out);
   void (*set1)(S x, S* out);
@@ -37,6 +37,16 @@ struct VerbTable {
   S (*hmax)(const S* a);
   void (*hsum_each)(const S* rows, S* out);  // [lanes][lanes]
   void (*transpose)(const S* rows, S* out);  // [lanes][lanes]
+};
+
+// Bits and random bits, at f32 levels.
+struct BitTable {
+  // Lane i of a where bit i is set, else of b; bit i set where byte i is not 0.
+  void (*select_bits)(uint32_t bits, const float* a, const float* b, float* out);
+  uint32_t (*bits_of_bytes)(const uint8_t* p, int64_t n);
+  void (*philox_bits)(const uint32_t* key, const uint32_t* counter, uint32_t c0, int64_t groups, uint32_t last_kept,
+                      uint32_t* bits);
+  void (*philox_words)(const uint32_t* key, const uint32_t* counter, uint32_t c0, uint32_t* words);
 };
 
 // 16-bit storage and small integers, at f32 levels.
@@ -67,6 +77,7 @@ struct StorageTable {
 struct LevelTables {
   VerbTable<float> f32;
   StorageTable storage;
+  BitTable bits;
   const VerbTable<double>* f64;  // null: the level has no doubles
 };
 

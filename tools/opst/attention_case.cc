@@ -1,7 +1,10 @@
 #include "attention_case.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdio>
 
+#include "testing/elements.h"
 #include "testing/random.h"
 
 namespace opst::tools {
@@ -20,6 +23,19 @@ AttentionPath parse_path(const std::string& name) {
     if (name == to_string(path)) return path;
   }
   usage_error("--path: " + name + " is not automatic, standard or flash");
+}
+
+// "N" or "Q:K".
+AttentionSetup::Sequence parse_sequence(const std::string& text) {
+  const size_t colon = text.find(':');
+  const auto number = [&](const std::string& digits) -> int64_t {
+    if (digits.empty() || digits.size() > 12 || digits.find_first_not_of("0123456789") != std::string::npos) {
+      usage_error("--varlen: " + text + " is neither a length nor QUERIES:KEYS");
+    }
+    return std::stoll(digits);
+  };
+  const int64_t queries = number(text.substr(0, colon));
+  return {queries, colon == std::string::npos ? queries : number(text.substr(colon + 1))};
 }
 
 }  // namespace
@@ -43,14 +59,29 @@ void add_attention_options(CLI::App& command, AttentionArguments& a) {
   command.add_option("--value-head-dim", a.value_head_dim, "Size of a value (default: as --head-dim)")->check(positive);
   command.add_flag("--causal", a.causal, "A query sees no later keys; the last query sees all");
   command.add_flag("--top-left", a.top_left, "With --causal: query i sees keys 0 to i instead");
+  command.add_option("--window", a.window, "LEFT,RIGHT: a query sees so many keys before and after its own; -1: all")
+      ->delimiter(',')
+      ->expected(2);
+  command.add_option("--prefix", a.prefix, "Keys at the front that every query sees")->check(CLI::NonNegativeNumber);
+  command
+      .add_option(
+          "--varlen", a.varlen,
+          "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)")
+      ->delimiter(',');
+  command.add_option("--mask", a.mask, "A random mask [1, 1, queries, keys]: bool or additive")
+      ->check(CLI::IsMember({"bool", "additive"}));
+  command.add_flag("--alibi", a.alibi, "Linear position biases");
+  command.add_option("--softcap", a.softcap, "Bound of the scores, by tanh")->check(CLI::NonNegativeNumber);
+  command.add_option("--dropout", a.dropout, "Share of the weights that is dropped")->check(CLI::Range(0.0, 0.999));
   command.add_option("--block-q", a.block_q, "Rows of a tile (default: the plan's choice)")->check(positive);
   command.add_option("--block-kv", a.block_kv, "Keys of a tile (default: the plan's choice)")->check(positive);
   add_threads_option(command, a.num_threads);
   command.add_flag("--json", a.json, "Print one JSON object");
 }
 
-AttentionProblem attention_problem(const AttentionArguments& a, int64_t kv_len) {
-  AttentionProblem p;
+AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_len) {
+  AttentionSetup setup;
+  AttentionProblem& p = setup.problem;
   p.query_dtype = parse_dtype(a.dtype);
   p.kv_dtype = a.kv_dtype.empty() ? p.query_dtype : parse_dtype(a.kv_dtype);
   p.batch = a.batch;
@@ -62,6 +93,17 @@ AttentionProblem attention_problem(const AttentionArguments& a, int64_t kv_len) 
   }
   p.kv_len = kv_len;
   p.query_len = a.query_len > 0 ? a.query_len : kv_len;
+  if (!a.varlen.empty()) {
+    if (a.query_len > 0) usage_error("--query-len does not go with --varlen: give QUERIES:KEYS");
+    p.varlen_q = p.varlen_k = true;
+    p.batch = static_cast<int64_t>(a.varlen.size());
+    p.query_len = p.kv_len = 0;
+    for (const std::string& text : a.varlen) {
+      setup.sequences.push_back(parse_sequence(text));
+      p.query_len = std::max(p.query_len, setup.sequences.back().query_len);
+      p.kv_len = std::max(p.kv_len, setup.sequences.back().kv_len);
+    }
+  }
   p.head_dim = a.head_dim;
   p.value_head_dim = a.value_head_dim > 0 ? a.value_head_dim : a.head_dim;
   p.options.causal = a.causal;
@@ -69,34 +111,144 @@ AttentionProblem attention_problem(const AttentionArguments& a, int64_t kv_len) 
   p.options.path = parse_path(a.path);
   p.options.block_q = a.block_q;
   p.options.block_kv = a.block_kv;
-  return p;
-}
-
-double visible_pairs(const AttentionProblem& p) {
-  double pairs = 0;
-  if (!p.options.causal) {
-    pairs = static_cast<double>(p.query_len) * static_cast<double>(p.kv_len);
-  } else {
-    const int64_t diagonal = p.options.alignment == CausalAlignment::top_left ? 0 : p.kv_len - p.query_len;
-    for (int64_t i = 0; i < p.query_len; ++i) {
-      pairs += static_cast<double>(std::clamp<int64_t>(i + diagonal + 1, 0, p.kv_len));
-    }
+  if (!a.window.empty()) {
+    p.options.window_left = a.window[0] < 0 ? kUnbounded : a.window[0];
+    p.options.window_right = a.window[1] < 0 ? kUnbounded : a.window[1];
   }
-  return pairs * static_cast<double>(p.batch);
+  p.options.softcap = static_cast<float>(a.softcap);
+  p.options.dropout = {.keep_prob = 1 - a.dropout, .seed = 1};
+  p.has_mask = a.mask == "bool";
+  p.has_bias = a.mask == "additive";
+  p.has_alibi = a.alibi;
+  p.has_prefix = a.prefix > 0;
+  setup.prefix = a.prefix;
+  return setup;
 }
 
-double attention_flops(const AttentionProblem& p) {
-  return 2.0 * static_cast<double>(p.head_dim + p.value_head_dim) * visible_pairs(p) * static_cast<double>(p.num_heads);
+std::vector<int64_t> key_lengths(const AttentionArguments& a) {
+  if (a.varlen.empty()) return a.seq;
+  return {attention_setup(a, 0).problem.kv_len};
 }
 
-AttentionCase::AttentionCase(const AttentionProblem& problem) : problem_(problem) {
-  const AttentionProblem& p = problem_;
-  inputs_.query = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.head_dim});
-  inputs_.key = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.head_dim});
-  inputs_.value = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.value_head_dim});
-  outputs_.out = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.value_head_dim});
-  outputs_.softmax_lse =
-      make(p.query_dtype == DType::f64 ? DType::f64 : DType::f32, {p.batch, p.num_heads, p.query_len});
+std::string options_text(const AttentionArguments& a) {
+  std::string text;
+  char number[64];
+  if (!a.window.empty()) {
+    text += ", window " + std::to_string(a.window[0]) + "," + std::to_string(a.window[1]);
+  }
+  if (a.prefix > 0) text += ", prefix " + std::to_string(a.prefix);
+  if (!a.varlen.empty()) text += ", " + std::to_string(a.varlen.size()) + " sequences";
+  if (!a.mask.empty()) text += ", " + a.mask + " mask";
+  if (a.alibi) text += ", ALiBi";
+  std::snprintf(number, sizeof(number), ", softcap %g", a.softcap);
+  if (a.softcap > 0) text += number;
+  std::snprintf(number, sizeof(number), ", dropout %g", a.dropout);
+  if (a.dropout > 0) text += number;
+  return text;
+}
+
+bool AttentionSetup::has_options() const {
+  const AttentionOptions& o = problem.options;
+  return !sequences.empty() || problem.has_mask || problem.has_bias || problem.has_alibi || problem.has_prefix ||
+         o.softcap > 0 || o.dropout.keep_prob < 1 || o.window_left != kUnbounded || o.window_right != kUnbounded;
+}
+
+std::vector<AttentionSetup> AttentionSetup::baseline() const {
+  AttentionSetup plain = *this;
+  if (!sequences.empty()) {
+    std::vector<AttentionSetup> parts;
+    plain.problem.varlen_q = plain.problem.varlen_k = false;
+    plain.problem.batch = 1;
+    plain.sequences.clear();
+    for (const Sequence& s : sequences) {
+      plain.problem.query_len = s.query_len, plain.problem.kv_len = s.kv_len;
+      parts.push_back(plain);
+    }
+    return parts;
+  }
+  AttentionProblem& p = plain.problem;
+  p.has_mask = p.has_bias = p.has_alibi = p.has_prefix = false;
+  plain.prefix = 0;
+  p.options.softcap = 0;
+  p.options.dropout = {};
+  p.options.window_left = p.options.window_right = kUnbounded;
+  return {plain};
+}
+
+double visible_pairs(const AttentionSetup& setup) {
+  const AttentionOptions& o = setup.problem.options;
+  const auto pairs_of = [&](int64_t query_len, int64_t kv_len) {
+    const bool all = !o.causal && o.window_left == kUnbounded && o.window_right == kUnbounded;
+    if (all) return static_cast<double>(query_len) * static_cast<double>(kv_len);
+    const int64_t off = o.alignment == CausalAlignment::top_left ? 0 : kv_len - query_len;
+    const int64_t right = o.causal ? std::min<int64_t>(o.window_right, 0) : o.window_right;
+    const int64_t prefix = std::min(setup.prefix, kv_len);
+    double pairs = 0;
+    for (int64_t i = 0; i < query_len; ++i) {
+      const int64_t begin = o.window_left == kUnbounded ? 0 : std::clamp<int64_t>(i + off - o.window_left, 0, kv_len);
+      const int64_t end = right == kUnbounded ? kv_len : std::clamp<int64_t>(i + off + right + 1, 0, kv_len);
+      pairs += static_cast<double>(std::max<int64_t>(end - std::max(begin, prefix), 0) + prefix);
+    }
+    return pairs;
+  };
+  if (setup.sequences.empty()) {
+    return pairs_of(setup.problem.query_len, setup.problem.kv_len) * static_cast<double>(setup.problem.batch);
+  }
+  double pairs = 0;
+  for (const AttentionSetup::Sequence& s : setup.sequences) pairs += pairs_of(s.query_len, s.kv_len);
+  return pairs;
+}
+
+double attention_flops(const AttentionSetup& setup) {
+  const AttentionProblem& p = setup.problem;
+  return 2.0 * static_cast<double>(p.head_dim + p.value_head_dim) * visible_pairs(setup) *
+         static_cast<double>(p.num_heads);
+}
+
+AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
+  const AttentionProblem& p = setup_.problem;
+  const DType statistics = p.query_dtype == DType::f64 ? DType::f64 : DType::f32;
+  if (setup.sequences.empty()) {
+    inputs_.query = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.head_dim});
+    inputs_.key = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.head_dim});
+    inputs_.value = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.value_head_dim});
+    outputs_.out = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.value_head_dim});
+    outputs_.softmax_lse = make(statistics, {p.batch, p.num_heads, p.query_len});
+  } else {
+    std::vector<int64_t> key_starts = {0};
+    query_starts_ = {0};
+    for (const AttentionSetup::Sequence& s : setup.sequences) {
+      query_starts_.push_back(query_starts_.back() + s.query_len);
+      key_starts.push_back(key_starts.back() + s.kv_len);
+    }
+    inputs_.query = make(p.query_dtype, {query_starts_.back(), p.num_heads, p.head_dim});
+    inputs_.key = make(p.kv_dtype, {key_starts.back(), p.num_kv_heads, p.head_dim});
+    inputs_.value = make(p.kv_dtype, {key_starts.back(), p.num_kv_heads, p.value_head_dim});
+    outputs_.out = make(p.query_dtype, {query_starts_.back(), p.num_heads, p.value_head_dim});
+    outputs_.softmax_lse = make(statistics, {p.num_heads, query_starts_.back()});
+    inputs_.cu_seqlens_q = make_integers(query_starts_);
+    inputs_.cu_seqlens_k = make_integers(key_starts);
+  }
+  if (p.has_prefix) {
+    std::vector<int64_t> prefixes(static_cast<size_t>(p.batch), std::min(setup.prefix, p.kv_len));
+    for (size_t i = 0; i < setup.sequences.size(); ++i) prefixes[i] = std::min(setup.prefix, setup.sequences[i].kv_len);
+    inputs_.prefix = make_integers(prefixes);
+  }
+  if (p.has_bias) inputs_.bias = make(statistics, {1, 1, p.query_len, p.kv_len});
+  if (p.has_mask) {
+    const Tensor mask = make(DType::boolean, {1, 1, p.query_len, p.kv_len});
+    auto* bytes = static_cast<uint8_t*>(mask.data);
+    test::Random random(1);
+    for (int64_t i = 0; i < mask.num_elements(); ++i) bytes[i] = random.bits() % 8 != 0;
+    inputs_.mask = mask;
+  }
+  if (p.has_alibi) {
+    const Tensor slopes = make(statistics, {p.num_heads});
+    for (int64_t h = 0; h < p.num_heads; ++h) {
+      test::set(slopes, h, std::exp2(-8.0 * static_cast<double>(h + 1) / static_cast<double>(p.num_heads)));
+    }
+    inputs_.alibi_slopes = slopes;
+  }
 }
 
 Tensor AttentionCase::make(DType dtype, std::initializer_list<int64_t> shape) {
@@ -104,7 +256,13 @@ Tensor AttentionCase::make(DType dtype, std::initializer_list<int64_t> shape) {
   buffers_.push_back(value_or_fail(Buffer::allocate(t.num_elements() * opst::size_bytes(dtype))));
   t.data = buffers_.back().data();
   test::Random random(buffers_.size());
-  test::fill(t, test::Fill::normal, random);
+  if (dtype != DType::boolean) test::fill(t, test::Fill::normal, random);
+  return t;
+}
+
+ConstTensor AttentionCase::make_integers(const std::vector<int64_t>& values) {
+  const Tensor t = make(DType::i64, {static_cast<int64_t>(values.size())});
+  std::copy(values.begin(), values.end(), static_cast<int64_t*>(t.data));
   return t;
 }
 
@@ -115,22 +273,35 @@ int64_t AttentionCase::size_bytes() const {
 }
 
 void AttentionCase::run(Context& context, AttentionPath path) const {
-  AttentionOptions options = problem_.options;
+  AttentionOptions options = setup_.problem.options;
   options.path = path;
   const Status status = flash_attention_forward(context, inputs_, outputs_, options);
   if (!status.ok()) throw CommandError(1, status.message());
 }
 
 std::vector<AttentionCase::RowIndex> AttentionCase::sampled_rows(int64_t most) const {
-  const AttentionProblem& p = problem_;
-  const int64_t total = p.batch * p.num_heads * p.query_len;
-  const int64_t count = std::min(total, most);
+  const AttentionProblem& p = setup_.problem;
+  const int64_t queries = query_starts_.empty() ? p.batch * p.query_len : query_starts_.back();
+  const int64_t total = p.num_heads * queries, count = std::min(total, most);
   std::vector<RowIndex> rows;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t at = count == 1 ? total - 1 : n * (total - 1) / (count - 1);
-    rows.push_back({at / p.query_len / p.num_heads, at / p.query_len % p.num_heads, at % p.query_len});
+    if (query_starts_.empty()) {
+      rows.push_back({at / p.query_len / p.num_heads, at / p.query_len % p.num_heads, at % p.query_len});
+      continue;
+    }
+    const int64_t token = at % queries;
+    const auto next = std::upper_bound(query_starts_.begin(), query_starts_.end(), token);
+    rows.push_back({next - query_starts_.begin() - 1, at / queries, token - *(next - 1)});
   }
   return rows;
+}
+
+ConstTensor AttentionCase::row_of(const Tensor& output, const RowIndex& row) const {
+  const ConstTensor t = output;
+  if (query_starts_.empty()) return t.selected(0, row.batch).selected(0, row.head).selected(0, row.query);
+  const int64_t token = query_starts_[static_cast<size_t>(row.batch)] + row.query;
+  return t.rank == 3 ? t.selected(0, token).selected(0, row.head) : t.selected(0, row.head).selected(0, token);
 }
 
 }  // namespace opst::tools

@@ -21,6 +21,13 @@ struct AttentionArguments {
   int64_t value_head_dim = 0;  // 0: head_dim
   bool causal = false;
   bool top_left = false;
+  double dropout = 0;               // share of the weights that is dropped
+  std::vector<int64_t> window;      // left and right; negative: no limit
+  std::vector<std::string> varlen;  // "N", or "Q:K" queries and keys, for each sequence
+  std::string mask;                 // bool, additive
+  double softcap = 0;
+  bool alibi = false;
+  int64_t prefix = 0;
   std::string path = "automatic";
   int64_t block_q = 0;
   int64_t block_kv = 0;
@@ -30,20 +37,42 @@ struct AttentionArguments {
 
 void add_attention_options(CLI::App& command, AttentionArguments& arguments);
 
-// The problem for keys of length kv_len; a CommandError where the options contradict each other.
-AttentionProblem attention_problem(const AttentionArguments& arguments, int64_t kv_len);
+// A problem with what AttentionProblem leaves to the tensors.
+struct AttentionSetup {
+  AttentionProblem problem;
+  struct Sequence {
+    int64_t query_len, kv_len;
+  };
+  std::vector<Sequence> sequences;  // varlen; empty: all are problem.query_len and problem.kv_len long
+  int64_t prefix = 0;
 
-// Visible (query, key) pairs of one head, summed over the batch.
-double visible_pairs(const AttentionProblem& problem);
+  // Whether some option beyond the causal mask is on.
+  bool has_options() const;
+  // What the options are compared with, one call after the other: the sequences on their own; without varlen, the same
+  // problem without options.
+  std::vector<AttentionSetup> baseline() const;
+};
+
+// The problem for keys of length kv_len (varlen: of the given lengths); a CommandError where the options contradict
+// each other.
+AttentionSetup attention_setup(const AttentionArguments& arguments, int64_t kv_len);
+// Lengths to run: --seq, or one entry, the longest sequence, for --varlen.
+std::vector<int64_t> key_lengths(const AttentionArguments& arguments);
+// ", dropout 0.1, window 256,0"
+std::string options_text(const AttentionArguments& arguments);
+
+// Pairs of a query and a key that the structure shows, of one head, summed over the sequences.
+double visible_pairs(const AttentionSetup& setup);
 // 2 (head_dim + value_head_dim) per visible pair and head.
-double attention_flops(const AttentionProblem& problem);
+double attention_flops(const AttentionSetup& setup);
 
-// Random normal tensors [batch, heads, seq, dim], contiguous, and outputs with softmax_lse.
+// Random normal tensors [batch, heads, seq, dim], contiguous (varlen: [tokens, heads, dim]), and outputs with
+// softmax_lse.
 class AttentionCase {
  public:
-  explicit AttentionCase(const AttentionProblem& problem);
+  explicit AttentionCase(const AttentionSetup& setup);
 
-  const AttentionProblem& problem() const { return problem_; }
+  const AttentionProblem& problem() const { return setup_.problem; }
   const AttentionInputs& inputs() const { return inputs_; }
   const AttentionOutputs& outputs() const { return outputs_; }
   // Bytes of inputs and outputs.
@@ -57,14 +86,18 @@ class AttentionCase {
   };
   // Rows spread over batch, heads and queries, first and last included; all of them where they are no more than `most`.
   std::vector<RowIndex> sampled_rows(int64_t most) const;
+  // Of out, or of softmax_lse.
+  ConstTensor row_of(const Tensor& output, const RowIndex& row) const;
 
  private:
   Tensor make(DType dtype, std::initializer_list<int64_t> shape);
+  ConstTensor make_integers(const std::vector<int64_t>& values);
 
-  AttentionProblem problem_;
+  AttentionSetup setup_;
   std::vector<Buffer> buffers_;
   AttentionInputs inputs_;
   AttentionOutputs outputs_;
+  std::vector<int64_t> query_starts_;  // varlen
 };
 
 }  // namespace opst::tools

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <fstream>
 
@@ -21,7 +22,7 @@ struct Options {
 };
 
 struct Row {
-  AttentionProblem problem;
+  AttentionSetup setup;
   AttentionPlan plan;
   test::Fraction flash;
   double flops = 0;
@@ -29,6 +30,8 @@ struct Row {
   int64_t standard_bytes = 0;
   double standard_seconds = -1;  // negative: does not fit
   double max_abs_error = 0;
+  // Time over that of the baseline, where there are options: median and quartiles of pairs.
+  double ratio = -1, ratio_q1 = 0, ratio_q3 = 0;
 };
 
 // The first number of a file, or -1.
@@ -63,21 +66,48 @@ double max_abs_error(const AttentionCase& data, int64_t rows) {
   for (const AttentionCase::RowIndex& row : data.sampled_rows(rows)) {
     const attention::ReferenceRow expected =
         attention::reference_row(data.inputs(), data.problem().options, row.batch, row.head, row.query);
-    const ConstTensor got = ConstTensor(out).selected(0, row.batch).selected(0, row.head).selected(0, row.query);
-    for (int64_t d = 0; d < out.shape[3]; ++d) {
+    const ConstTensor got = data.row_of(out, row);
+    for (int64_t d = 0; d < got.shape[0]; ++d) {
       worst = std::max(worst, std::abs(test::get(got, d) - expected.out[static_cast<size_t>(d)]));
     }
   }
   return worst;
 }
 
+// The call and its baseline in turn.
+void measure_ratio(Context& context, const AttentionCase& data, Row& row) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<AttentionCase> baseline;
+  for (const AttentionSetup& setup : row.setup.baseline()) baseline.emplace_back(setup);
+  const auto seconds_of = [](const auto& call) {
+    const auto start = Clock::now();
+    call();
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  };
+  const auto run_data = [&] { data.run(context, AttentionPath::flash); };
+  const auto run_baseline = [&] {
+    for (const AttentionCase& part : baseline) part.run(context, AttentionPath::flash);
+  };
+  run_data();
+  run_baseline();
+  std::vector<double> ratios;
+  const int pairs = row.flash.call_seconds > 1 ? 3 : row.flash.call_seconds > 0.01 ? 15 : 61;
+  for (int i = 0; i < pairs; ++i) {
+    const double before = seconds_of(run_baseline), call = seconds_of(run_data);
+    ratios.push_back(call / ((before + seconds_of(run_baseline)) / 2));
+  }
+  row.ratio = test::quantile(ratios, 0.5);
+  row.ratio_q1 = test::quantile(ratios, 0.25), row.ratio_q3 = test::quantile(ratios, 0.75);
+}
+
 Row measure(Context& context, const Options& options, int64_t kv_len, int64_t limit_bytes) {
   Row row;
-  row.problem = attention_problem(options.problem, kv_len);
-  row.flops = attention_flops(row.problem);
-  const test::PeakKind kind = test::peak_kind(row.problem.query_dtype);
+  row.setup = attention_setup(options.problem, kv_len);
+  const AttentionProblem& problem = row.setup.problem;
+  row.flops = attention_flops(row.setup);
+  const test::PeakKind kind = test::peak_kind(problem.query_dtype);
   const auto plan_of = [&](AttentionPath path) {
-    AttentionProblem p = row.problem;
+    AttentionProblem p = problem;
     p.options.path = path;
     return plan_attention(p, context.machine());
   };
@@ -86,10 +116,10 @@ Row measure(Context& context, const Options& options, int64_t kv_len, int64_t li
   row.flash_scratch_bytes = flash.scratch_bytes(context.num_threads());
   row.standard_bytes = standard.scratch_bytes(context.num_threads());
 
-  const AttentionCase data(row.problem);
+  const AttentionCase data(row.setup);
   row.flash = test::measure_fraction(context, kind, row.flops, [&] { data.run(context, AttentionPath::flash); });
-  row.max_abs_error =
-      max_abs_error(data, std::clamp<int64_t>((int64_t{1} << 26) / kv_len / row.problem.head_dim, 8, 64));
+  row.max_abs_error = max_abs_error(data, std::clamp<int64_t>((int64_t{1} << 26) / kv_len / problem.head_dim, 8, 64));
+  if (row.setup.has_options()) measure_ratio(context, data, row);
   context.trim();
   if (row.standard_bytes <= limit_bytes) {
     row.standard_seconds = test::measure_fraction(context, kind, row.flops, [&] {
@@ -122,60 +152,73 @@ std::string human_seconds(double seconds) {
   return text;
 }
 
-void print_header(const Options& options, const Context& context, const AttentionProblem& p) {
+void print_header(const Options& options, const Context& context, const AttentionSetup& setup) {
+  const AttentionProblem& p = setup.problem;
   char text[512];
   std::snprintf(text, sizeof(text),
-                "attention forward, %s, batch %lld, heads %lld/%lld, head_dim %lld/%lld, %s, %d thread(s), %s\n\n"
-                "%9s  %11s %10s  %11s %10s  %9s %7s  %9s  %s\n",
+                "attention forward, %s, batch %lld, heads %lld/%lld, head_dim %lld/%lld, %s%s, %d thread(s), %s\n\n"
+                "%9s  %11s %10s  %11s %10s  %9s %7s  %9s  %9s%s\n",
                 options.problem.dtype.c_str(), static_cast<long long>(p.batch), static_cast<long long>(p.num_heads),
                 static_cast<long long>(p.num_kv_heads), static_cast<long long>(p.head_dim),
-                static_cast<long long>(p.value_head_dim), p.options.causal ? "causal" : "full", context.num_threads(),
-                to_string(context.machine().isa), "keys", "standard", "memory", "flash", "scratch", "GFLOP/s",
-                "of peak", "max error", "plan");
+                static_cast<long long>(p.value_head_dim), p.options.causal ? "causal" : "full",
+                options_text(options.problem).c_str(), context.num_threads(), to_string(context.machine().isa), "keys",
+                "standard", "memory", "flash", "scratch", "GFLOP/s", "of peak", "max error", "plan",
+                setup.has_options() ? "  over baseline" : "");
   write_output(text);
 }
 
 void print_row(const Row& row) {
   char text[512];
   const bool fits = row.standard_seconds >= 0;
-  std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %9.1f %5.1f %%%s %9.1e  %s\n",
-                static_cast<long long>(row.problem.kv_len),
+  std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %9.1f %5.1f %%%s %9.1e  %9s",
+                static_cast<long long>(row.setup.problem.kv_len),
                 fits ? human_seconds(row.standard_seconds).c_str() : "no fit", human_bytes(row.standard_bytes).c_str(),
                 human_seconds(row.flash.call_seconds).c_str(), human_bytes(row.flash_scratch_bytes).c_str(),
                 row.flash.flops_per_second / 1e9, row.flash.fraction * 100, row.flash.valid ? " " : "*",
                 row.max_abs_error, to_string(row.plan.path));
   write_output(text);
+  if (row.ratio >= 0) {
+    std::snprintf(text, sizeof(text), "  %.3f (%.3f - %.3f)", row.ratio, row.ratio_q1, row.ratio_q3);
+    write_output(text);
+  }
+  write_output("\n");
 }
 
 nlohmann::ordered_json to_json(const Row& row) {
   const bool fits = row.standard_seconds >= 0;
-  return {{"kv_len", row.problem.kv_len},
-          {"query_len", row.problem.query_len},
-          {"flash_ms", row.flash.call_seconds * 1e3},
-          {"flash_gflops", row.flash.flops_per_second / 1e9},
-          {"peak_gflops", row.flash.peak_flops_per_second / 1e9},
-          {"fraction_of_peak", row.flash.fraction},
-          {"fraction_of_peak_quartiles", {row.flash.fraction_q1, row.flash.fraction_q3}},
-          {"peak_valid", row.flash.valid},
-          {"flash_scratch_bytes", row.flash_scratch_bytes},
-          {"standard_ms", fits ? nlohmann::ordered_json(row.standard_seconds * 1e3) : nlohmann::ordered_json()},
-          {"standard_bytes", row.standard_bytes},
-          {"standard_fits", fits},
-          {"max_abs_error", row.max_abs_error},
-          {"plan", to_string(row.plan)}};
+  nlohmann::ordered_json json = {
+      {"kv_len", row.setup.problem.kv_len},
+      {"query_len", row.setup.problem.query_len},
+      {"flash_ms", row.flash.call_seconds * 1e3},
+      {"flash_gflops", row.flash.flops_per_second / 1e9},
+      {"peak_gflops", row.flash.peak_flops_per_second / 1e9},
+      {"fraction_of_peak", row.flash.fraction},
+      {"fraction_of_peak_quartiles", {row.flash.fraction_q1, row.flash.fraction_q3}},
+      {"peak_valid", row.flash.valid},
+      {"flash_scratch_bytes", row.flash_scratch_bytes},
+      {"standard_ms", fits ? nlohmann::ordered_json(row.standard_seconds * 1e3) : nlohmann::ordered_json()},
+      {"standard_bytes", row.standard_bytes},
+      {"standard_fits", fits},
+      {"max_abs_error", row.max_abs_error},
+      {"plan", to_string(row.plan)}};
+  if (row.ratio >= 0) {
+    json["over_baseline"] = row.ratio;
+    json["over_baseline_quartiles"] = {row.ratio_q1, row.ratio_q3};
+  }
+  return json;
 }
 
 void run(const Options& options) {
   Context context = make_context(options.problem.num_threads);
-  for (const int64_t kv_len : options.problem.seq)
-    attention_problem(options.problem, kv_len);  // refuse before measuring
+  const std::vector<int64_t> lengths = key_lengths(options.problem);
+  const AttentionSetup first = attention_setup(options.problem, lengths.front());  // refuse before measuring
   const int64_t limit = options.memory_limit > 0 ? options.memory_limit : available_memory_bytes() / 2;
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   if (!options.problem.json) {
-    print_header(options, context, attention_problem(options.problem, options.problem.seq.front()));
+    print_header(options, context, first);
   }
   bool all_valid = true;
-  for (const int64_t kv_len : options.problem.seq) {
+  for (const int64_t kv_len : lengths) {
     const Row row = measure(context, options, kv_len, limit);
     all_valid = all_valid && row.flash.valid;
     if (options.problem.json)
@@ -190,6 +233,10 @@ void run(const Options& options) {
   write_output("\nstandard: the whole score matrix in memory (\"no fit\": beyond " + human_bytes(limit) +
                "); of peak: flash against multiply-adds of the same\nlength on the same threads, median of pairs; max "
                "error: against float64 on sampled rows; plan: which path is chosen\n");
+  if (first.has_options()) {
+    write_output(first.sequences.empty() ? "over baseline: time over that of the same call without options, in turn\n"
+                                         : "over baseline: time over that of the sequences one by one, in turn\n");
+  }
   if (!all_valid) write_output("* the reference bursts did not have the machine to themselves\n");
 }
 

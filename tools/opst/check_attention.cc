@@ -38,17 +38,14 @@ Verdict compare(const AttentionCase& data, int64_t rows) {
     const auto exact = attention::reference_row(data.inputs(), options, r.batch, r.head, r.query);
     const auto naive =
         attention::naive_row(data.inputs(), options, r.batch, r.head, r.query, data.problem().query_dtype);
-    const auto row_of = [&](const Tensor& t) {
-      return ConstTensor(t).selected(0, r.batch).selected(0, r.head).selected(0, r.query);
-    };
-    const ConstTensor out = row_of(data.outputs().out);
+    const ConstTensor out = data.row_of(data.outputs().out, r);
     for (int64_t d = 0; d < data.problem().value_head_dim; ++d) {
       const double expected = exact.out[static_cast<size_t>(d)];
       const double error = std::abs(test::get(out, d) - expected);
       v.error = std::isnan(error) ? HUGE_VAL : std::max(v.error, error);
       v.naive_error = std::max(v.naive_error, std::abs(naive.out[static_cast<size_t>(d)] - expected));
     }
-    const double lse = test::get(row_of(data.outputs().softmax_lse), 0);
+    const double lse = test::get(data.row_of(data.outputs().softmax_lse, r), 0);
     if (lse != exact.lse) {
       const double error = std::abs(lse - exact.lse) / (1 + std::abs(exact.lse));
       v.lse_error = std::isnan(error) ? HUGE_VAL : std::max(v.lse_error, error);
@@ -65,9 +62,10 @@ void run(const Options& options) {
   Context context = make_context(options.problem.num_threads);
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   bool all_ok = true;
-  for (const int64_t kv_len : options.problem.seq) {
-    const AttentionProblem problem = attention_problem(options.problem, kv_len);
-    const AttentionCase data(problem);
+  for (const int64_t kv_len : key_lengths(options.problem)) {
+    const AttentionSetup setup = attention_setup(options.problem, kv_len);
+    const AttentionProblem& problem = setup.problem;
+    const AttentionCase data(setup);
     data.run(context, problem.options.path);
     const Verdict v = compare(data, options.rows);
     const DType dtype = problem.query_dtype;

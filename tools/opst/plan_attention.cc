@@ -53,16 +53,18 @@ void run(const AttentionArguments& arguments) {
   const Machine& machine = context.machine();
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   const double peak =
-      test::measure_peak(context, test::peak_kind(attention_problem(arguments, 1).query_dtype), 0.02).flops_per_second;
+      test::measure_peak(context, test::peak_kind(attention_setup(arguments, 1).problem.query_dtype), 0.02)
+          .flops_per_second;
   const Buffer stream = value_or_fail(Buffer::allocate(int64_t{256} << 20));
   std::fill_n(static_cast<char*>(stream.data()), stream.size_bytes(), char{1});
   const double bandwidth = test::measure_read_bandwidth(context, stream.data(), stream.size_bytes());
 
-  for (const int64_t kv_len : arguments.seq) {
-    const AttentionProblem p = attention_problem(arguments, kv_len);
+  for (const int64_t kv_len : key_lengths(arguments)) {
+    const AttentionSetup setup = attention_setup(arguments, kv_len);
+    const AttentionProblem& p = setup.problem;
     const AttentionPlan plan = plan_attention(p, machine);
     const Traffic traffic = traffic_of(p, plan, machine);
-    const double flops = attention_flops(p);
+    const double flops = attention_flops(setup);
     const double arithmetic_s = flops / peak, transfer_s = traffic.flash / bandwidth;
     const int64_t word = p.query_dtype == DType::f64 ? 8 : 4;
     const int64_t element = plan.product == AttentionProduct::bf16_dot ? 2 : word;
