@@ -227,10 +227,10 @@ std::string to_string(const AttentionPlan& plan);
 // them:
 //   L = log sum over parts of exp(lse_k);   out = sum over parts of exp(lse_k - L) out_k
 // in either form: with lse, or with max and sum (M = largest max, sum = sum of sum_k exp(max_k - M), lse = M + log
-// sum). A part with lse = -inf (max = -inf or sum = 0) contributes nothing, whatever its out holds; where all parts are
-// so the result is out = 0, lse = max = -inf, sum = 0. One part alone is copied bit for bit. Parts are added in their
-// order. A sink belongs to one part only, or is a part of its own: out = 0, lse = sink. NaN and lse = +inf make their
-// row NaN.
+// sum). A part with lse = -inf (max = -inf or sum = 0) has seen no key and contributes nothing, whatever its out holds;
+// so does lse = +inf, with which other libraries mark such rows. Where all parts are so the result is out = 0, lse =
+// max = -inf, sum = 0. One part alone is passed on bit for bit. Parts are added in their order. A sink belongs to one
+// part only, or is a part of its own: out = 0, lse = sink. A NaN statistic makes its row NaN.
 struct AttentionParts {
   ConstTensor out;               // f32 (f64) [parts, ...], up to 4 more dimensions; the last one is value_head_dim
   ConstTensor softmax_lse = {};  // out's dtype, out's shape without its last dimension; or

@@ -14,6 +14,8 @@ struct Call {
   std::vector<float> out_memory = std::vector<float>(1024, 7.0f);
   std::vector<int32_t> table = {0, 1, 2, 3};
   std::vector<int32_t> lengths = {7, 5};
+  std::vector<int32_t> numbers;
+  std::vector<uint8_t> bytes = std::vector<uint8_t>(2 * 4 * 3 * 7, 1);
   AttentionInputs in;
   AttentionOutputs out;
   AttentionOptions options;
@@ -35,6 +37,28 @@ struct Call {
     in.value = ConstTensor::contiguous(DType::f32, {4, 4, 2, 5}, memory.data());
     in.block_table = ConstTensor::contiguous(DType::i32, {2, 2}, table.data());
     in.kv_lengths = ConstTensor::contiguous(DType::i32, {2}, lengths.data());
+  }
+  // Two sequences one after the other: 2 and 1 queries, 4 and 3 keys.
+  void make_varlen(std::vector<int32_t> offsets = {0, 2, 3, 0, 4, 7}) {
+    in.query = ConstTensor::contiguous(DType::f32, {3, 4, 8}, memory.data());
+    in.key = ConstTensor::contiguous(DType::f32, {7, 2, 8}, memory.data());
+    in.value = ConstTensor::contiguous(DType::f32, {7, 2, 5}, memory.data());
+    out.out = Tensor::contiguous(DType::f32, {3, 4, 5}, out_memory.data());
+    out.softmax_lse = Tensor::contiguous(DType::f32, {4, 3}, out_memory.data() + 200);
+    out.softmax_max = out.softmax_sum = {};
+    numbers = std::move(offsets);
+    in.cu_seqlens_q = ConstTensor::contiguous(DType::i32, {3}, numbers.data());
+    in.cu_seqlens_k = ConstTensor::contiguous(DType::i32, {3}, numbers.data() + 3);
+  }
+  ConstTensor mask(std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::boolean, shape, bytes.data());
+  }
+  ConstTensor bias(std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::f32, shape, memory.data());
+  }
+  void set_prefix(int32_t a, int32_t b) {
+    numbers = {a, b};
+    in.prefix = ConstTensor::contiguous(DType::i32, {2}, numbers.data());
   }
   Status run() { return flash_attention_forward(const_cast<Context&>(contexts().front().context), in, out, options); }
 };
@@ -207,6 +231,191 @@ const Refusal kRefusals[] = {
        c.table = {0, 1, -1, 1}, c.make_paged();
      },
      "block_table[1][0] is -1, but the cache has 4 blocks"},
+
+    // Sequences of different lengths.
+    {"varlen_query_rank", [](Call& c) { c.make_varlen(), c.in.query.rank = 2; },
+     "query has rank 2, but [total_q, num_heads, head_dim] has rank 3"},
+    {"varlen_out_tokens", [](Call& c) { c.make_varlen(), c.out.out.shape[0] = 2; },
+     "out dim 0 (total_q) is 2, but query set total_q = 3"},
+    {"varlen_lse_is_by_head",
+     [](Call& c) {
+       c.make_varlen(), c.out.softmax_lse = Tensor::contiguous(DType::f32, {3, 4}, c.out_memory.data() + 200);
+     },
+     "softmax_lse dim 0 (num_heads) is 3, but query set num_heads = 4"},
+    {"varlen_value_tokens", [](Call& c) { c.make_varlen(), c.in.value.shape[0] = 6; },
+     "value dim 0 (total_k) is 6, but key set total_k = 7"},
+    {"offsets_dtype", [](Call& c) { c.make_varlen(), c.in.cu_seqlens_q.dtype = DType::f32; },
+     "cu_seqlens_q is f32, but must be i32 or i64"},
+    {"offsets_without_entries", [](Call& c) { c.make_varlen(), c.in.cu_seqlens_q.shape[0] = 0; },
+     "cu_seqlens_q is i32 [0], but must be [batch + 1], which has at least one entry"},
+    {"offsets_batches_differ", [](Call& c) { c.make_varlen(), c.in.cu_seqlens_k.shape[0] = 2; },
+     "cu_seqlens_k dim 0 (batch) is 1, but cu_seqlens_q set batch = 2"},
+    {"offsets_not_from_0",
+     [](Call& c) {
+       c.make_varlen({1, 2, 3, 0, 4, 7});
+     },
+     "cu_seqlens_q[0] is 1, must be 0"},
+    {"offsets_negative",
+     [](Call& c) {
+       c.make_varlen({0, -2, 3, 0, 4, 7});
+     },
+     "cu_seqlens_q[1] is -2, less than cu_seqlens_q[0] = 0"},
+    {"offsets_decrease",
+     [](Call& c) {
+       c.make_varlen({0, 2, 3, 0, 5, 4});
+     },
+     "cu_seqlens_k[2] is 4, less than cu_seqlens_k[1] = 5"},
+    {"offsets_beyond_query",
+     [](Call& c) {
+       c.make_varlen({0, 2, 4, 0, 4, 7});
+     },
+     "cu_seqlens_q[2] is 4, but query has 3 rows"},
+    {"offsets_beyond_key",
+     [](Call& c) {
+       c.make_varlen({0, 2, 3, 0, 4, 8});
+     },
+     "cu_seqlens_k[2] is 8, but key has 7 rows"},
+    {"varlen_length_beyond_its_sequence",
+     [](Call& c) {
+       c.make_varlen(), c.lengths = {4, 4};
+       c.in.kv_lengths = ConstTensor::contiguous(DType::i32, {2}, c.lengths.data());
+     },
+     "kv_lengths[1] is 4, must be 0 to 3 (keys of sequence 1)"},
+    {"varlen_batch_of_lengths",
+     [](Call& c) {
+       c.make_varlen();
+       c.in.kv_lengths = ConstTensor::contiguous(DType::i32, {1}, c.lengths.data());
+     },
+     "kv_lengths dim 0 (batch) is 1, but cu_seqlens_q set batch = 2"},
+    {"pages_and_offsets_of_keys",
+     [](Call& c) {
+       c.make_paged(), c.numbers = {0, 1, 2};
+       c.in.cu_seqlens_k = ConstTensor::contiguous(DType::i32, {3}, c.numbers.data());
+     },
+     "block_table and cu_seqlens_k are given, but only one may be"},
+    {"prefix_beyond_the_keys", [](Call& c) { c.set_prefix(7, 8); },
+     "prefix[1] is 8, must be 0 to 7 (keys of sequence 1)"},
+    {"prefix_negative", [](Call& c) { c.set_prefix(-1, 2); }, "prefix[0] is -1, must be 0 to 7 (keys of sequence 0)"},
+    {"prefix_beyond_the_length",
+     [](Call& c) {
+       c.set_prefix(7, 6);
+       c.in.kv_lengths = ConstTensor::contiguous(DType::i32, {2}, c.lengths.data());
+     },
+     "prefix[1] is 6, must be 0 to 5 (keys of sequence 1)"},
+    {"prefix_batch", [](Call& c) { c.set_prefix(1, 1), c.in.prefix.shape[0] = 1; },
+     "prefix dim 0 (batch) is 1, but query set batch = 2"},
+
+    // Masks and biases.
+    {"B15_mask_of_integers",
+     [](Call& c) {
+       c.in.mask = c.mask({3, 7}), c.in.mask.dtype = DType::u8;
+     },
+     "mask is u8, but must be bool"},
+    {"mask_keys",
+     [](Call& c) {
+       c.in.mask = c.mask({3, 6});
+     },
+     "mask dim 1 is 6, but must be 1 or kv_len = 7"},
+    {"mask_queries",
+     [](Call& c) {
+       c.in.mask = c.mask({4, 7});
+     },
+     "mask dim 0 is 4, but must be 1 or query_len = 3"},
+    {"mask_heads",
+     [](Call& c) {
+       c.in.mask = c.mask({2, 3, 7});
+     },
+     "mask dim 0 is 2, but must be 1 or num_heads = 4"},
+    {"mask_batch",
+     [](Call& c) {
+       c.in.mask = c.mask({3, 1, 3, 7});
+     },
+     "mask dim 0 is 3, but must be 1 or batch = 2"},
+    {"mask_rank",
+     [](Call& c) {
+       c.in.mask = c.mask({1, 1, 1, 3, 7});
+     },
+     "mask has rank 5, must be at most 4"},
+    {"mask_is_as_wide_as_the_tensor_not_the_lengths",
+     [](Call& c) {
+       c.lengths = {5, 5}, c.in.kv_lengths = ConstTensor::contiguous(DType::i32, {2}, c.lengths.data());
+       c.in.mask = c.mask({3, 5});
+     },
+     "mask dim 1 is 5, but must be 1 or kv_len = 7"},
+    {"B39_mask_negative_stride",
+     [](Call& c) {
+       c.in.mask = c.mask({3, 7}), c.in.mask.strides[1] = -1;
+     },
+     "mask stride 1 is -1, but must be >= 0"},
+    {"varlen_mask_too_narrow",
+     [](Call& c) {
+       c.make_varlen(), c.in.mask = c.mask({2, 3});
+     },
+     "mask dim 1 is 3, but must be 1 or at least kv_len = 4"},
+    {"varlen_mask_too_low",
+     [](Call& c) {
+       c.make_varlen({0, 0, 3, 0, 4, 7}), c.in.mask = c.mask({2, 4});
+     },
+     "mask dim 0 is 2, but must be 1 or at least query_len = 3"},
+    {"bias_dtype",
+     [](Call& c) {
+       c.in.bias = c.bias({3, 7}), c.in.bias.dtype = DType::bf16;
+     },
+     "bias is bf16, but must be f32"},
+    {"bias_keys",
+     [](Call& c) {
+       c.in.bias = c.bias({3, 8});
+     },
+     "bias dim 1 is 8, but must be 1 or kv_len = 7"},
+    {"bias_scale_nan", [](Call& c) { c.options.bias_scale = kNan; }, "bias_scale is nan, must be finite"},
+    {"slopes_heads", [](Call& c) { c.in.alibi_slopes = c.bias({3}); },
+     "alibi_slopes dim 0 (num_heads) is 3, but query set num_heads = 4"},
+    {"slopes_batch",
+     [](Call& c) {
+       c.in.alibi_slopes = c.bias({1, 4});
+     },
+     "alibi_slopes dim 0 (batch) is 1, but query set batch = 2"},
+    {"slopes_rank",
+     [](Call& c) {
+       c.in.alibi_slopes = c.bias({2, 4, 1});
+     },
+     "alibi_slopes has rank 3, but [batch, num_heads] has rank 2"},
+    {"slopes_dtype", [](Call& c) { c.in.alibi_slopes = c.bias({4}), c.in.alibi_slopes.dtype = DType::f64; },
+     "alibi_slopes is f64, but must be f32"},
+    {"alibi_start", [](Call& c) { c.options.alibi_key_start = int64_t{1} << 62; },
+     "alibi_key_start is 4611686018427387904, must be -1152921504606846976 to 1152921504606846976"},
+    {"sinks_heads", [](Call& c) { c.in.sinks = c.bias({2}); },
+     "sinks dim 0 (num_heads) is 2, but query set num_heads = 4"},
+    {"softcap_negative", [](Call& c) { c.options.softcap = -1; }, "softcap is -1.000000, must be 0 or positive"},
+    {"softcap_nan", [](Call& c) { c.options.softcap = kNan; }, "softcap is nan, must be finite"},
+
+    // Dropout.
+    {"keep_prob_0", [](Call& c) { c.options.dropout.keep_prob = 0; },
+     "dropout.keep_prob is 0.000000, must be above 0 and at most 1"},
+    {"keep_prob_above_1", [](Call& c) { c.options.dropout.keep_prob = 1.5; },
+     "dropout.keep_prob is 1.500000, must be above 0 and at most 1"},
+    {"keep_prob_nan", [](Call& c) { c.options.dropout.keep_prob = std::nan(""); },
+     "dropout.keep_prob is nan, must be above 0 and at most 1"},
+    {"first_key_negative", [](Call& c) { c.options.dropout.first_key = -4; },
+     "dropout.first_key is -4, must be 0 to 1152921504606846976"},
+    {"more_heads_than_in_all", [](Call& c) { c.options.dropout.first_head = 3, c.options.dropout.total_heads = 6; },
+     "dropout.first_head + num_heads is 7, but dropout.total_heads is 6"},
+    {"drop_mask_too_short", [](Call& c) { c.in.drop_mask = ConstTensor::contiguous(DType::u8, {20}, c.bytes.data()); },
+     "drop_mask has 20 bytes, but 168 weights need 21"},
+    {"drop_mask_dtype", [](Call& c) { c.in.drop_mask = c.mask({168}); }, "drop_mask is bool, but must be u8"},
+    {"drop_mask_strides",
+     [](Call& c) {
+       c.in.drop_mask = ConstTensor::contiguous(DType::u8, {42}, c.bytes.data()), c.in.drop_mask.strides[0] = 2;
+     },
+     "drop_mask u8 [42] is not contiguous, but its bits are counted on"},
+    {"varlen_drop_mask_too_short",
+     [](Call& c) { c.make_varlen(), c.in.drop_mask = ConstTensor::contiguous(DType::u8, {5}, c.bytes.data()); },
+     "drop_mask has 5 bytes, but 44 weights need 6"},
+    {"out_overlaps_the_bias",
+     [](Call& c) {
+       c.in.bias = c.bias({3, 7}), c.in.bias.data = c.out_memory.data() + 119;
+     },
+     "out f32 [2, 4, 3, 5] overlaps bias f32 [3, 7] in memory, but an output must not"},
 };
 
 class AttentionRefuses : public testing::TestWithParam<Refusal> {};
@@ -230,6 +439,9 @@ TEST(AttentionContract, WhatTheRefusalsSpoilIsLegal) {
   Call paged;
   paged.make_paged();
   EXPECT_EQ(paged.run().message(), "");
+  Call varlen;
+  varlen.make_varlen();
+  EXPECT_EQ(varlen.run().message(), "");
   for (const float x : {paged.out_memory[0], paged.out_memory[119], paged.out_memory[200], paged.out_memory[283]}) {
     EXPECT_NE(x, 7.0f);
   }

@@ -197,7 +197,10 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in) {
 
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
   if (in.mask.data != nullptr) check.tensor("mask", in.mask).dtype({DType::boolean});
-  if (in.bias.data != nullptr) check.tensor("bias", in.bias).dtype({real, in.query.dtype});
+  if (in.bias.data != nullptr) {
+    ShapeCheck::TensorCheck bias = check.tensor("bias", in.bias);
+    in.query.dtype == real ? bias.dtype({real}) : bias.dtype({real, in.query.dtype});
+  }
   if (in.alibi_slopes.data != nullptr) {
     ShapeCheck::TensorCheck slopes = check.tensor("alibi_slopes", in.alibi_slopes).dtype({real});
     if (in.alibi_slopes.rank == 1)
