@@ -68,6 +68,26 @@ void wait_for(const std::atomic<int64_t>& counter, int64_t count) {
   }
 }
 
+// All elements become 0.
+void clear(const Tensor& t, ThreadPool& pool) {
+  if (t.data == nullptr || t.num_elements() == 0) return;
+  const int64_t size = size_bytes(t.dtype), length = t.rank > 0 ? t.shape[t.rank - 1] : 1;
+  const int64_t stride = t.rank > 0 ? t.strides[t.rank - 1] : 1;
+  pool.parallel_for(t.num_elements() / length, [&](int64_t row, int) {
+    int64_t at = 0;
+    for (int d = t.rank - 2; d >= 0; --d) {
+      at += row % t.shape[d] * t.strides[d];
+      row /= t.shape[d];
+    }
+    char* data = static_cast<char*>(t.data) + at * size;
+    if (stride == 1) {
+      std::memset(data, 0, static_cast<size_t>(length * size));
+    } else {
+      for (int64_t j = 0; j < length; ++j) std::memset(data + j * stride * size, 0, static_cast<size_t>(size));
+    }
+  });
+}
+
 // Who adds to an element of the bias's gradient, and so what keeps the order of the additions.
 enum class BiasOrder : uint8_t {
   none,      // not wanted
@@ -112,7 +132,7 @@ class BackwardCall {
   }
 
   void run(ThreadPool& pool) {
-    if (bias_order_ != BiasOrder::none) clear_grad_bias(pool);
+    if (bias_order_ != BiasOrder::none) clear(grads_.grad_bias, pool);
     const int64_t wave_heads = plan_.heads_per_wave, blocks = layout_.blocks, tiles = layout_.tiles;
     const int64_t packs = wave_heads * blocks, tasks = wave_heads * tiles;
     const int64_t waves = ceil_div(heads_, wave_heads);
@@ -484,24 +504,6 @@ class BackwardCall {
     const int64_t at = batch(head) * bias_strides_[0] + query_head * bias_strides_[1] + row / group_ * bias_strides_[2];
     return static_cast<char*>(grads_.grad_bias.data) + at * size_bytes(grads_.grad_bias.dtype);
   }
-  void clear_grad_bias(ThreadPool& pool) const {
-    const Tensor& t = grads_.grad_bias;
-    const int64_t size = size_bytes(t.dtype), length = t.rank > 0 ? t.shape[t.rank - 1] : 1;
-    const int64_t stride = t.rank > 0 ? t.strides[t.rank - 1] : 1;
-    pool.parallel_for(length > 0 ? t.num_elements() / length : 0, [&](int64_t row, int) {
-      int64_t at = 0;
-      for (int d = t.rank - 2; d >= 0; --d) {
-        at += row % t.shape[d] * t.strides[d];
-        row /= t.shape[d];
-      }
-      char* data = static_cast<char*>(t.data) + at * size;
-      if (stride == 1) {
-        std::memset(data, 0, static_cast<size_t>(length * size));
-      } else {
-        for (int64_t j = 0; j < length; ++j) std::memset(data + j * stride * size, 0, static_cast<size_t>(size));
-      }
-    });
-  }
   // Lets the task after `number` add to what block i, or the tasks' sums (i = blocks), add to.
   void pass_turn(int64_t i, int64_t number) const {
     const bool sums = i == layout_.blocks;
@@ -582,18 +584,9 @@ class BackwardCall {
   Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
 
-// Rows [first, ...) of dimension 2 of a tensor become 0.
-void clear_rows(const Tensor& t, int64_t first) {
-  if (t.data == nullptr) return;
-  const int64_t size = size_bytes(t.dtype);
-  for (int64_t h = 0; h < t.shape[1]; ++h) {
-    for (int64_t i = first; i < t.shape[2]; ++i) {
-      for (int64_t d = 0; d < t.shape[3]; ++d) {
-        const int64_t at = h * t.strides[1] + i * t.strides[2] + d * t.strides[3];
-        std::memset(static_cast<char*>(t.data) + at * size, 0, static_cast<size_t>(size));
-      }
-    }
-  }
+// Rows [first, ...) of dimension 2 become 0.
+void clear_rows(const Tensor& t, int64_t first, ThreadPool& pool) {
+  if (t.data != nullptr) clear(t.narrowed(2, first, t.shape[2] - first), pool);
 }
 
 }  // namespace
@@ -627,13 +620,17 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
       if (!lease.ok()) return lease.status();
       attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data()).run(impl.pool);
     }
+    if (p.batch * p.num_kv_heads == 0) {
+      attention::clear(to.grad_bias, impl.pool);
+      attention::clear(to.grad_sinks, impl.pool);
+    }
     const auto end_of = [&](const ConstTensor& offsets) {
       return attention::integer_at(offsets, p.batch * offsets.strides[0]);
     };
-    if (p.varlen_q) attention::clear_rows(to.grad_query, end_of(inputs.cu_seqlens_q));
+    if (p.varlen_q) attention::clear_rows(to.grad_query, end_of(inputs.cu_seqlens_q), impl.pool);
     if (p.varlen_k) {
-      attention::clear_rows(to.grad_key, end_of(inputs.cu_seqlens_k));
-      attention::clear_rows(to.grad_value, end_of(inputs.cu_seqlens_k));
+      attention::clear_rows(to.grad_key, end_of(inputs.cu_seqlens_k), impl.pool);
+      attention::clear_rows(to.grad_value, end_of(inputs.cu_seqlens_k), impl.pool);
     }
     return {};
   });

@@ -1,0 +1,217 @@
+// Memory of attention backward: linear in the length, scratch is what the plan says, a second call allocates nothing,
+// and views of one fused buffer keep their neighbours whole.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <new>
+
+#include "attention/attention_backward_call.h"
+
+// Counts what this program takes from the heap.
+namespace {
+std::atomic<int64_t> num_allocations{0};
+}
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  num_allocations.fetch_add(1, std::memory_order_relaxed);
+  if (void* p = std::malloc(size > 0 ? size : 1)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void* operator new(std::size_t size, std::align_val_t alignment) {
+  num_allocations.fetch_add(1, std::memory_order_relaxed);
+  const auto step = static_cast<std::size_t>(alignment);
+  if (void* p = std::aligned_alloc(step, (size + step - 1) / step * step)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::size_t, std::align_val_t) noexcept { std::free(p); }
+
+namespace opst::test {
+namespace {
+
+Context fresh_context(int num_threads, std::optional<Isa> isa = {}) {
+  ContextOptions options;
+  options.num_threads = num_threads;
+  options.isa = isa;
+  Result<Context> context = Context::create(options);
+  EXPECT_TRUE(context.ok()) << context.status().message();
+  return std::move(context.value());
+}
+
+std::vector<Draw> one_of_each_kind() {
+  std::vector<Draw> list;
+  Draw d;
+  d.num_heads = 4, d.num_kv_heads = 2, d.head_dim = 64, d.value_head_dim = 48;
+  d.query_lens = {150, 150, 150}, d.kv_lens = {300, 300, 300};
+  d.options.causal = true;
+  list.push_back(d);
+  d.bias = d.bias_dims[2] = d.bias_dims[3] = d.sinks = true, d.options.softcap = 5;
+  d.options.dropout.keep_prob = 0.9;
+  list.push_back(d);
+  d.bias_dims[2] = false;
+  list.push_back(d);
+  for (size_t i = 0; i < 3; ++i) {
+    Draw bf16 = list[i];
+    bf16.query_dtype = bf16.kv_dtype = bf16.out_dtype = DType::bf16;
+    list.push_back(bf16);
+  }
+  return list;
+}
+
+AttentionBackwardProblem problem_of(const Draw& d) {
+  AttentionBackwardProblem b;
+  AttentionProblem& p = b.forward;
+  p.query_dtype = d.query_dtype, p.kv_dtype = d.kv_dtype;
+  p.batch = d.batch(), p.num_heads = d.num_heads, p.num_kv_heads = d.num_kv_heads;
+  p.query_len = d.longest_query(), p.kv_len = d.longest_keys();
+  p.head_dim = d.head_dim, p.value_head_dim = d.value_head_dim;
+  p.options = d.options;
+  p.has_bias = d.bias, p.has_sinks = d.sinks;
+  b.grad_out_dtype = d.out_dtype;
+  b.grad_bias = d.bias, b.grad_sinks = d.sinks;
+  return b;
+}
+
+TEST(AttentionBackwardMemory, ASecondCallAllocatesNothing) {
+  Random random(seed());
+  for (const Draw& d : one_of_each_kind()) {
+    for (const int num_threads : {1, 3}) {
+      Context context = fresh_context(num_threads);
+      DrawnCall call(d, random);
+      BackwardForm form;
+      form.grad_out_dtype = d.out_dtype;
+      BackwardCallData data(call, form, random);
+      BackwardCallData::Outcome r = data.run(context);
+      ASSERT_TRUE(r.status.ok()) << r.status.message();
+      const AttentionSaved saved = data.saved(r.forward);
+      ASSERT_TRUE(flash_attention_backward(context, call.inputs, saved, r.tensors, d.options).ok());
+      const int64_t heap_before = num_allocations.load(), workspaces_before = context.workspace_allocations();
+      const bool second_ok = flash_attention_backward(context, call.inputs, saved, r.tensors, d.options).ok();
+      const int64_t heap_after = num_allocations.load();
+      ASSERT_TRUE(second_ok);
+      EXPECT_EQ(heap_after, heap_before) << to_string(d);
+      EXPECT_EQ(context.workspace_allocations(), workspaces_before);
+    }
+  }
+}
+
+TEST(AttentionBackwardMemory, ScratchIsWhatThePlanSays) {
+  Random random(seed() + 1);
+  for (const Draw& d : one_of_each_kind()) {
+    for (const Isa isa : levels()) {
+      for (const int num_threads : {1, 3}) {
+        Context context = fresh_context(num_threads, isa);
+        DrawnCall call(d, random);
+        BackwardForm form;
+        form.grad_out_dtype = d.out_dtype;
+        BackwardCallData data(call, form, random);
+        BackwardCallData::Outcome r = data.run(context);
+        ASSERT_TRUE(r.status.ok()) << r.status.message();
+        context.trim();
+        ASSERT_TRUE(flash_attention_backward(context, call.inputs, data.saved(r.forward), r.tensors, d.options).ok());
+        const int64_t planned = plan_attention_backward(problem_of(d), context.machine()).scratch_bytes(num_threads);
+        // Workspaces are rounded up to 64 KiB, or 2 MiB.
+        const int64_t step = planned < (2 << 20) ? 64 << 10 : 2 << 20;
+        EXPECT_EQ(context.workspace_bytes(), round_up(planned, step)) << to_string(d);
+      }
+    }
+  }
+}
+
+// 8K, 16K and 32K tokens, one head: what forward and backward take beyond inputs and outputs grows by the length, and
+// stays below 100 MB.
+TEST(AttentionBackwardMemory, ScratchGrowsWithTheLengthOnly) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const int64_t dim : {64, 128}) {
+      for (const bool everything : {false, true}) {
+        int64_t bytes[3];
+        for (int i = 0; i < 3; ++i) {
+          Draw d;
+          d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
+          d.head_dim = d.value_head_dim = dim;
+          d.query_lens = d.kv_lens = {int64_t{8192} << i};
+          d.options.causal = true;
+          if (everything) d.bias = d.sinks = true, d.options.dropout.keep_prob = 0.9, d.options.softcap = 10;
+          const AttentionBackwardProblem b = problem_of(d);
+          const Machine machine = detect_machine(detect_isa());
+          // One workspace serves both calls.
+          bytes[i] = std::max(plan_attention(b.forward, machine).scratch_bytes(2),
+                              plan_attention_backward(b, machine).scratch_bytes(2));
+        }
+        const int64_t first = bytes[1] - bytes[0], second = bytes[2] - bytes[1];
+        EXPECT_NEAR(static_cast<double>(second), 2.0 * static_cast<double>(first), 0.1 * static_cast<double>(second));
+        EXPECT_TRUE(dim != 64 || bytes[2] < int64_t{100} * 1000 * 1000) << bytes[2];
+        // Packed queries, their gradients and dQ: at most 6 numbers of f32 for each element of a query.
+        EXPECT_LT(bytes[2], 32768 * dim * 4 * 6 + (int64_t{4} << 20)) << dim << " " << to_string(dtype);
+      }
+    }
+  }
+}
+
+TEST(AttentionBackwardMemory, ALongCallTakesWhatItsPlanSays) {
+  if (kEffort < 1) GTEST_SKIP() << "too long under a sanitizer";
+  constexpr int64_t kLen = 8192, kDim = 64;
+  Context context = fresh_context(2);
+  Random random(seed() + 2);
+  std::vector<std::vector<float>> memory(8, std::vector<float>(kLen * kDim));
+  std::vector<float> lse(kLen);
+  std::vector<Tensor> t;
+  for (auto& m : memory) t.push_back(Tensor::contiguous(DType::f32, {1, 1, kLen, kDim}, m.data()));
+  for (int i : {0, 1, 2, 4}) fill(t[static_cast<size_t>(i)], Fill::normal, random);
+  const Tensor statistic = Tensor::contiguous(DType::f32, {1, 1, kLen}, lse.data());
+  const AttentionInputs in = {.query = t[0], .key = t[1], .value = t[2]};
+  const AttentionOptions options = {.causal = true};
+  ASSERT_TRUE(flash_attention_forward(context, in, {.out = t[3], .softmax_lse = statistic}, options).ok());
+  ASSERT_TRUE(flash_attention_backward(context, in, {.out = t[3], .softmax_lse = statistic, .grad_out = t[4]},
+                                       {.grad_query = t[5], .grad_key = t[6], .grad_value = t[7]}, options)
+                  .ok());
+  EXPECT_LT(context.workspace_bytes(), int64_t{25} << 20);
+  // The last key is seen by the last query alone: dV = P dO.
+  float score = 0;
+  for (int64_t d = 0; d < kDim; ++d) score += memory[0][(kLen - 1) * kDim + d] * memory[1][(kLen - 1) * kDim + d];
+  const float p = std::exp(score / 8 - lse[kLen - 1]);
+  for (int64_t d = 0; d < kDim; ++d) {
+    EXPECT_NEAR(memory[7][(kLen - 1) * kDim + d], p * memory[4][(kLen - 1) * kDim + d], 1e-5f + 1e-3f * p);
+  }
+}
+
+// The gradients of a fused [batch, len, 3, heads, dim] buffer, written in place into another one.
+TEST(AttentionBackwardMemory, GradientsMayBePartsOfOneBuffer) {
+  Random random(seed() + 3);
+  constexpr int64_t kBatch = 2, kLen = 37, kHeads = 2, kDim = 24;
+  std::vector<float> fused(kBatch * kLen * 3 * kHeads * kDim), grads(fused.size(), NAN);
+  const auto part = [&](std::vector<float>& from, int64_t which) {
+    const Tensor all = Tensor::contiguous(DType::f32, {kBatch, kLen, 3, kHeads, kDim}, from.data());
+    return all.selected(2, which).transposed(1, 2);
+  };
+  fill(Tensor::contiguous(DType::f32, {static_cast<int64_t>(fused.size())}, fused.data()), Fill::normal, random);
+  std::vector<float> out(kBatch * kHeads * kLen * kDim), grad_out(out.size()), lse(kBatch * kHeads * kLen);
+  const Tensor o = Tensor::contiguous(DType::f32, {kBatch, kHeads, kLen, kDim}, out.data());
+  const Tensor go = Tensor::contiguous(DType::f32, {kBatch, kHeads, kLen, kDim}, grad_out.data());
+  const Tensor l = Tensor::contiguous(DType::f32, {kBatch, kHeads, kLen}, lse.data());
+  fill(go, Fill::normal, random);
+  for (const TestContext& t : contexts_with_threads(2)) {
+    auto& context = const_cast<Context&>(t.context);
+    const AttentionInputs in = {.query = part(fused, 0), .key = part(fused, 1), .value = part(fused, 2)};
+    ASSERT_TRUE(flash_attention_forward(context, in, {.out = o, .softmax_lse = l}).ok());
+    const Status status = flash_attention_backward(
+        context, in, {.out = o, .softmax_lse = l, .grad_out = go},
+        {.grad_query = part(grads, 0), .grad_key = part(grads, 1), .grad_value = part(grads, 2)});
+    ASSERT_TRUE(status.ok()) << status.message();
+    std::vector<float> apart[3];
+    Tensor separate[3];
+    for (int i = 0; i < 3; ++i) {
+      apart[i].resize(out.size());
+      separate[i] = Tensor::contiguous(DType::f32, {kBatch, kHeads, kLen, kDim}, apart[i].data());
+    }
+    ASSERT_TRUE(
+        flash_attention_backward(context, in, {.out = o, .softmax_lse = l, .grad_out = go},
+                                 {.grad_query = separate[0], .grad_key = separate[1], .grad_value = separate[2]})
+            .ok());
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(compare_bits(part(grads, i), separate[i]).ok) << i;
+  }
+}
+
+}  // namespace
+}  // namespace opst::test
