@@ -82,12 +82,16 @@ struct MatmulOptions {
   // which is faster and as accurate, but gives other bits than more rows do. True: the same bits for any number of
   // rows.
   bool batch_invariant = false;
+  // Given: out is i8, and each of its rows is quantised by its own scale, as dynamic_quant (quant.h) does; the scales
+  // [m] f32 go here. out may then not be a residual.
+  std::optional<Tensor> out_scales = {};
 };
 
 // y[i, j] = sum_t x[i, t] * weight[j, t] + bias[j];   out = residual + activation(y)
 //   x       [m, k] f32, bf16 or f16, any strides; m = 0 is legal, and k = 0 gives y = bias or 0
 //   weight  [n, k]
-//   out     [m, n] (swiglu: [m, n / 2]) f32, bf16 or f16, any strides; must not overlap x, bias or weight
+//   out     [m, n] (swiglu: [m, n / 2]) f32, bf16 or f16 (out_scales: i8), any strides; must not overlap x, bias or
+//           weight
 // Numerics: every weight is exactly its dequantised f32 value; each sum runs over t in ascending order in f32, one
 // fused multiply-add per term (generic level: two roundings); bias, activation and residual follow in f32, and out is
 // rounded once. bf16 x times a bf16 weight uses the pairwise dot instruction where the context's Machine says so: each

@@ -4,6 +4,7 @@
 
 #include "core/int_math.h"
 #include "machine/context_impl.h"
+#include "machine/float_control.h"
 #include "matmul/fixed_point_matmul.h"
 #include "matmul/packed_layout.h"
 
@@ -62,9 +63,12 @@ Result<bool> matmul_fixed_point(Context& context, const ConstTensor& x, const Pa
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(Arena::size_of<FixedBlock>(m * blocks));
   if (!lease.ok()) return lease.status();
   auto* const a = Arena(lease.value()).take<FixedBlock>(m * blocks);
-  for (int64_t i = 0; i < m; ++i) {
-    const float* const row = static_cast<const float*>(x.data) + i * x.strides[0];
-    if (!table.fix_row(row, x.strides[1], k, a + i * blocks)) return false;
+  {
+    const DefaultFloatControl float_control;  // as in a parallel region
+    for (int64_t i = 0; i < m; ++i) {
+      const float* const row = static_cast<const float*>(x.data) + i * x.strides[0];
+      if (!table.fix_row(row, x.strides[1], k, a + i * blocks)) return false;
+    }
   }
   run(context, table.fixed[static_cast<int>(weight.format())], a, m, weight, out);
   return true;

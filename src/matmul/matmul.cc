@@ -49,7 +49,13 @@ void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int6
   const auto check_residual = [&] { check.tensor("residual", *options.residual).dtype(dtypes).dims({"m", width}); };
   const bool in_place = options.residual && same_view(*options.residual, out);
   if (options.residual && !in_place) check_residual();
-  check.output("out", out).dtype(dtypes).dims({"m", width});
+  if (options.out_scales) {
+    check.output("out", out).dtype({DType::i8}).dims({"m", width});
+    check.output("out_scales", *options.out_scales).dtype({DType::f32}).dims({"m"});
+    check.require(x.dtype != DType::f64, "out_scales is given, but products of f64 are not quantised");
+  } else {
+    check.output("out", out).dtype(dtypes).dims({"m", width});
+  }
   if (in_place) check_residual();
   if (!check.ok()) return;
   const auto differs = [](const char* where, int64_t size, const char* name, int64_t expected) {
@@ -339,6 +345,21 @@ Status multiply_packed(Context& context, const ConstTensor& x, const PackedWeigh
   return multiply_panels(context, x, weight.format(), weight.data(), weight.n(), weight.k(), out, options);
 }
 
+// multiply(out, options), through f32 where out is quantised: a row's scale is known when the whole row is.
+template <class Multiply>
+Status with_out_scales(Context& context, const Tensor& out, const MatmulOptions& options, const Multiply& multiply) {
+  if (!options.out_scales) return multiply(out, options);
+  const int64_t m = out.shape[0], width = out.shape[1];
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(Arena::size_of<float>(m * width));
+  if (!lease.ok()) return lease.status();
+  const Tensor wide = Tensor::contiguous(DType::f32, {m, width}, lease.value().data());
+  MatmulOptions wide_options = options;
+  wide_options.out_scales.reset();
+  const Status status = multiply(wide, wide_options);
+  if (!status.ok()) return status;
+  return dynamic_quant(context, wide, out, *options.out_scales);
+}
+
 constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
 
 }  // namespace
@@ -352,7 +373,8 @@ Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weigh
   const int64_t n = weight.shape[0], k = weight.shape[1];
   const QuantFormat format = weight_format(weight.dtype);
   int64_t bytes = 0;
-  if (__builtin_mul_overflow(packed_column_bytes(format, k), round_up(n, kPanelColumns), &bytes)) {
+  if (k > INT64_MAX / 8 || n > INT64_MAX - kPanelColumns ||
+      __builtin_mul_overflow(packed_column_bytes(format, k), round_up(n, kPanelColumns), &bytes)) {
     return Status::out_of_memory();
   }
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(bytes);
@@ -390,7 +412,9 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
     gemm::check_operands(check, gemm::kFloats, weight.n(), weight.k(), x, out, options);
     if (!check.ok()) return check.status();
-    return gemm::multiply_packed(context, x, weight, out, options);
+    return gemm::with_out_scales(context, out, options, [&](const Tensor& to, const MatmulOptions& to_options) {
+      return gemm::multiply_packed(context, x, weight, to, to_options);
+    });
   });
 }
 
@@ -408,7 +432,9 @@ Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight,
       gemm::check_operands(check, gemm::kFloats, check["weight_n"], check["weight_k"], x, out, options);
     }
     if (!check.ok()) return check.status();
-    return gemm::multiply(context, x, weight, out, options);
+    return gemm::with_out_scales(context, out, options, [&](const Tensor& to, const MatmulOptions& to_options) {
+      return gemm::multiply(context, x, weight, to, to_options);
+    });
   });
 }
 

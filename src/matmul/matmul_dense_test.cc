@@ -1,6 +1,7 @@
 // Weights of floating point types, packed and as they are; what follows a product.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -301,6 +302,42 @@ TEST(MatmulEpilogue, IsTheSameBehindEveryProduct) {
   }
 }
 
+// A quantised output is the f32 output, quantised.
+TEST(MatmulEpilogue, OutScalesQuantiseEachRow) {
+  Random random(test::seed());
+  constexpr int64_t kN = 46, kK = 64;
+  const std::vector<unsigned char> blocks = test::random_blocks(QuantFormat::q8_0, kN, kK, random);
+  const QuantMatrix matrix{QuantFormat::q8_0, kN, kK, blocks.data(), static_cast<int64_t>(blocks.size())};
+  Matrix dense(DType::bf16, kN, kK, false, Guard::after), x(DType::f32, 21, kK, false, Guard::after);
+  test::fill(dense.tensor, Fill::normal, random);
+  test::fill(x.tensor, Fill::normal, random);
+  for (int64_t t = 0; t < kK; ++t) test::set(x.tensor, t, 0);  // row 0: scale 0
+  for (const TestContext& t : contexts_with_threads(3)) {
+    const PackedWeight weight = std::move(PackedWeight::pack(t.context, matrix).value());
+    for (int64_t m : {1, 4, 21}) {
+      for (bool unpacked : {false, true}) {
+        const ConstTensor rows = x.tensor.narrowed(0, 0, m);
+        Matrix wide(DType::f32, m, kN / 2, false, Guard::after), q(DType::i8, m, kN / 2, true, Guard::after),
+            expected(DType::i8, m, kN / 2, false, Guard::after), scales(DType::f32, m, 1, false, Guard::after),
+            expected_scales(DType::f32, m, 1, false, Guard::after);
+        const auto run = [&](const Tensor& out, const MatmulOptions& options) {
+          return unpacked ? matmul(t.context, rows, dense.tensor, out, options)
+                          : matmul(t.context, rows, weight, out, options);
+        };
+        MatmulOptions options{.activation = Activation::swiglu};
+        ASSERT_TRUE(run(wide.tensor, options).ok());
+        ASSERT_TRUE(dynamic_quant(t.context, wide.tensor, expected.tensor, expected_scales.tensor.selected(1, 0)).ok());
+        options.out_scales = scales.tensor.selected(1, 0);
+        const Status status = run(q.tensor, options);
+        ASSERT_TRUE(status.ok()) << status.message();
+        EXPECT_EQ(test::to_doubles(q.tensor), test::to_doubles(expected.tensor)) << t.name << ", m " << m;
+        EXPECT_EQ(test::to_doubles(scales.tensor), test::to_doubles(expected_scales.tensor));
+        EXPECT_EQ(test::get(scales.tensor, 0), 0);
+      }
+    }
+  }
+}
+
 // A row that fixed point cannot hold sends the other one to its own call, with its own row of the residual.
 TEST(MatmulEpilogue, FollowsARowThatIsMultipliedAlone) {
   Random random(test::seed());
@@ -393,6 +430,17 @@ TEST(MatmulEpilogue, NamesWhatIsWrong) {
   EXPECT_NE(message(out, {.residual = other_type}).find("out f32 [2, 6] overlaps residual"), std::string::npos);
   EXPECT_NE(matmul(context, x, weight, weight.narrowed(1, 0, 6).narrowed(0, 0, 2)).message().find("overlaps weight"),
             std::string::npos);
+  // Quantised outputs.
+  EXPECT_EQ(message(out, {.out_scales = make(DType::f32, {2})}), "matmul: out is f32, but must be i8");
+  EXPECT_EQ(message(make(DType::i8, {2, 6}), {}), "matmul: out is i8, but must be f32, bf16 or f16");
+  EXPECT_EQ(message(make(DType::i8, {2, 6}), {.out_scales = make(DType::f32, {3})}),
+            "matmul: out_scales dim 0 (m) is 3, but x set m = 2");
+  EXPECT_EQ(message(make(DType::i8, {2, 6}), {.out_scales = make(DType::f64, {2})}),
+            "matmul: out_scales is f64, but must be f32");
+  EXPECT_EQ(matmul(context, make(DType::f64, {2, 8}), make(DType::f64, {6, 8}), make(DType::i8, {2, 6}),
+                   {.out_scales = make(DType::f32, {2})})
+                .message(),
+            "matmul: out_scales is given, but products of f64 are not quantised");
   // f64 is all or nothing.
   EXPECT_EQ(matmul(context, make(DType::f64, {2, 8}), weight, out).message(),
             "matmul: x is f64, but must be f32, bf16 or f16");
@@ -422,6 +470,87 @@ TEST(MatmulEpilogue, ZeroSizesAreLegal) {
       const double expected =
           0.5 + reference::silu(1.0 + static_cast<double>(i % 2)) * (3.0 + static_cast<double>(i % 2));
       EXPECT_NEAR(static_cast<double>(out[i]), expected, 1e-6) << t.name;
+    }
+  }
+}
+
+// ---- shared cases
+
+double cosine(const std::vector<double>& a, const std::vector<double>& b) {
+  double ab = 0, aa = 0, bb = 0;
+  for (size_t i = 0; i < a.size(); ++i) ab += a[i] * b[i], aa += a[i] * a[i], bb += b[i] * b[i];
+  return ab / std::sqrt(aa * bb);
+}
+
+TEST(MatmulCases, B38_Bf16OnEveryLevel) {
+  Random random(test::seed());
+  Matrix x(DType::bf16, 64, 256, false, Guard::after), weight(DType::bf16, 256, 64, false, Guard::after);
+  test::fill(x.tensor, Fill::normal, random);
+  test::fill(weight.tensor, Fill::normal, random);
+  const Tensor by_columns = weight.tensor.transposed(0, 1);  // [64, 256]
+  const std::vector<double> expected =
+      reference::matmul(test::to_doubles(x.tensor), test::to_doubles(by_columns), {}, 64, 64, 256);
+  for (const TestContext& t : contexts_with_threads(2)) {
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      Matrix out(dtype, 64, 64, false, Guard::after);
+      ASSERT_TRUE(matmul(t.context, x.tensor, packed(t.context, by_columns), out.tensor).ok());
+      EXPECT_GE(cosine(test::to_doubles(out.tensor), expected), 0.9999) << t.name;
+    }
+  }
+}
+
+TEST(MatmulCases, B37_CallersFloatMode) {
+  Random random(test::seed());
+  constexpr int64_t kN = 40, kK = 64;
+  const unsigned plain = __builtin_ia32_stmxcsr(), flushing = plain | 0x8040;
+  const std::vector<unsigned char> blocks = test::random_blocks(QuantFormat::q4_1, kN, kK, random);
+  const QuantMatrix matrix{QuantFormat::q4_1, kN, kK, blocks.data(), static_cast<int64_t>(blocks.size())};
+  Matrix x(DType::f32, 20, kK, false, Guard::after), weight(DType::f32, kN, kK, false, Guard::after);
+  Matrix bias(DType::bf16, 1, kN, false, Guard::after);
+  for (const Tensor& tensor : {x.tensor, bias.tensor}) {
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) test::set(tensor, i, random.normal() * 1e-39);
+  }
+  test::fill(weight.tensor, Fill::normal, random);
+  for (size_t level = 0; level < contexts_with_threads(1).size(); ++level) {
+    const PackedWeight quantised =
+        std::move(PackedWeight::pack(contexts_with_threads(1)[level].context, matrix).value());
+    for (bool use_quantised : {false, true}) {
+      for (int64_t m : {1, 20}) {
+        std::vector<double> first;
+        for (int threads : {1, 5}) {
+          const TestContext& t = contexts_with_threads(threads)[level];
+          for (const unsigned mode : {plain, flushing}) {
+            Matrix out(DType::f32, m, kN, false, Guard::after);
+            const ConstTensor rows = x.tensor.narrowed(0, 0, m);
+            const MatmulOptions options{.bias = bias.tensor.selected(0, 0)};
+            __builtin_ia32_ldmxcsr(mode);
+            const Status status = use_quantised ? matmul(t.context, rows, quantised, out.tensor, options)
+                                                : matmul(t.context, rows, weight.tensor, out.tensor, options);
+            const unsigned after = __builtin_ia32_stmxcsr();
+            __builtin_ia32_ldmxcsr(plain);
+            EXPECT_EQ(after & ~0x3fu, mode & ~0x3fu) << "the caller's mode has changed";
+            ASSERT_TRUE(status.ok());
+            const std::vector<double> got = test::to_doubles(out.tensor);
+            if (first.empty()) first = got;
+            EXPECT_EQ(got, first) << t.name << (use_quantised ? ", q4_1" : ", f32") << ", m " << m << ", mode " << mode;
+            EXPECT_TRUE(std::any_of(got.begin(), got.end(), [](double v) { return v != 0; })) << t.name;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(MatmulCases, B77_SwigluOperandOrder) {
+  const float x = 1, weight[2] = {1, 2};
+  for (const TestContext& t : contexts_with_threads(1)) {
+    for (const Activation activation : {Activation::swiglu, Activation::swiglu_swapped}) {
+      float out = 0;
+      ASSERT_TRUE(matmul(t.context, ConstTensor::contiguous(DType::f32, {1, 1}, &x),
+                         ConstTensor::contiguous(DType::f32, {2, 1}, weight),
+                         Tensor::contiguous(DType::f32, {1, 1}, &out), {.activation = activation})
+                      .ok());
+      EXPECT_NEAR(static_cast<double>(out), activation == Activation::swiglu ? 1.4621172 : 1.7615942, 1e-6);
     }
   }
 }
