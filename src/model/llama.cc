@@ -374,7 +374,8 @@ Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hid
   Graph& g = layers_;
   Binder binder(g);
   const auto project = [&](const char* what, Value x, const PackedWeight& weight) {
-    return g.matmul(name + what, x, binder.weight(name + what + ".weight", weight));
+    return g.matmul(name + what, x, binder.weight(name + what + ".weight", weight),
+                    {.activations = options_.activations});
   };
   const auto norm = [&](const char* what, Value x, const Buffer& weight) {
     return g.rms_norm(name + what, x, binder.vector(name + what + ".weight", weight, c.width), {.eps = c.rms_eps});
@@ -424,7 +425,8 @@ Status LlamaSession::build_head() {
   const Value x =
       head_.rms_norm("output_norm", head_hidden_, binder.vector("output_norm.weight", model_->output_norm_, c.width),
                      {.eps = c.rms_eps});
-  const Value logits = head_.matmul("output", x, binder.weight("output.weight", model_->output()));
+  const Value logits = head_.matmul("output", x, binder.weight("output.weight", model_->output()),
+                                    {.activations = options_.activations});
   head_.output("logits", logits);
   binder.bound(logits, logits_);
   OPST_TRY(binder.status());

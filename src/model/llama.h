@@ -9,7 +9,7 @@
 // Each session has this as two graphs (opst/graph.h), from tokens to the last layer's h and from h to logits.
 //
 // Rope turns adjacent pairs (the files store Q and K rows in that order), positions count from 0. Arithmetic is f32 on
-// exactly dequantised weights.
+// exactly dequantised weights, unless SessionOptions say otherwise.
 //
 //   Result<LlamaModel> model = LlamaModel::load(context, file);
 //   Result<LlamaSession> session = LlamaSession::create(context, model.value(), {});
@@ -84,6 +84,8 @@ enum class CacheKind : uint8_t {
 struct SessionOptions {
   int64_t context = 4096;       // positions, at most the model's max_context
   DType kv_dtype = DType::f32;  // f32, bf16 or f16
+  // int8: rounded where they meet quantised weights (opst/matmul.h).
+  ActivationType activations = ActivationType::exact;
   CacheKind cache = CacheKind::contiguous;
   int64_t block_size = 16;      // of a paged cache
   int64_t prefill_chunk = 512;  // tokens that go through the layers together

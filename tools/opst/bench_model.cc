@@ -1,8 +1,11 @@
 // opst bench model: a model's prefill beside the machine's multiply-adds, and its decoding beside plain reading.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
+#include <optional>
 #include <random>
+#include <span>
 
 #include "bench.h"
 #include "model/llama.h"
@@ -18,6 +21,7 @@ struct Options {
   std::vector<int64_t> prompt_tokens = {512};
   std::vector<int64_t> contexts = {128, 2048};
   std::string kv_dtype = "f32";
+  std::string activations = "exact";
   int num_threads = 0;
   bool json = false;
 };
@@ -70,6 +74,9 @@ class Bench {
     return row;
   }
 
+  // After all tokens of the context.
+  std::span<const float> last_logits() { return feed(0, static_cast<int64_t>(tokens_.size())); }
+
   // Groups of steps and of readings take turns; the first of each group finds the caches as the other left them and is
   // not counted.
   Row decode(int64_t keys) {
@@ -115,10 +122,9 @@ class Bench {
   }
 
  private:
-  void feed(int64_t begin, int64_t count) {
-    const auto logits =
-        session_.feed(std::span(tokens_).subspan(static_cast<size_t>(begin), static_cast<size_t>(count)));
-    if (!logits.ok()) run_error(logits.status().message());
+  std::span<const float> feed(int64_t begin, int64_t count) {
+    return value_or_fail(
+        session_.feed(std::span(tokens_).subspan(static_cast<size_t>(begin), static_cast<size_t>(count))));
   }
 
   Context& context_;
@@ -126,6 +132,35 @@ class Bench {
   std::vector<int32_t> tokens_;
   int64_t chunk_ = 0;
 };
+
+// How far the distribution of the next token is from that of exact activations, after some tokens.
+struct Accuracy {
+  int64_t tokens = 0;
+  double kl_divergence = 0;  // of the exact distribution, in nats
+  double largest = 0;        // difference of a logit
+};
+
+Accuracy compare_with_exact(Context& context, const model::LlamaModel& model, model::SessionOptions options) {
+  options.context = std::min<int64_t>(options.context, 128);
+  Accuracy accuracy{.tokens = options.context};
+  std::vector<double> logits[2], log_sums;
+  for (std::vector<double>& row : logits) {
+    Bench bench(context, model, options);
+    const std::span<const float> last = bench.last_logits();
+    row.assign(last.begin(), last.end());
+    const double top = *std::max_element(row.begin(), row.end());
+    double sum = 0;
+    for (const double logit : row) sum += std::exp(logit - top);
+    log_sums.push_back(top + std::log(sum));
+    options.activations = ActivationType::exact;
+  }
+  for (size_t i = 0; i < logits[0].size(); ++i) {
+    const double rounded = logits[0][i] - log_sums[0], exact = logits[1][i] - log_sums[1];
+    accuracy.kl_divergence += std::exp(exact) * (exact - rounded);
+    accuracy.largest = std::max(accuracy.largest, std::abs(logits[0][i] - logits[1][i]));
+  }
+  return accuracy;
+}
 
 bool is_prefill(const Row& row) { return std::string_view(row.test) == "prefill"; }
 double megabytes(const Row& row) { return static_cast<double>(row.cost.weight_bytes + row.cost.cache_bytes) / 1e6; }
@@ -170,6 +205,7 @@ void run(const Options& options) {
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     if (options.kv_dtype == to_string(dtype)) session.kv_dtype = dtype;
   }
+  session.activations = activation_type(options.activations);
   const model::LlamaModel model = value_or_fail(model::LlamaModel::load(context, file));
   Bench bench(context, model, session);
 
@@ -177,10 +213,11 @@ void run(const Options& options) {
   bool all_valid = true;
   if (!options.json) {
     char text[300];
-    std::snprintf(text, sizeof(text), "%s, %s cache, %d thread(s), %s\n\n%-8s %7s  %10s  %11s  %26s  %17s  %9s\n",
+    std::snprintf(text, sizeof(text),
+                  "%s, %s cache, %s activations, %d thread(s), %s\n\n%-8s %7s  %10s  %11s  %26s  %17s  %9s\n",
                   options.model_path.substr(options.model_path.rfind('/') + 1).c_str(), options.kv_dtype.c_str(),
-                  context.num_threads(), to_string(context.machine().isa), "test", "tokens", "ms", "tokens/s",
-                  "of the bound (quartiles)", "bound", "MB");
+                  options.activations.c_str(), context.num_threads(), to_string(context.machine().isa), "test",
+                  "tokens", "ms", "tokens/s", "of the bound (quartiles)", "bound", "MB");
     write_output(text);
   }
   const auto report = [&](const Row& row) {
@@ -192,16 +229,35 @@ void run(const Options& options) {
   };
   for (const int64_t tokens : options.prompt_tokens) report(bench.prefill(tokens));
   for (const int64_t keys : options.contexts) report(bench.decode(keys));
+  std::optional<Accuracy> accuracy;
+  if (session.activations != ActivationType::exact) accuracy = compare_with_exact(context, model, session);
   if (options.json) {
+    nlohmann::ordered_json rounded;
+    if (accuracy) {
+      rounded = {{"tokens", accuracy->tokens},
+                 {"kl_divergence", accuracy->kl_divergence},
+                 {"largest_logit_difference", accuracy->largest}};
+    }
     write_json({{"machine", to_string(context.machine())},
                 {"threads", context.num_threads()},
                 {"kv_dtype", options.kv_dtype},
+                {"activations", options.activations},
+                {"accuracy", rounded},
                 {"rows", rows}});
     return;
   }
   write_output(
       "\nbound: of a prompt, multiply-adds of the same length; of a decoded token, which sees that many keys, plainly\n"
       "reading as many bytes as its weights and keys and values have. Same threads, in turns; medians\n");
+  if (accuracy) {
+    char text[300];
+    std::snprintf(text, sizeof(text),
+                  "%s activations: after %lld random tokens the next one's distribution is %.2g nats (KL divergence) "
+                  "from the\nexact one, and the largest difference of a logit %.3g\n",
+                  options.activations.c_str(), static_cast<long long>(accuracy->tokens), accuracy->kl_divergence,
+                  accuracy->largest);
+    write_output(text);
+  }
   if (!all_valid) write_output("* the reference bursts did not have the machine to themselves\n");
 }
 
@@ -227,6 +283,7 @@ void add_bench_model(CLI::App& bench) {
       ->check(one_of({"f32", "bf16", "f16"}))
       ->type_name("f32|bf16|f16")
       ->capture_default_str();
+  add_activations_option(*command, options->activations);
   command->add_flag("--json", options->json, "Print one JSON object");
   command->callback([options] { run(*options); });
 }

@@ -161,8 +161,9 @@ void run(const Options& options) {
   const model::ChatTemplate chat_template = value_or_fail(model::ChatTemplate::from_gguf(file->file, tokenizer));
   const model::LlamaModel weights = value_or_fail(model::LlamaModel::load(context, file->file));
   file.reset();
-  model::LlamaSession session = value_or_fail(
-      model::LlamaSession::create(context, weights, {.context = length, .kv_dtype = options.session.kv_dtype()}));
+  model::LlamaSession session = value_or_fail(model::LlamaSession::create(
+      context, weights,
+      {.context = length, .kv_dtype = options.session.kv_dtype(), .activations = options.session.activations()}));
   model::Conversation conversation = value_or_fail(
       model::Conversation::create(session, tokenizer, chat_template,
                                   options.has_system ? std::optional(options.system) : std::nullopt, sampling),

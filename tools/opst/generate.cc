@@ -75,6 +75,7 @@ void run(Options& options) {
   std::optional<ModelFile> file = open_model(options.prompt.model_path);
   const model::LlamaConfig config = value_or_fail(model::read_llama_config(file->file));
   options.session.kv_dtype = options.session_arguments.kv_dtype();
+  options.session.activations = options.session_arguments.activations();
   options.session.cache = options.cache == "paged" ? model::CacheKind::paged : model::CacheKind::contiguous;
   options.session.context = options.session_arguments.context(config, kDefaultContext);
   const std::vector<int32_t> ids = prompt_ids(options, *file, text);

@@ -33,12 +33,27 @@ model::SamplingOptions SamplingArguments::chosen() const {
   return sampling;
 }
 
+void add_activations_option(CLI::App& command, std::string& activations) {
+  command
+      .add_option("--activations", activations,
+                  "What quantised weights are multiplied with. int8: numbers rounded in blocks of 32, faster where "
+                  "many tokens are read at once")
+      ->check(one_of({"exact", "int8"}))
+      ->type_name("exact|int8")
+      ->capture_default_str();
+}
+
+ActivationType activation_type(const std::string& activations) {
+  return activations == "int8" ? ActivationType::int8 : ActivationType::exact;
+}
+
 void SessionArguments::add_to(CLI::App& command, const std::string& context_help, int64_t least_context) {
   command.add_option("-c,--context", context_, context_help)->check(at_least(least_context))->type_name("N");
   command.add_option("--kv-dtype", kv_dtype_, "How keys and values are cached")
       ->check(one_of({"f32", "bf16", "f16"}))
       ->type_name("f32|bf16|f16")
       ->capture_default_str();
+  add_activations_option(command, activations_);
 }
 
 int64_t SessionArguments::context(const model::LlamaConfig& config, int64_t default_context) const {

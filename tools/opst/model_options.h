@@ -26,17 +26,23 @@ class SamplingArguments {
   std::vector<CLI::Option*> sampled_;
 };
 
-// --context, --kv-dtype
+// --activations, and what its text means.
+void add_activations_option(CLI::App& command, std::string& activations);
+ActivationType activation_type(const std::string& activations);
+
+// --context, --kv-dtype, --activations
 class SessionArguments {
  public:
   void add_to(CLI::App& command, const std::string& context_help, int64_t least_context = 1);
   // What was given, else the default or, where that is less, the model's. More than the model's is a usage error.
   int64_t context(const model::LlamaConfig& config, int64_t default_context) const;
   DType kv_dtype() const;
+  ActivationType activations() const { return activation_type(activations_); }
 
  private:
   std::optional<int64_t> context_;
   std::string kv_dtype_ = "f32";
+  std::string activations_ = "exact";
 };
 
 }  // namespace opst::tools

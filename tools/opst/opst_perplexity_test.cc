@@ -67,6 +67,16 @@ TEST_F(OpstPerplexity, ThreadsDoNotMatterRoundedCachesDo) {
   }
 }
 
+TEST_F(OpstPerplexity, RoundedActivationsAreNearTheExactOnes) {
+  const std::string text = "The quick brown fox jumps over the lazy dog";
+  const nlohmann::json exact = measure(text, {});
+  EXPECT_EQ(measure(text, {"--activations", "exact"}), exact);
+  const nlohmann::json rounded = measure(text, {"--activations", "int8", "-t", "1"});
+  EXPECT_EQ(measure(text, {"--activations", "int8", "-t", "2"}), rounded);
+  EXPECT_NE(rounded["mean_nll"], exact["mean_nll"]);
+  EXPECT_NEAR(rounded["mean_nll"].get<double>(), exact["mean_nll"].get<double>(), 0.1);
+}
+
 TEST_F(OpstPerplexity, Refusals) {
   const auto refused = [&](const Outcome& outcome, int exit_code, const std::string& message) {
     EXPECT_EQ(outcome.exit_code, exit_code);
@@ -80,6 +90,7 @@ TEST_F(OpstPerplexity, Refusals) {
   refused(run_program(arguments("hello", {"-c", "1"})), 2, "--context");
   refused(run_program(arguments("hello", {"-c", "513"})), 2, "--context is 513, but the model's is 512");
   refused(run_program(arguments("hello", {"--kv-dtype", "i8"})), 2, "--kv-dtype");
+  refused(run_program(arguments("hello", {"--activations", "int4"})), 2, "--activations");
   refused(run_program({"perplexity", "-m", model_}), 2, "--file");
   refused(run_program({"perplexity", "-m", model_, "-f", folder_.path("none")}), 1, "none: cannot read");
   refused(run_program({"perplexity", "-m", folder_.path("none"), "-f", model_}), 2, "not valid UTF-8");

@@ -55,10 +55,10 @@ TEST_F(Opst, HelpAndVersion) {
   const Outcome generate = run_program({"generate", "--help"});
   EXPECT_EQ(generate.exit_code, 0);
   for (const char* option :
-       {"-m,--model",      "-p,--prompt",        "-f,--prompt-file", "--chat",        "--system",
-        "-n,--max-tokens", "--ignore-eos",       "--greedy",         "--temperature", "--top-k",
-        "--top-p",         "-s,--seed",          "-t,--threads",     "-c,--context",  "--kv-dtype",
-        "--json",          "-b,--prefill-chunk", "--cache",          "--block-size",  "--no-special"}) {
+       {"-m,--model",   "-p,--prompt",  "-f,--prompt-file", "--chat",        "--system", "-n,--max-tokens",
+        "--ignore-eos", "--greedy",     "--temperature",    "--top-k",       "--top-p",  "-s,--seed",
+        "-t,--threads", "-c,--context", "--kv-dtype",       "--activations", "--json",   "-b,--prefill-chunk",
+        "--cache",      "--block-size", "--no-special"}) {
     EXPECT_NE(generate.out.find(option), std::string::npos) << option;
   }
   EXPECT_EQ(run_program({"tokenize", "--help"}).exit_code, 0);
@@ -91,6 +91,7 @@ TEST_F(Opst, WrongUsageIsExitCode2) {
   refused(with_model("generate", {"-p", "x", "-b", "0"}), "--prefill-chunk");
   refused(with_model("generate", {"-p", "x", "--block-size", "-1"}), "--block-size");
   refused(with_model("generate", {"-p", "x", "--kv-dtype", "i8"}), "--kv-dtype");
+  refused(with_model("generate", {"-p", "x", "--activations", "f16"}), "--activations");
   refused(with_model("generate", {"-p", "x", "--cache", "heap"}), "--cache");
   refused(with_model("generate", {"-p", "x", "--greedy", "--top-k", "3"}), "--greedy");
   refused(with_model("generate", {"-p", "x", "--top-p", "0"}), "top_p is 0.000000, must be in (0, 1]");

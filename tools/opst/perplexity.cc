@@ -63,8 +63,11 @@ void run(const Options& options) {
                 " tokens, but predicting one from another takes 2");
   }
   const model::LlamaModel weights = value_or_fail(model::LlamaModel::load(context, file.file));
-  model::LlamaSession session = value_or_fail(model::LlamaSession::create(
-      context, weights, {.context = window, .kv_dtype = options.session.kv_dtype(), .logit_rows = kLogitRows}));
+  model::LlamaSession session = value_or_fail(model::LlamaSession::create(context, weights,
+                                                                          {.context = window,
+                                                                           .kv_dtype = options.session.kv_dtype(),
+                                                                           .activations = options.session.activations(),
+                                                                           .logit_rows = kLogitRows}));
 
   const model::Perplexity result = [&] {
     Progress progress(ids.size());

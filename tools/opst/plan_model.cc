@@ -73,6 +73,7 @@ void run(const Options& options) {
       value_or_fail(model::LlamaSession::create(context, model,
                                                 {.context = keys,
                                                  .kv_dtype = options.session.kv_dtype(),
+                                                 .activations = options.session.activations(),
                                                  .prefill_chunk = std::max<int64_t>(512, options.tokens)}));
   if (const Status status = session.size_graphs(options.tokens, keys); !status.ok()) run_error(status.message());
 
