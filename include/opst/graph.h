@@ -137,9 +137,10 @@ struct NodeSpec {
 
 // A product with what follows it (see MatmulOptions).
 struct MatmulNodeOptions {
-  Value bias = {};  // [n] f32
+  Value bias = {};  // [n]
   Activation activation = Activation::none;
-  Value residual = {};  // as the result
+  Value residual = {};       // as the result
+  DType dtype = DType::f32;  // of the result: f32, bf16 or f16
   ActivationType activations = ActivationType::exact;
 };
 
@@ -194,7 +195,7 @@ class Graph {
   void output(std::string name, Value value);
 
   // Operators: see their headers for what they compute. `name` is the node's and its result's.
-  //   x [rows, k], weight [n, k] -> [rows, n] f32 (swiglu: [rows, n / 2])
+  //   x [rows, k], weight [n, k] -> [rows, n] (swiglu: [rows, n / 2])
   Value matmul(std::string name, Value x, Value weight, const MatmulNodeOptions& options = {});
   //   weight [n, k], rows [count] i64 -> [count, k] f32
   Value lookup_rows(std::string name, Value weight, Value rows);

@@ -431,6 +431,55 @@ TEST(Graph, PagesInAnyLayout) {
   }
 }
 
+// What follows a product: bias, activation, residual (written in place where it may be), other types; against the
+// calls.
+TEST(Graph, ProductsWithWhatFollowsThem) {
+  Context context = make_context();
+  constexpr int64_t kRows = 6, kN = 24, kK = 16;
+  std::vector<float> x = random_floats(kRows * kK, 1), w = random_floats(kN * kK, 2), bias = random_floats(kN, 3),
+                     r = random_floats(kRows * kN / 2, 4), gated(r.size()), expected(r.size());
+  const PackedWeight weight = std::move(PackedWeight::pack(context, view(w, {kN, kK})).value());
+  std::vector<uint16_t> half(static_cast<size_t>(kRows * kN)), half_expected(half.size());
+  const auto as_bf16 = [](std::vector<uint16_t>& v) { return Tensor::contiguous(DType::bf16, {kRows, kN}, v.data()); };
+  Graph graph = make_graph();
+  const Dim rows = graph.dim("rows", kRows);
+  const Value in = graph.input("x", DType::f32, {rows, kK}), matrix = graph.weight("w", kN, kK),
+              biases = graph.input("bias", DType::f32, {kN});
+  const Shape result = {rows, kN / 2};
+  const Value residual =
+      graph.swiglu("doubled", graph.input("r", DType::f32, result), graph.input("r2", DType::f32, result));
+  const Value product =
+      graph.matmul("product", in, matrix, {.bias = biases, .activation = Activation::swiglu, .residual = residual});
+  graph.output("y", graph.swiglu("gate", product, product));
+  graph.output("z", graph.matmul("half", in, matrix, {.activation = Activation::gelu_tanh, .dtype = DType::bf16}));
+  ASSERT_OK(graph.bind("x", view(x, {kRows, kK})));
+  ASSERT_OK(graph.bind("w", weight));
+  ASSERT_OK(graph.bind("bias", view(bias, {kN})));
+  ASSERT_OK(graph.bind("r", view(r, {kRows, kN / 2})));
+  ASSERT_OK(graph.bind("r2", view(r, {kRows, kN / 2})));
+  ASSERT_OK(graph.bind("y", view(gated, {kRows, kN / 2})));
+  ASSERT_OK(graph.bind("z", as_bf16(half)));
+  ASSERT_OK(graph.setup(context.machine()));
+  ASSERT_OK(graph.execute(context));
+  const Tensor to = view(expected, {kRows, kN / 2});
+  ASSERT_OK(swiglu(context, view(r, {kRows, kN / 2}), view(r, {kRows, kN / 2}), to));
+  MatmulOptions options;
+  options.bias = view(bias, {kN});
+  options.activation = Activation::swiglu;
+  options.residual = to;
+  ASSERT_OK(matmul(context, view(x, {kRows, kK}), weight, to, options));
+  ASSERT_OK(swiglu(context, to, to, to));
+  EXPECT_EQ(gated, expected);
+  ASSERT_OK(
+      matmul(context, view(x, {kRows, kK}), weight, as_bf16(half_expected), {.activation = Activation::gelu_tanh}));
+  EXPECT_EQ(half, half_expected);
+  // The product lies where the residual was.
+  EXPECT_EQ(graph.describe(1).offsets, graph.describe(0).offsets);
+  EXPECT_EQ(graph.describe(1).plan, "f32, 6 x 24 x 16, bias, swiglu, residual");
+  EXPECT_EQ(graph.describe(1).cost.flops, 2.0 * kRows * kN * kK);
+  EXPECT_EQ(graph.describe(1).cost.tensor_bytes, 4 * (kRows * kK + kN + 2 * kRows * kN / 2));
+}
+
 // Every node that works by rows, in one graph, against the calls: bit for bit.
 TEST(Graph, NodesByRowsEqualTheirOperators) {
   Context context = make_context();
@@ -614,9 +663,9 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
             }),
             "graph test: gate (matmul): weight 'w' dim 1 (k) is 31, but x 'x' has k = 32");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
-              g.matmul("gate", g.input("x", DType::f16, {rows, 32}), g.weight("w", 48, 32));
+              g.matmul("gate", g.input("x", DType::i32, {rows, 32}), g.weight("w", 48, 32));
             }),
-            "graph test: gate (matmul): x 'x' is f16, expected f32");
+            "graph test: gate (matmul): x 'x' is i32, expected f32 or bf16 or f16");
   EXPECT_EQ(setup_message(
                 [](Graph& g, Dim rows) { g.matmul("gate", g.input("x", DType::f32, {rows}), g.weight("w", 48, 32)); }),
             "graph test: gate (matmul): x 'x' is [rows], expected [rows, k]");

@@ -56,8 +56,8 @@ class NodeCheck {
     }
   }
 
-  void shaped(const char* role, Value value, DType dtype, const Shape& shape) {
-    const ValueData* const data = find_tensor(role, value, {dtype});
+  void shaped(const char* role, Value value, const Shape& shape) {
+    const ValueData* const data = find_tensor(role, value, kFloats);
     if (data == nullptr || data->shape == shape) return;
     fail(named(role, *data) + " is " + graph_.text(data->shape) + ", but the result is " + graph_.text(shape));
   }

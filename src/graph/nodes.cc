@@ -29,9 +29,12 @@ NodeCost norm_cost(const NodeTensors& t, int weight, int bias) {
 Value Graph::matmul(std::string name, Value x, Value weight, const MatmulNodeOptions& options) {
   return building(*impl_, [&]() -> Value {
     NodeCheck check(*impl_, name, "matmul");
-    check.tensor("x", x, {DType::f32}, {"rows", "k"});
+    check.tensor("x", x, kFloats, {"rows", "k"});
     check.weight("weight", weight, {"n", "k"});
-    if (options.bias.exists()) check.tensor("bias", options.bias, {DType::f32}, {"n"});
+    if (options.bias.exists()) check.tensor("bias", options.bias, kFloats, {"n"});
+    if (std::find(kFloats.begin(), kFloats.end(), options.dtype) == kFloats.end()) {
+      check.fail(std::string("the result's dtype is ") + to_string(options.dtype) + ", expected f32, bf16 or f16");
+    }
     Dim columns = check["n"];
     if (options.activation == Activation::swiglu || options.activation == Activation::swiglu_swapped) {
       if (columns.bound() % 2 != 0) {
@@ -48,7 +51,7 @@ Value Graph::matmul(std::string name, Value x, Value weight, const MatmulNodeOpt
     }
     std::vector<NodeSpec::InPlace> in_place;
     if (options.residual.exists()) {
-      check.shaped("residual", options.residual, DType::f32, shape);
+      check.shaped("residual", options.residual, shape);
       call.residual = static_cast<int8_t>(inputs.size());
       in_place.push_back({call.residual, 0});
       inputs.push_back(options.residual);
@@ -57,7 +60,7 @@ Value Graph::matmul(std::string name, Value x, Value weight, const MatmulNodeOpt
     return only(node({.name = name,
                       .op = "matmul",
                       .inputs = inputs,
-                      .outputs = {{name, DType::f32, shape}},
+                      .outputs = {{name, options.dtype, shape}},
                       .in_place = in_place,
                       .run =
                           [call](Context& context, const NodeTensors& t) {
