@@ -16,6 +16,7 @@
 #include "attention/call_memory.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
+#include "attention/element.h"
 #include "attention/kernel_table.h"
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
@@ -249,30 +250,16 @@ class ForwardCall {
   Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
 
-void fill(const Tensor& t, int64_t offset, double x) {
-  switch (t.dtype) {
-    case DType::f64:
-      static_cast<double*>(t.data)[offset] = x;
-      break;
-    case DType::f32:
-      static_cast<float*>(t.data)[offset] = static_cast<float>(x);
-      break;
-    default:  // only 0 is stored as f16 or bf16
-      static_cast<uint16_t*>(t.data)[offset] = 0;
-      break;
-  }
-}
-
 // Rows behind the last sequence are rows that see no key.
 void clear_rows_behind(const ConstTensor& cu_seqlens, int64_t batch, const AttentionOutputs& out) {
   const int64_t first = integer_at(cu_seqlens, batch * cu_seqlens.strides[0]);
   for (int64_t h = 0; h < out.out.shape[1]; ++h) {
     for (int64_t i = first; i < out.out.shape[2]; ++i) {
       for (int64_t d = 0; d < out.out.shape[3]; ++d) {
-        fill(out.out, h * out.out.strides[1] + i * out.out.strides[2] + d * out.out.strides[3], 0);
+        store(out.out, h * out.out.strides[1] + i * out.out.strides[2] + d * out.out.strides[3], 0);
       }
       const auto statistic = [&](const Tensor& t, double x) {
-        if (t.data != nullptr) fill(t, h * t.strides[1] + i * t.strides[2], x);
+        if (t.data != nullptr) store(t, h * t.strides[1] + i * t.strides[2], x);
       };
       statistic(out.softmax_lse, -HUGE_VAL);
       statistic(out.softmax_max, -HUGE_VAL);

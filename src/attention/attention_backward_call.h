@@ -251,17 +251,4 @@ inline Draw draw_for_backward(Random& random) {
   return d;
 }
 
-// Contexts that differ from `chosen` in the number of threads only.
-inline std::vector<const TestContext*> contexts_like(const TestContext& chosen) {
-  std::vector<const TestContext*> list;
-  for (const TestContext& t : contexts()) {
-    const Machine& a = chosen.context.machine();
-    const Machine& b = t.context.machine();
-    if (a.isa == b.isa && a.bf16_product == b.bf16_product && a.cache.l2_bytes == b.cache.l2_bytes && &t != &chosen) {
-      list.push_back(&t);
-    }
-  }
-  return list;
-}
-
 }  // namespace opst::test

@@ -7,6 +7,7 @@
 //   for (const auto& [b, h, i] : call.rows())  reference_row(call.oracle_inputs, d.options, b, h, i)
 #pragma once
 
+#include <cstdio>
 #include <map>
 #include <numeric>
 
@@ -518,5 +519,43 @@ inline std::string judge(const DrawnCall& call, const DrawnCall::Outputs& out, c
   }
   return "";
 }
+
+// Contexts that differ from `chosen` in the number of threads only.
+inline std::vector<const TestContext*> contexts_like(const TestContext& chosen) {
+  std::vector<const TestContext*> list;
+  for (const TestContext& t : contexts()) {
+    const Machine& a = chosen.context.machine();
+    const Machine& b = t.context.machine();
+    if (a.isa == b.isa && a.bf16_product == b.bf16_product && a.cache.l2_bytes == b.cache.l2_bytes && &t != &chosen) {
+      list.push_back(&t);
+    }
+  }
+  return list;
+}
+
+// How often each option was drawn.
+struct DrawCounts {
+  std::map<std::string, int> of;
+  int draws = 0, many_tiles = 0;
+
+  void add(const Draw& d) {
+    ++draws;
+    for (const auto& [name, on] : options_of(d)) of[name] += on ? 1 : 0;
+    const int64_t rows = d.longest_query() * (d.num_heads / d.num_kv_heads);
+    const bool blocks = d.options.block_q > 0 && ceil_div(rows, d.options.block_q) >= 3;
+    const bool tiles = d.options.block_kv > 0 && ceil_div(d.longest_keys(), d.options.block_kv) >= 3;
+    many_tiles += blocks && tiles ? 1 : 0;
+  }
+  // Prints the histogram. Of enough draws half have at least three tiles in both directions, and each option is in a
+  // quarter.
+  void expect_shares(double worst_ratio) const {
+    std::printf("%d draws, worst error / bound %.2f, with at least 3 tiles in both directions %.1f %%\n", draws,
+                worst_ratio, 100.0 * many_tiles / draws);
+    for (const auto& [name, count] : of) std::printf("  %-24s %5.1f %%\n", name.c_str(), 100.0 * count / draws);
+    if (draws < 1000) return;
+    EXPECT_GE(many_tiles, draws / 2);
+    for (const auto& [name, count] : of) EXPECT_GE(count, draws / 4) << name;
+  }
+};
 
 }  // namespace opst::test

@@ -7,7 +7,9 @@
 #include <cstdio>
 #include <new>
 
+#include "attention/attention_draw.h"
 #include "attention/attention_problem.h"
+#include "attention/check.h"
 #include "testing/lazy_mapping.h"
 
 // Counts what this program takes from the heap.
@@ -94,6 +96,30 @@ TEST(AttentionMemory, ASecondCallAllocatesNothing) {
         EXPECT_EQ(workspaces_before, 1);
       }
     }
+  }
+}
+
+// With any options: the second call allocates nothing, and scratch is what the plan says.
+TEST(AttentionMemory, OptionsAllocateNothingBeyondThePlan) {
+  Random random(seed() + 20);
+  for (int n = 0; n < 60; ++n) {
+    const Draw d = draw(random);
+    const DrawnCall call(d, random);
+    const DrawnCall::Outputs out = call.make_outputs();
+    const int num_threads = random.pick({1, 3});
+    Context context = fresh_context(num_threads);
+    ASSERT_TRUE(flash_attention_forward(context, call.inputs, out.tensors, d.options).ok());
+    const int64_t heap_before = num_allocations.load(), workspaces_before = context.workspace_allocations();
+    const bool second_ok = flash_attention_forward(context, call.inputs, out.tensors, d.options).ok();
+    const int64_t heap_after = num_allocations.load();
+    ASSERT_TRUE(second_ok);
+    EXPECT_EQ(heap_after, heap_before) << to_string(d);
+    EXPECT_EQ(context.workspace_allocations(), workspaces_before);
+    const opst::Result<AttentionProblem> problem = attention::check_forward(call.inputs, out.tensors, d.options);
+    ASSERT_TRUE(problem.ok());
+    const int64_t planned = plan_attention(problem.value(), context.machine()).scratch_bytes(num_threads);
+    const int64_t step = planned < (2 << 20) ? 64 << 10 : 2 << 20;
+    EXPECT_EQ(context.workspace_bytes(), round_up(planned, step)) << to_string(d);
   }
 }
 

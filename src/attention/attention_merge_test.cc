@@ -9,8 +9,6 @@
 namespace opst::test {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 // Parts [parts, rows, dim] of random numbers.
 struct Parts {
   std::vector<float> out, lse, max, sum;

@@ -238,10 +238,12 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   }
 
   check_options(check, in, options, p.num_heads);
-  for (const auto& [name, d] : {std::pair("head_dim", p.head_dim), std::pair("value_head_dim", p.value_head_dim)}) {
+  const auto require_dim = [&](const char* name, int64_t d) {
     check.require(d >= 1 && d <= kMaxHeadDim,
                   [&] { return std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim); });
-  }
+  };
+  require_dim("head_dim", p.head_dim);
+  require_dim("value_head_dim", p.value_head_dim);
   check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0, [&] {
     return "num_heads is " + str(p.num_heads) + ", not a multiple of num_kv_heads = " + str(p.num_kv_heads);
   });

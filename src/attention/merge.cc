@@ -2,7 +2,7 @@
 #include <cmath>
 #include <string>
 
-#include "core/convert.h"
+#include "attention/element.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
@@ -73,23 +73,6 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out) {
   statistic("softmax_max", out.softmax_max, true);
   statistic("softmax_sum", out.softmax_sum, true);
   return check.status();
-}
-
-void store(const Tensor& t, int64_t offset, double x) {
-  switch (t.dtype) {
-    case DType::f64:
-      static_cast<double*>(t.data)[offset] = x;
-      break;
-    case DType::f32:
-      static_cast<float*>(t.data)[offset] = static_cast<float>(x);
-      break;
-    case DType::bf16:
-      static_cast<bf16*>(t.data)[offset] = to_bf16(static_cast<float>(x));
-      break;
-    default:
-      static_cast<f16*>(t.data)[offset] = to_f16(static_cast<float>(x));
-      break;
-  }
 }
 
 // Real: the type of the parts and of the sum over them.
