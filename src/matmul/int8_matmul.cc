@@ -24,8 +24,10 @@ using gemm::kIntPanelColumns;
 // u * s summed over a group stays below 2^31: 255 * 128 * 2^16.
 constexpr int64_t kMaxGroupValues = 1 << 16;
 
-// Words of one few-rows task: some microseconds of reading.
-constexpr int64_t kFewTaskBytes = 64 << 10;
+// Weights of one few-rows task: a sixteenth of all, but neither so few that handing out tasks is noticed nor so many
+// that threads wait for the last one. Behind a task's end up to 4 KB are fetched that may be another thread's.
+constexpr int64_t kFewTasks = 16;
+constexpr int64_t kLeastTaskBytes = 32 << 10, kMostTaskBytes = 256 << 10;
 // Rows of a many-rows task: their activations stay in half of a 1 MB L2.
 constexpr int64_t kTaskRows = 256;
 constexpr int64_t kTaskRowBytes = 560 << 10;
@@ -188,10 +190,11 @@ Status Call::with_integers() {
 
   // Plan.
   const int64_t panel_bytes = std::max<int64_t>(1, 4 * layout.panel_words());
+  const int64_t task_bytes = std::clamp(layout.panels() * panel_bytes / kFewTasks, kLeastTaskBytes, kMostTaskBytes);
   const int64_t most_rows = std::clamp<int64_t>(kTaskRowBytes / a_stride, 12, kTaskRows);
   const int64_t rows_per_task = few ? m : ceil_div(m, ceil_div(m, most_rows));
   const int64_t columns_per_task =
-      few ? std::max<int64_t>(1, kFewTaskBytes / panel_bytes) * kIntPanelColumns : kTaskColumns;
+      few ? std::max<int64_t>(1, task_bytes / panel_bytes) * kIntPanelColumns : kTaskColumns;
   const int64_t row_tasks = ceil_div(m, rows_per_task), column_tasks = ceil_div(n, columns_per_task);
   const int64_t columns = table.columns_at_once;
   const int64_t fours = layout.groups == 1 ? gemm::kIntFours : group_bytes / 4;

@@ -6,6 +6,7 @@
 
 #include "bench.h"
 #include "opst/matmul.h"
+#include "opst/quant.h"
 #include "testing/peak.h"
 #include "testing/random.h"
 
@@ -91,7 +92,47 @@ Calls float_calls(Context& context, const std::string& dtype, const Shape& s) {
   return calls;
 }
 
-Calls make_calls(Context& context, const std::string& dtype, const Shape& s) { return float_calls(context, dtype, s); }
+// int8 or int4 weights with a scale per output; x int8 with a scale per row, out f32.
+Calls integer_calls(Context& context, const std::string& dtype, const Shape& s) {
+  struct State {
+    Buffer x, x_scales, out;
+    Tensor x_view, out_view;
+    IntMatmulOptions options;
+    std::vector<PackedIntWeight> weights;
+  };
+  const auto state = std::make_shared<State>();
+  const bool bytes = dtype == "i8";
+  if (!bytes && s.k % 2 != 0) usage_error("k is " + std::to_string(s.k) + ", but i4 has two values to a byte");
+  test::Random random(1);
+  state->x = value_or_fail(Buffer::allocate(s.m * s.k));
+  state->x_scales = value_or_fail(Buffer::allocate(s.m * size_bytes(DType::f32)));
+  state->out = value_or_fail(Buffer::allocate(s.m * s.n * size_bytes(DType::f32)));
+  state->x_view = state->x.tensor(DType::i8, {s.m, s.k});
+  state->out_view = state->out.tensor(DType::f32, {s.m, s.n});
+  const Tensor x_scales = state->x_scales.tensor(DType::f32, {s.m});
+  test::fill(state->x_view, test::Fill::uniform, random);
+  test::fill(x_scales, test::Fill::normal, random);
+  state->options.x_scales = x_scales;
+  const int64_t row_bytes = bytes ? s.k : s.k / 2;
+  const Buffer q = value_or_fail(Buffer::allocate(s.n * row_bytes));
+  const Buffer scales = value_or_fail(Buffer::allocate(s.n * size_bytes(DType::f32)));
+  IntMatrix matrix{q.tensor(bytes ? DType::i8 : DType::u8, {s.n, row_bytes}), scales.tensor(DType::f32, {s.n, 1})};
+  test::fill(q.tensor(DType::u8, {s.n, row_bytes}), test::Fill::uniform, random);
+  test::fill(scales.tensor(DType::f32, {s.n, 1}), test::Fill::normal, random);
+  Calls calls{.peak = test::PeakKind::i8};
+  for (size_t i = 0; i < num_weights(s, q.size_bytes()); ++i) {
+    state->weights.push_back(value_or_fail(PackedIntWeight::pack(context, matrix)));
+    calls.weights.push_back({state->weights.back().data(), state->weights.back().size_bytes()});
+  }
+  calls.run = [&context, state](size_t i) {
+    require(matmul(context, state->x_view, state->weights[i], state->out_view, state->options));
+  };
+  return calls;
+}
+
+Calls make_calls(Context& context, const std::string& dtype, const Shape& s) {
+  return dtype == "i8" || dtype == "i4" ? integer_calls(context, dtype, s) : float_calls(context, dtype, s);
+}
 
 struct Row {
   std::string dtype;
@@ -233,7 +274,13 @@ void add_bench_matmul(CLI::App& bench) {
     names.emplace_back(to_string(static_cast<QuantFormat>(i)));
     type_name += (i > 0 ? "|" : "") + names.back();
   }
-  command->add_option("--dtype", options->dtypes, "Types of the weight, separated by commas")
+  for (const char* name : {"i8", "i4"}) {
+    names.emplace_back(name);
+    type_name += "|" + names.back();
+  }
+  command
+      ->add_option("--dtype", options->dtypes,
+                   "Types of the weight, separated by commas. i8, i4: times x in int8; else x is f32, or the weight's")
       ->delimiter(',')
       ->check(one_of(names))
       ->type_name(type_name)
