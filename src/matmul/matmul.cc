@@ -105,21 +105,23 @@ void pack_pairs(const ConstTensor& x, int64_t row, int64_t begin, int64_t words,
 void pack_x(const Kernels& table, const ConstTensor& x, const Plan& plan, bool dot, int64_t begin, int64_t end,
             float* out) {
   const int64_t m = x.shape[0], k = x.shape[1];
-  for (int64_t k0 = 0; k0 < plan.words; k0 += plan.k_block) {
-    const int64_t words = std::min(plan.k_block, plan.words - k0);
-    float* const to = out + (k0 / plan.k_block * m + begin) * plan.x_stride;
-    if (dot) {
-      for (int64_t i = begin; i < end; ++i) {
-        pack_pairs(x, i, k0, words, reinterpret_cast<uint32_t*>(to + (i - begin) * plan.x_stride));
+  const auto widen_rows = table.widen_rows[static_cast<int>(float_type(x.dtype))];
+  // A row from its beginning to its end where it is contiguous, so that it is read as one stream.
+  const int64_t at_once = dot || x.strides[1] == 1 ? 1 : end - begin;
+  for (int64_t i = begin; i < end; i += at_once) {
+    for (int64_t k0 = 0; k0 < plan.words; k0 += plan.k_block) {
+      const int64_t words = std::min(plan.k_block, plan.words - k0);
+      float* const to = out + (k0 / plan.k_block * m + i) * plan.x_stride;
+      if (dot) {
+        pack_pairs(x, i, k0, words, reinterpret_cast<uint32_t*>(to));
+        continue;
       }
-      continue;
-    }
-    const char* const from =
-        static_cast<const char*>(x.data) + (begin * x.strides[0] + k0 * x.strides[1]) * size_bytes(x.dtype);
-    table.widen_rows[static_cast<int>(float_type(x.dtype))](from, x.strides[0], x.strides[1], end - begin,
-                                                            std::min(words, k - k0), to, plan.x_stride);
-    if (k0 + words > k) {
-      for (int64_t i = 0; i < end - begin; ++i) to[i * plan.x_stride + words - 1] = 0;
+      const char* const from =
+          static_cast<const char*>(x.data) + (i * x.strides[0] + k0 * x.strides[1]) * size_bytes(x.dtype);
+      widen_rows(from, x.strides[0], x.strides[1], at_once, std::min(words, k - k0), to, plan.x_stride);
+      if (k0 + words > k) {
+        for (int64_t j = 0; j < at_once; ++j) to[j * plan.x_stride + words - 1] = 0;
+      }
     }
   }
 }
