@@ -8,6 +8,8 @@
 // with two buffers in turn. Tasks are handed out in ascending order, so what a task waits for is done or being done:
 // the packing of its own wave before it attends, and, before a buffer is packed anew, the attending of the wave that
 // used it. There is no barrier between waves at which threads would stand idle.
+//
+// Sequences with few queries and with many (decoding beside a prompt) are two such loops, each by its own plan.
 #include "opst/attention.h"
 
 #include <atomic>
@@ -45,15 +47,15 @@ class Counter {
 
 class ForwardCall {
  public:
-  ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const AttentionProblem& problem,
+  ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequences,
               const AttentionPlan& plan, const Machine& machine, void* scratch)
       : in_(inputs),
         out_(outputs),
-        p_(problem),
+        p_(sequences.problem),
         plan_(plan),
-        kernels_(kernels_for(machine.isa, plan.product, problem.kv_dtype)),
-        memory_(inputs, problem, plan, geometry_of(machine.isa, plan.product), scratch),
-        rules_(inputs, problem),
+        kernels_(kernels_for(machine.isa, plan.product, p_.kv_dtype)),
+        memory_(inputs, sequences, plan, geometry_of(machine.isa, plan.product), scratch),
+        rules_(inputs, p_),
         in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages) {}
 
   void run(ThreadPool& pool) {
@@ -101,7 +103,7 @@ class ForwardCall {
   void pack_shared_tile(int64_t head, int64_t tile, int worker) const {
     const int64_t first_key = tile * plan_.block_kv;
     const int64_t count = std::min(plan_.block_kv, memory_.visibility(head).kv_len - first_key);
-    if (count <= 0) return;  // a shorter sequence of the batch
+    if (count <= 0 || memory_.rows(head) == 0) return;  // a shorter sequence of the batch, or one without queries
     memory_.values_finite(head)[tile] =
         pack_tile(head, first_key, count, memory_.worker(worker), memory_.packed_tile(head, tile));
   }
@@ -280,11 +282,19 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     Context::Impl& impl = context.impl();
     const AttentionInputs in = attention::uniform_shapes(inputs, problem.value());
     const AttentionOutputs out = attention::uniform_shapes(outputs, problem.value());
-    const AttentionPlan plan = plan_attention(problem.value(), impl.machine);
-    if (plan.num_tasks > 0) {
-      Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
-      if (!lease.ok()) return lease.status();
-      attention::ForwardCall(in, out, problem.value(), plan, impl.machine, lease.value().data()).run(impl.pool);
+    const attention::SequenceGroups groups =
+        attention::sequence_groups(in, problem.value(), attention::geometry_of(impl.machine.isa, {}).tile_rows);
+    AttentionPlan plans[2];
+    int64_t scratch_bytes = 0;
+    for (int g = 0; g < groups.count; ++g) {
+      plans[g] = plan_attention(groups.group[g].problem, impl.machine);
+      scratch_bytes = std::max(scratch_bytes, plans[g].scratch_bytes(impl.pool.num_threads()));
+    }
+    Result<WorkspaceLease> lease = impl.workspaces.lease(scratch_bytes);
+    if (!lease.ok()) return lease.status();
+    for (int g = 0; g < groups.count; ++g) {
+      if (plans[g].num_tasks == 0) continue;
+      attention::ForwardCall(in, out, groups.group[g], plans[g], impl.machine, lease.value().data()).run(impl.pool);
     }
     if (problem.value().varlen_q) attention::clear_rows_behind(inputs.cu_seqlens_q, problem.value().batch, out);
     return {};

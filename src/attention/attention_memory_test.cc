@@ -10,6 +10,8 @@
 #include "attention/attention_draw.h"
 #include "attention/attention_problem.h"
 #include "attention/check.h"
+#include "attention/layout.h"
+#include "attention/sequences.h"
 #include "testing/lazy_mapping.h"
 
 // Counts what this program takes from the heap.
@@ -117,7 +119,13 @@ TEST(AttentionMemory, OptionsAllocateNothingBeyondThePlan) {
     EXPECT_EQ(context.workspace_allocations(), workspaces_before);
     const opst::Result<AttentionProblem> problem = attention::check_forward(call.inputs, out.tensors, d.options);
     ASSERT_TRUE(problem.ok());
-    const int64_t planned = plan_attention(problem.value(), context.machine()).scratch_bytes(num_threads);
+    const attention::SequenceGroups groups = attention::sequence_groups(
+        call.inputs, problem.value(), attention::geometry_of(context.machine().isa, {}).tile_rows);
+    int64_t planned = 0;
+    for (int g = 0; g < groups.count; ++g) {
+      const AttentionPlan plan = plan_attention(groups.group[g].problem, context.machine());
+      planned = std::max(planned, plan.scratch_bytes(num_threads));
+    }
     const int64_t step = planned < (2 << 20) ? 64 << 10 : 2 << 20;
     EXPECT_EQ(context.workspace_bytes(), round_up(planned, step)) << to_string(d);
   }

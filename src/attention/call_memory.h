@@ -20,10 +20,17 @@ static_assert(sizeof(RowRules) == 48, "layout.h counts on it");
 // `head` counts (batch, KV head) pairs throughout. Tensors have the shapes of a call without varlen (uniform_shapes).
 class CallMemory {
  public:
-  CallMemory(const AttentionInputs& inputs, const AttentionProblem& problem, const AttentionPlan& plan,
+  CallMemory(const AttentionInputs& inputs, const SequenceGroup& sequences, const AttentionPlan& plan,
              const Geometry& geometry, void* scratch)
+      : CallMemory(inputs, sequences.problem, sequences, plan, geometry, scratch) {}
+
+ private:
+  CallMemory(const AttentionInputs& inputs, const AttentionProblem& problem, const SequenceGroup& sequences,
+             const AttentionPlan& plan, const Geometry& geometry, void* scratch)
       : in_(inputs),
         p_(problem),
+        above_(sequences.above),
+        most_(sequences.most),
         plan_(plan),
         geometry_(geometry),
         sequences_(inputs, problem),
@@ -33,6 +40,7 @@ class CallMemory {
         heads(problem.batch * problem.num_kv_heads),
         shared_(static_cast<char*>(scratch)) {}
 
+ public:
   Visibility visibility(int64_t head) const {
     const int64_t b = batch(head);
     return Visibility::of(p_.options, sequences_.query_len(b), sequences_.kv_len(b), sequences_.prefix(b));
@@ -40,7 +48,10 @@ class CallMemory {
 
   int64_t batch(int64_t head) const { return head / p_.num_kv_heads; }
   // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
-  int64_t rows(int64_t head) const { return sequences_.query_len(batch(head)) * group; }
+  int64_t rows(int64_t head) const {
+    const int64_t query_len = sequences_.query_len(batch(head));
+    return query_len > above_ && query_len <= most_ ? query_len * group : 0;  // of another group: not here
+  }
   int64_t block_rows(int64_t head) const {
     const int64_t n = rows(head);
     if (p_.options.block_q > 0 || n <= plan_.block_q) return plan_.block_q;
@@ -151,6 +162,7 @@ class CallMemory {
 
   const AttentionInputs& in_;
   const AttentionProblem& p_;
+  const int64_t above_, most_;  // queries of the sequences that belong to the call
   const AttentionPlan& plan_;
   const Geometry geometry_;
   const Sequences sequences_;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "opst/attention.h"
 
@@ -36,6 +37,42 @@ class Sequences {
   const AttentionInputs& in_;
   const AttentionProblem& p_;
 };
+
+// The sequences of a call with queries of different length are attended in up to two groups, each by a plan of its own:
+// those with so few query rows per KV head that keys are best read in place, and the others. (Decoding sequences beside
+// a prompt's chunk would otherwise have all their keys packed.)
+struct SequenceGroup {
+  AttentionProblem problem;   // its query_len and kv_len are the longest of the group
+  int64_t above = -1;         // sequences of more than `above` queries belong to it,
+  int64_t most = kUnbounded;  // and at most `most`
+};
+struct SequenceGroups {
+  SequenceGroup group[2];
+  int count = 0;
+};
+inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const AttentionProblem& problem,
+                                      int64_t few_rows) {
+  SequenceGroups groups;
+  if (!problem.varlen_q || problem.num_kv_heads == 0) {
+    groups.group[groups.count++] = {problem};
+    return groups;
+  }
+  const int64_t few = few_rows / (problem.num_heads / problem.num_kv_heads);
+  const Sequences sequences(inputs, problem);
+  for (const auto& [above, most] : {std::pair(few, kUnbounded), std::pair(int64_t{-1}, few)}) {
+    SequenceGroup group{problem, above, most};
+    group.problem.query_len = 0;
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      const int64_t query_len = sequences.query_len(b);
+      if (query_len == 0 || query_len <= above || query_len > most) continue;
+      if (group.problem.query_len == 0) group.problem.kv_len = 0;
+      group.problem.query_len = std::max(group.problem.query_len, query_len);
+      group.problem.kv_len = std::max(group.problem.kv_len, sequences.kv_len(b));
+    }
+    if (group.problem.query_len > 0) groups.group[groups.count++] = group;
+  }
+  return groups;
+}
 
 // [tokens, heads, dim] or [heads, tokens] of all sequences as [1, heads, tokens, dim] or [1, heads, tokens]: a sequence
 // is then a part of dimension 2, and the stride between sequences is 0.
