@@ -633,13 +633,20 @@ struct Backward {
 
   // ---- Packing
 
-  // A row as words, zeros up to `stride`. True where it is finite.
+  // A row as words, zeros up to `stride`. False where it is seen not to be finite: rows of pairs are looked at once
+  // more when they become columns.
   template <class T>
   static OPST_INLINE bool copy_row(const T* row, int64_t dim_stride, int64_t length, double factor, Word* out,
                                    int64_t stride) {
     if constexpr ((sizeof(T) == 8) != (sizeof(S) == 8)) {  // f64 has f64 kernels only
       return true;
     } else {
+      if (is_pair_type(row) && factor == 1 && dim_stride == 1) {
+        T* elements = reinterpret_cast<T*>(out);
+        __builtin_memcpy(elements, row, static_cast<size_t>(length) * sizeof(T));
+        __builtin_memset(elements + length, 0, static_cast<size_t>(stride * kStep - length) * sizeof(T));
+        return true;
+      }
       const V f = V::set1(static_cast<S>(factor)), zero = V::zero();
       V not_finite = zero;
       for (int64_t d = 0; d < stride * kStep; d += kLanes) {
@@ -650,6 +657,8 @@ struct Backward {
       return simd::hsum(not_finite) == 0;
     }
   }
+  static OPST_INLINE bool is_pair_type(const bf16*) { return kStep == 2; }
+  static OPST_INLINE bool is_pair_type(const void*) { return false; }
   static OPST_INLINE void store_words(V x, Word* out, int64_t d) {
     if constexpr (kStep == 1)
       x.store(out + d);
@@ -787,11 +796,14 @@ struct Backward {
         all_finite = all_finite && is_finite(delta);
       }
     }
-    *to.finite = all_finite;
     if constexpr (kStep == 2) {
-      to_columns(to.query, z.query_stride, to.rows, z.head_dim, from.pointers, to.query_columns);
-      to_columns(to.grad_out, z.value_stride, to.rows, z.value_head_dim, from.pointers, to.grad_out_columns);
+      const bool finite_query =
+          to_columns(to.query, z.query_stride, to.rows, z.head_dim, from.pointers, to.query_columns);
+      const bool finite_grad =
+          to_columns(to.grad_out, z.value_stride, to.rows, z.value_head_dim, from.pointers, to.grad_out_columns);
+      all_finite = all_finite && finite_query && finite_grad;
     }
+    *to.finite = all_finite;
   }
   // Beyond it a rounded product is no small number.
   static constexpr double kFar = 1024;
@@ -804,10 +816,10 @@ struct Backward {
     const S sum = statistic(from.sum, row);
     return !infinite(statistic(from.max, row)) && !infinite(sum) && sum != 0;
   }
-  static OPST_INLINE void to_columns(const void* row_form, int64_t stride, int64_t rows, int64_t length,
+  static OPST_INLINE bool to_columns(const void* row_form, int64_t stride, int64_t rows, int64_t length,
                                      const void** pointers, void* out) {
     for (int64_t r = 0; r < rows; ++r) pointers[r] = static_cast<const Word*>(row_form) + r * stride;
-    tile::pack_values<P, bf16>({pointers, 1}, rows, length, static_cast<Word*>(out));
+    return tile::pack_values<P, bf16>({pointers, 1}, rows, length, static_cast<Word*>(out));
   }
 
   template <class T>

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "attention/reference.h"
+#include "attention_backward_case.h"
 #include "attention_case.h"
 #include "bench.h"
 #include "testing/elements.h"
@@ -19,6 +20,7 @@ namespace {
 struct Options {
   AttentionArguments problem;
   int64_t memory_limit = 0;  // bytes; 0: half of what is available
+  bool backward = false;
 };
 
 struct Row {
@@ -251,7 +253,8 @@ void add_bench_attention(CLI::App& bench) {
       ->add_option("--memory-limit", options->memory_limit,
                    "Bytes that the standard form may take (default: half of the available memory)")
       ->check(CLI::PositiveNumber);
-  command->callback([options] { run(*options); });
+  command->add_flag("--backward", options->backward, "Measure the gradients instead");
+  command->callback([options] { options->backward ? bench_attention_backward(options->problem) : run(*options); });
 }
 
 }  // namespace opst::tools

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "attention/reference.h"
+#include "attention_backward_case.h"
 #include "attention_case.h"
 #include "bench.h"
 #include "testing/elements.h"
@@ -16,6 +17,7 @@ namespace {
 struct Options {
   AttentionArguments problem;
   int64_t rows = 256;
+  bool backward = false;
 };
 
 struct Verdict {
@@ -108,7 +110,8 @@ void add_check_attention(CLI::App& check) {
   command->add_option("--rows", options->rows, "Most rows to compare, spread over batch, heads and queries")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  command->callback([options] { run(*options); });
+  command->add_flag("--backward", options->backward, "Check the gradients instead, all of them");
+  command->callback([options] { options->backward ? check_attention_backward(options->problem) : run(*options); });
 }
 
 }  // namespace opst::tools

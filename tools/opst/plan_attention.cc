@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "attention_backward_case.h"
 #include "attention_case.h"
 #include "bench.h"
 #include "testing/peak.h"
@@ -124,7 +125,10 @@ void add_plan_attention(CLI::App& plan) {
   command->add_option("--path", arguments->path, "automatic, standard or flash")
       ->check(CLI::IsMember({"automatic", "standard", "flash"}))
       ->capture_default_str();
-  command->callback([arguments] { run(*arguments); });
+  auto backward = std::make_shared<bool>(false);
+  command->add_flag("--backward", *backward, "Plan the gradients instead");
+  command->callback(
+      [arguments, backward] { *backward ? plan_attention_backward_command(*arguments) : run(*arguments); });
 }
 
 }  // namespace opst::tools

@@ -1,0 +1,39 @@
+// The backward pass for `opst bench|check|plan attention --backward`: gradients for the tensors of an AttentionCase,
+// and what is printed of them.
+#pragma once
+
+#include <vector>
+
+#include "attention_case.h"
+#include "opst/attention_backward.h"
+
+namespace opst::tools {
+
+AttentionBackwardProblem backward_problem(const AttentionProblem& problem);
+
+class AttentionBackwardCase {
+ public:
+  // Runs forward once; `forward` must outlive this.
+  AttentionBackwardCase(Context& context, const AttentionCase& forward);
+
+  const ConstTensor& grad_out() const { return saved_.grad_out; }
+  const AttentionGradients& gradients() const { return gradients_; }
+  // A CommandError where the operator refuses.
+  void run(Context& context) const;
+
+ private:
+  Tensor make(const ConstTensor& like, DType dtype);
+
+  const AttentionCase& forward_;
+  std::vector<Buffer> buffers_;
+  AttentionSaved saved_;
+  AttentionGradients gradients_;
+};
+
+// Time, memory and fraction of peak for each length.
+void bench_attention_backward(const AttentionArguments& arguments);
+// Every gradient against float64; false where one is worse than a plain implementation allows.
+void check_attention_backward(const AttentionArguments& arguments);
+void plan_attention_backward_command(const AttentionArguments& arguments);
+
+}  // namespace opst::tools
