@@ -141,7 +141,7 @@ class BackwardCallData {
     if (!has_reference_) {
       reference_ = attention::reference_gradients(in, grad_out_.tensor, grad_lse_.tensor, d.options);
       magnitude_ = attention::reference_gradients(in, grad_out_.tensor, grad_lse_.tensor, d.options, true);
-      for (const DrawnCall::Row& row : call_.rows(64)) {
+      for (const DrawnCall::Row& row : call_.rows(400)) {
         const double max = attention::reference_row(in, d.options, row.b, row.h, row.i).max;
         if (std::isfinite(max)) largest_score_ = std::max(largest_score_, std::fabs(max));
       }

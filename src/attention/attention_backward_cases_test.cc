@@ -351,6 +351,8 @@ TEST(AttentionBackwardCases, AdversarialValues) {
                                 Fill::powers_of_two, Fill::denormals}) {
       for (const Fill of_value : {Fill::normal, Fill::ones, Fill::outlier, Fill::denormals}) {
         if (!exhaustive() && !random.chance(0.5 * kEffort)) continue;
+        // An O of subnormal numbers is rounded absolutely, and delta with it.
+        if (dtype == DType::f16 && of_value == Fill::denormals) continue;
         Draw d = dense(dtype, 2, 1, 37, 53, 16);
         d.options.causal = random.chance(0.5);
         // f16 squares would overflow.
