@@ -114,7 +114,7 @@ inline void pack_row(const int8_t* x, int64_t x_stride, const IntWeightPart& wei
                      int32_t* a_sums) {
   const int64_t values = weight.group_values;
   for (int64_t g = 0; g < weight.groups; ++g, x += values * x_stride, a += group_bytes) {
-    if (x_stride == 1) {
+    if (x_stride == 1 && values > 0) {  // x may be null where there are none
       __builtin_memcpy(a, x, static_cast<size_t>(values));
     } else {
       for (int64_t t = 0; t < values; ++t) a[t] = x[t * x_stride];
