@@ -191,6 +191,9 @@ class Graph {
   Value weight(std::string name, int64_t n, int64_t k);
   // The first elements of a contiguous tensor in another shape.
   Value view(Value base, const Shape& shape);
+  // Columns [first, first + the product of shape's other dimensions) of each row of a contiguous tensor [rows, n]: what
+  // several weights, stacked into one, have made of the same x. Views of it are refused.
+  Value columns(Value base, int64_t first, const Shape& shape);
   // The result of a node becomes external, under a name of its own.
   void output(std::string name, Value value);
 

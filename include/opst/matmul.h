@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "opst/context.h"
@@ -33,6 +34,10 @@ class PackedWeight {
 
   // The rows of a quantised matrix. Errors: those of dequantize; out_of_memory.
   static Result<PackedWeight> pack(Context& context, const QuantMatrix& weight);
+
+  // Several matrices of one format and k, one below another: what is multiplied with the same x goes in one product.
+  // Each but the last has a multiple of 16 rows. Errors: as above, and invalid_argument where they do not fit together.
+  static Result<PackedWeight> pack(Context& context, std::span<const QuantMatrix> parts);
 
   QuantFormat format() const { return format_; }
   int64_t n() const { return n_; }

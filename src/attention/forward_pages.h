@@ -5,9 +5,9 @@
 //              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32) or 2 (bf16)
 //              value_rows[g]  [32 / e][value_head_dim] words
 // Loop nest  as forward.h. Values are multiplied in runs of groups that follow one another in memory (a page)
-// Memory     nothing is packed. Up to four rows the products are bound by the stream of pages (tile/gemm_tile.h fetches
-// it
-//            4 KB ahead)
+// Memory     nothing is packed. Up to four rows the products are bound by the stream of pages: a tile's keys group by
+//            group, its values, the next tile's keys. While one group is read, the one that is 8 KB or more ahead of it
+//            is fetched (tile/stream_tile.h), whichever page that lies in
 // Numerics   as forward.h. What lies in a page beyond the context never counts: its keys are hidden, its values are not
 //            multiplied, and half a pair is taken from a copy whose other half is 0. Whether the values of a partial
 //            tile are finite is looked up here, since no packing has seen them.
@@ -15,6 +15,7 @@
 
 #include "attention/forward.h"
 #include "kv_cache/page_layout.h"
+#include "tile/stream_tile.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -34,15 +35,44 @@ struct ForwardPages {
     return static_cast<const Stored*>(rows[key / kGroup]);
   }
 
+  // What is read after group `index` of a tile's keys, or of its values: `distance` groups later. Where nothing is
+  // known to follow, the group itself.
+  static OPST_INLINE const Stored* key_group_ahead(const KvTile& tile, int64_t index, int64_t distance) {
+    const int64_t count = num_groups(tile), next = index + distance;
+    if (next < count) return static_cast<const Stored*>(tile.key_rows[next]);
+    return static_cast<const Stored*>(tile.value_rows[next - count < count ? next - count : count - 1]);
+  }
+  static OPST_INLINE const Stored* value_group_ahead(const KvTile& tile, int64_t index, int64_t distance) {
+    const int64_t count = num_groups(tile), next = index + distance;
+    if (next < count) return static_cast<const Stored*>(tile.value_rows[next]);
+    // The next tile's keys follow this tile's.
+    const bool known = (next - count) * kGroup < tile.rows_ahead;
+    return static_cast<const Stored*>(known ? tile.key_rows[next] : tile.value_rows[index]);
+  }
+  static OPST_INLINE int64_t num_groups(const KvTile& tile) { return (tile.count + kGroup - 1) / kGroup; }
+  static constexpr int64_t kAheadBytes = 8192;
+  static OPST_INLINE int64_t groups_ahead(int64_t head_dim) {
+    const int64_t bytes = kGroup / kElements * head_dim * static_cast<int64_t>(sizeof(Stored));
+    return (kAheadBytes + bytes - 1) / bytes;
+  }
+
   // scores[r][0 .. width) = Q K^T and the row maxima.
   static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
                                 int64_t stride, S* row_max) {
     const int64_t depth = q.head_dim / kElements;
     const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
     for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
+    const int64_t distance = groups_ahead(q.head_dim);
     for (int64_t j = 0; j < span.width; j += kPanel) {
       const int64_t key = span.begin + j;
       const Stored* b = group(tile.key_rows, key) + key % kGroup;
+      if (rb.rows <= tile::kStreamRows) {
+        const auto stream = span.width - j > kLanes ? tile::stream_product_with_max_for<P, kTileVecs>(rb.rows)
+                                                    : tile::stream_product_with_max_for<P, 1>(rb.rows);
+        stream(depth, a, q.query_stride, b, kGroup, key_group_ahead(tile, key / kGroup, distance) + key % kGroup,
+               scores + j, stride, row_max);
+        continue;
+      }
       const auto product = span.width - j > kLanes ? tile::product_with_max_for<P, kTileVecs>(rb.rows)
                                                    : tile::product_with_max_for<P, 1>(rb.rows);
       product(depth, a, q.query_stride, b, kGroup, scores + j, stride, row_max, reinterpret_cast<const char*>(b));
@@ -54,7 +84,7 @@ struct ForwardPages {
                                 int64_t stride, const S* alpha) {
     S ones[kTileRows];
     for (S& one : ones) one = 1;
-    const int64_t row_words = q.value_head_dim;
+    const int64_t row_words = q.value_head_dim, distance = groups_ahead(q.value_head_dim);
     const int64_t whole_end = span.end / kElements * kElements;
     const auto p_of = [&](int64_t key) OPST_INLINE_LAMBDA {
       return reinterpret_cast<const Word*>(scores) + (key - span.begin) / P::kStep;
@@ -62,13 +92,15 @@ struct ForwardPages {
     for (int64_t key = span.begin; key < whole_end;) {
       const Stored* values = group(tile.value_rows, key);
       int64_t end = (key / kGroup + 1) * kGroup;
-      while (end < whole_end &&
+      while (end < whole_end && rb.rows > tile::kStreamRows &&
              group(tile.value_rows, end) == values + (end - key / kGroup * kGroup) / kElements * row_words) {
         end += kGroup;
       }
       end = end < whole_end ? end : whole_end;
       values += key % kGroup / kElements * row_words;
-      multiply(q, rb, p_of(key), stride, values, (end - key) / kElements, alpha);
+      const Stored* const ahead =
+          value_group_ahead(tile, key / kGroup, distance) + (values - group(tile.value_rows, key));
+      multiply(q, rb, p_of(key), stride, values, (end - key) / kElements, alpha, ahead);
       alpha = ones;
       key = end;
     }
@@ -76,7 +108,7 @@ struct ForwardPages {
       Stored row[kMaxColumns];
       const Stored* values = group(tile.value_rows, whole_end) + whole_end % kGroup / kElements * row_words;
       for (int64_t d = 0; d < row_words; ++d) row[d] = lower_half(values[d]);
-      multiply(q, rb, p_of(whole_end), stride, row, 1, alpha);
+      multiply(q, rb, p_of(whole_end), stride, row, 1, alpha, row);
     }
   }
   static constexpr int kMaxColumns = 768;
@@ -85,10 +117,18 @@ struct ForwardPages {
 
   // O = alpha O + P V for `depth` rows of stored words at `values`, all columns.
   static OPST_INLINE void multiply(const QueryBlock& q, RowBlock rb, const Word* p, int64_t stride,
-                                   const Stored* values, int64_t depth, const S* alpha) {
+                                   const Stored* values, int64_t depth, const S* alpha, const Stored* ahead) {
     const int64_t columns = q.value_head_dim;
     S* out = static_cast<S*>(q.state.acc) + rb.first * q.acc_stride;
     int64_t c = 0;
+    if (rb.rows <= tile::kStreamRows) {
+      constexpr int kWide = tile::kStreamVecs * kLanes;
+      for (; c + kLanes <= columns; c += columns - c >= kWide ? kWide : kLanes) {
+        const auto stream = columns - c >= kWide ? tile::stream_scaled_accumulate_for<P, tile::kStreamVecs>(rb.rows)
+                                                 : tile::stream_scaled_accumulate_for<P, 1>(rb.rows);
+        stream(depth, p, stride, values + c, columns, ahead + c, out + c, q.acc_stride, alpha);
+      }
+    }
     for (; c + kLanes <= columns; c += columns - c >= kPanel ? kPanel : kLanes) {
       const auto accumulate = columns - c >= kPanel ? tile::scaled_accumulate_for<P, kTileVecs>(rb.rows)
                                                     : tile::scaled_accumulate_for<P, 1>(rb.rows);

@@ -138,6 +138,11 @@ void GraphImpl::refresh(int index) {
       fits = values[static_cast<size_t>(value.base)].fits && base.is_contiguous() &&
              t.num_elements() <= base.num_elements();
       t.data = base.data;
+      if (value.of_columns) {
+        fits = fits && t.shape[0] <= base.shape[0];
+        t.strides[0] = base.strides[0];
+        if (t.data != nullptr) t.data = static_cast<char*>(t.data) + value.first_column * size_bytes(t.dtype);
+      }
       break;
     }
     case Kind::input:
@@ -230,7 +235,9 @@ Status GraphImpl::lay_out() {
       // Another input that is a view of the same memory would be overwritten while it is read.
       const auto same_place = [&](Value v) { return internal(storage(index(v))) && home_of(index(v)) == place; };
       const auto readers = std::count_if(node.spec.inputs.begin(), node.spec.inputs.end(), same_place);
-      if (!internal(to) || !internal(storage(from)) || home[static_cast<size_t>(to)] != to || readers != 1) continue;
+      if (a.of_columns || !internal(to) || !internal(storage(from)) || home[static_cast<size_t>(to)] != to ||
+          readers != 1)
+        continue;
       // Another result of the node may have it already.
       const bool taken = std::any_of(node.outputs.begin(), node.outputs.end(),
                                      [&](int other) { return other != to && home_of(other) == place; });
@@ -303,6 +310,28 @@ Value Graph::cache(std::string name, DType dtype, const Shape& shape) {
 Value Graph::weight(std::string name, int64_t n, int64_t k) {
   return building(*impl_, [&]() -> Value {
     return GraphImpl::value_at(impl_->add_value(std::move(name), Kind::weight, DType::f32, {n, k}));
+  });
+}
+
+Value Graph::columns(Value base, int64_t first, const Shape& shape) {
+  return building(*impl_, [&]() -> Value {
+    const Value value = view(base, shape);
+    if (!impl_->has(value)) return value;
+    ValueData& of = impl_->values[static_cast<size_t>(GraphImpl::index(value))];
+    const Shape& whole = impl_->at(base).shape;
+    if (whole.rank != 2 || shape.rank < 2) {
+      return impl_->fail("columns " + impl_->text(shape) + " of " + impl_->text(base) + " need rows in both"), Value();
+    }
+    int64_t width = 1;
+    for (int i = 1; i < shape.rank; ++i) width *= shape.dims[i].bound();
+    if (first < 0 || width > whole.dims[1].bound() - first) {
+      return impl_->fail("columns " + str(first) + " to " + str(first + width) + " of " + impl_->text(base) +
+                         " are not all there"),
+             Value();
+    }
+    of.of_columns = true;
+    of.first_column = first;
+    return value;
   });
 }
 

@@ -26,6 +26,8 @@ struct GraphImpl {
     DType dtype = DType::f32;
     Shape shape;
     int base = -1;           // of a view
+    int64_t first_column = 0;
+    bool of_columns = false;  // a view of columns of its base's rows, from first_column on
     std::vector<int> views;  // of this value
     int producer = -1;       // node
     int64_t offset = -1;     // in the workspace

@@ -632,6 +632,31 @@ class Recorder : public NodeListener {
   Clock::time_point last_ = {};
 };
 
+// Columns of rows are read where they lie, and no node may take their place for its result.
+TEST(Graph, ColumnsOfRows) {
+  Graph graph = std::move(Graph::create("graph test").value());
+  const Dim rows = graph.dim("rows", 5);
+  const Value both =
+      graph.add("both", graph.input("a", DType::f32, {rows, 10}), graph.input("b", DType::f32, {rows, 10}));
+  const Value left = graph.columns(both, 0, {rows, 2, 3}), right = graph.columns(both, 4, {rows, 2, 3});
+  graph.output("sum", graph.add("sum_of_both", graph.add("left_twice", left, left), graph.add("mixed", left, right)));
+  ASSERT_OK(graph.setup(Context::create({.num_threads = 1}).value().machine()));
+  std::vector<float> a(50), b(50), sum(30);
+  for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(i), b[i] = 100 * static_cast<float>(i);
+  ASSERT_OK(graph.bind("a", ConstTensor(view(a, {5, 10}))));
+  ASSERT_OK(graph.bind("b", ConstTensor(view(b, {5, 10}))));
+  ASSERT_OK(graph.bind("sum", view(sum, {5, 2, 3})));
+  Context context = std::move(Context::create({.num_threads = 2}).value());
+  for (const int64_t n : {5, 3}) {
+    ASSERT_OK(graph.set(rows, n));
+    ASSERT_OK(graph.execute(context));
+    for (size_t i = 0; i < static_cast<size_t>(n * 6); ++i) {
+      const size_t at = i / 6 * 10 + i % 6;
+      EXPECT_EQ(sum[i], 101 * (3 * static_cast<float>(at) + static_cast<float>(at + 4))) << i;
+    }
+  }
+}
+
 TEST(Graph, AListenerHearsEveryNodeInOrder) {
   FeedForward net;
   Graph graph = net.graph();
@@ -658,6 +683,14 @@ std::string setup_message(const std::function<void(Graph&, Dim)>& build) {
 }
 
 TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
+  EXPECT_EQ(setup_message([](Graph& g, Dim n) {
+              g.columns(g.input("x", DType::f32, {n, 4}), 2, {n, 3});
+            }),
+            "graph test: columns 2 to 5 of x f32 [rows, 4] are not all there");
+  EXPECT_EQ(setup_message([](Graph& g, Dim n) {
+              g.columns(g.input("x", DType::f32, {n, 2, 2}), 0, {n, 2});
+            }),
+            "graph test: columns [rows, 2] of x f32 [rows, 2, 2] need rows in both");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.matmul("gate", g.input("x", DType::f32, {rows, 32}), g.weight("w", 48, 31));
             }),

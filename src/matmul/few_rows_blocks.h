@@ -65,13 +65,16 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
 
   F32 acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
+  const Piece* const last = panel_of<Piece>(part.panels, pieces, last_vec) + pieces - 1;
   for (int64_t p = 0; p < pieces; ++p) {
     // At a panel's end the next group's panels are fetched.
     const int64_t ahead = p + kAhead < pieces ? p + kAhead : p + kAhead + (kPanels - 1) * pieces;
+    const Piece* fetched[NV];
+    OPST_UNROLL for (int v = 0; v < NV; ++v) fetched[v] = stream[v] + ahead < last ? stream[v] + ahead : last;
     for (int s = 0; s < kParts; ++s) {
       const int half = Shape::kPart == 16 ? s % 2 : 0;
       OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
-        const char* const line = reinterpret_cast<const char*>(stream[v] + ahead) + s * kFetchBytes;
+        const char* const line = reinterpret_cast<const char*>(fetched[v]) + s * kFetchBytes;
         OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(line + i);
       }
       I32 total[MR][NV][P], odd[MR][NV][P];
@@ -132,6 +135,12 @@ template <class Piece, class Block>
 void few_rows_blocks(const BlockRows<Block>& part) {
   constexpr int NV = kVecsPerPanel;  // of one row: a panel at a time
   constexpr int NV2 = kVecsPerPanel * 2 <= 2 ? 2 : kVecsPerPanel;
+  // Another core has just written the blocks: all their lines are asked for at once, not one by one as they are needed.
+  for (int64_t i = 0; i < part.rows; ++i) {
+    const char* const blocks = reinterpret_cast<const char*>(part.a + i * part.a_stride);
+    const int64_t bytes = part.k / opst::gemm::kActivationBlock * static_cast<int64_t>(sizeof(Block));
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(blocks + b);
+  }
   int64_t row = 0;
   for (; row + 2 <= part.rows; row += 2) {
     for (int64_t c = 0; c < part.columns; c += NV2 * F32::kLanes)

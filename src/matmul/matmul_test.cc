@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -299,6 +300,40 @@ TEST(PackedWeight, KeepsTheBytesOfQuantisedFormats) {
     EXPECT_EQ(weight.packed.size_bytes(), weight.matrix.size_bytes) << to_string(format);
     EXPECT_EQ(weight.packed.format(), format);
   }
+}
+
+TEST(PackedWeight, StacksMatricesOfOneKind) {
+  Random random(test::seed());
+  for (QuantFormat format : kQuantFormats) {
+    const int64_t k = inputs(format, 64);
+    const Weight a(format, 32, k, random), b(format, 16, k, random), c(format, 21, k, random);
+    const QuantMatrix parts[] = {a.matrix, b.matrix, c.matrix};
+    const Result<PackedWeight> stacked = PackedWeight::pack(one_context(), parts);
+    ASSERT_TRUE(stacked.ok()) << stacked.status().message();
+    EXPECT_EQ(stacked.value().n(), 69);
+    std::vector<int64_t> rows(69);
+    for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
+    std::vector<float> out(static_cast<size_t>(69 * k));
+    ASSERT_TRUE(lookup_rows(one_context(), stacked.value(), ConstTensor::contiguous(DType::i64, {69}, rows.data()),
+                            Tensor::contiguous(DType::f32, {69, k}, out.data()))
+                    .ok());
+    std::vector<double> expected = a.values;
+    expected.insert(expected.end(), b.values.begin(), b.values.end());
+    expected.insert(expected.end(), c.values.begin(), c.values.end());
+    EXPECT_EQ(std::vector<double>(out.begin(), out.end()), expected) << to_string(format);
+  }
+  const Weight a(QuantFormat::q4_1, 20, 64, random), b(QuantFormat::q4_1, 16, 96, random);
+  const Weight c(QuantFormat::q8_0, 16, 64, random);
+  const auto message = [](std::initializer_list<QuantMatrix> parts) {
+    return PackedWeight::pack(one_context(), std::span(parts.begin(), parts.size())).status().message();
+  };
+  EXPECT_EQ(message({}), "PackedWeight::pack: no matrix is given");
+  EXPECT_EQ(message({a.matrix, a.matrix}),
+            "PackedWeight::pack: part 0 has 20 rows, not a multiple of 16, and another part below it");
+  EXPECT_EQ(message({b.matrix, a.matrix}),
+            "PackedWeight::pack: part 1 is q4_1 with 64 columns, but part 0 is q4_1 with 96");
+  EXPECT_EQ(message({c.matrix, a.matrix}),
+            "PackedWeight::pack: part 1 is q4_1 with 64 columns, but part 0 is q8_0 with 64");
 }
 
 TEST(LookupRows, EqualsDequantiseRows) {

@@ -290,36 +290,67 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
   });
 }
 
+namespace {
+
+// The panels of a checked matrix.
+void pack_matrix(Context& context, const QuantMatrix& weight, void* panels) {
+  with_format(weight.format, [&]<class Piece, class Block>(Piece*, const Block*) {
+    if constexpr (Block::kValues == 1) {
+      constexpr DType dtype = std::is_same_v<Block, BlockF32>   ? DType::f32
+                              : std::is_same_v<Block, BlockF16> ? DType::f16
+                                                                : DType::bf16;
+      gemm::pack_float_weight(context, ConstTensor::contiguous(dtype, {weight.rows, weight.cols}, weight.data), panels);
+    } else {
+      const int64_t blocks_per_row = weight.cols / Block::kValues;
+      pack_panels(context, weight.rows, weight.cols, static_cast<Piece*>(panels), [&](int64_t row, int64_t index) {
+        Block block;  // copied, since its address may be odd
+        std::memcpy(&block,
+                    static_cast<const char*>(weight.data) +
+                        (row * blocks_per_row + index) * static_cast<int64_t>(sizeof(Block)),
+                    sizeof(Block));
+        return block;
+      });
+    }
+  });
+}
+
+}  // namespace
+
 Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& weight) {
+  return pack(context, std::span(&weight, 1));
+}
+
+Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantMatrix> parts) {
   return guarded([&]() -> Result<PackedWeight> {
     ShapeCheck check("PackedWeight::pack");
-    check_quant_matrix(check, "weight", weight);
+    check.require(!parts.empty(), [] { return std::string("no matrix is given"); });
+    int64_t rows = 0;
+    for (size_t i = 0; check.ok() && i < parts.size(); ++i) {
+      const std::string name = parts.size() == 1 ? "weight" : "part " + std::to_string(i);
+      check_quant_matrix(check, name.c_str(), parts[i]);
+      if (!check.ok()) break;
+      check.require(parts[i].format == parts[0].format && parts[i].cols == parts[0].cols, [&] {
+        return name + " is " + to_string(parts[i].format) + " with " + std::to_string(parts[i].cols) +
+               " columns, but part 0 is " + to_string(parts[0].format) + " with " + std::to_string(parts[0].cols);
+      });
+      check.require(i + 1 == parts.size() || parts[i].rows % kPanelColumns == 0, [&] {
+        return name + " has " + std::to_string(parts[i].rows) + " rows, not a multiple of " +
+               std::to_string(kPanelColumns) + ", and another part below it";
+      });
+      if (__builtin_add_overflow(rows, parts[i].rows, &rows)) return Status::out_of_memory();
+    }
     if (!check.ok()) return check.status();
-    const std::optional<int64_t> bytes = packed_bytes(weight.format, weight.rows, weight.cols);
+    const QuantFormat format = parts[0].format;
+    const std::optional<int64_t> bytes = packed_bytes(format, rows, parts[0].cols);
     if (!bytes) return Status::out_of_memory();
     Result<Buffer> buffer = Buffer::allocate(*bytes);
     if (!buffer.ok()) return buffer.status();
-    void* const panels = buffer.value().data();
-    with_format(weight.format, [&]<class Piece, class Block>(Piece*, const Block*) {
-      if constexpr (Block::kValues == 1) {
-        constexpr DType dtype = std::is_same_v<Block, BlockF32>   ? DType::f32
-                                : std::is_same_v<Block, BlockF16> ? DType::f16
-                                                                  : DType::bf16;
-        gemm::pack_float_weight(context, ConstTensor::contiguous(dtype, {weight.rows, weight.cols}, weight.data),
-                                panels);
-      } else {
-        const int64_t blocks_per_row = weight.cols / Block::kValues;
-        pack_panels(context, weight.rows, weight.cols, static_cast<Piece*>(panels), [&](int64_t row, int64_t index) {
-          Block block;  // copied, since its address may be odd
-          std::memcpy(&block,
-                      static_cast<const char*>(weight.data) +
-                          (row * blocks_per_row + index) * static_cast<int64_t>(sizeof(Block)),
-                      sizeof(Block));
-          return block;
-        });
-      }
-    });
-    return PackedWeight(weight.format, weight.rows, weight.cols, std::move(buffer.value()));
+    char* panels = static_cast<char*>(buffer.value().data());
+    for (const QuantMatrix& part : parts) {
+      pack_matrix(context, part, panels);
+      panels += part.rows * gemm::packed_column_bytes(format, part.cols);
+    }
+    return PackedWeight(format, rows, parts[0].cols, std::move(buffer.value()));
   });
 }
 

@@ -117,18 +117,40 @@ class TensorSource {
   }
 
   Status matrix(const std::string& name, int64_t rows, int64_t columns, PackedWeight& out) {
-    const GgufTensor* tensor = nullptr;
-    OPST_TRY(find(name, 2, columns, rows, tensor));
-    const std::optional<QuantFormat> format = parse_quant_format(tensor->type->name);
-    if (!format) {
-      return file_.error("tensor '" + name + "' is of type " + tensor->type->name +
-                         ", but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K are supported");
+    std::vector<PackedWeight> one;
+    OPST_TRY(matrices({{name, rows}}, columns, one));
+    out = std::move(one[0]);
+    return {};
+  }
+
+  // Matrices that meet the same x, stacked into one weight where their types allow it, else one by one.
+  struct Part {
+    std::string name;
+    int64_t rows;
+  };
+  Status matrices(const std::vector<Part>& parts, int64_t columns, std::vector<PackedWeight>& out) {
+    std::vector<const GgufTensor*> tensors;
+    std::vector<QuantMatrix> sources;
+    bool stacked = true;
+    for (const Part& part : parts) {
+      const GgufTensor* tensor = nullptr;
+      OPST_TRY(find(part.name, 2, columns, part.rows, tensor));
+      const std::optional<QuantFormat> format = parse_quant_format(tensor->type->name);
+      if (!format) {
+        return file_.error("tensor '" + part.name + "' is of type " + tensor->type->name +
+                           ", but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K are supported");
+      }
+      tensors.push_back(tensor);
+      sources.push_back({*format, part.rows, columns, tensor->data.data(), static_cast<int64_t>(tensor->data.size())});
+      stacked = stacked && *format == sources[0].format && (&part == &parts.back() || part.rows % 16 == 0);
     }
-    Result<PackedWeight> packed = PackedWeight::pack(
-        context_, QuantMatrix{*format, rows, columns, tensor->data.data(), static_cast<int64_t>(tensor->data.size())});
-    if (!packed.ok()) return packed.status();
-    out = std::move(packed.value());
-    file_.release(*tensor);
+    const size_t step = stacked ? sources.size() : 1;
+    for (size_t i = 0; i < sources.size(); i += step) {
+      Result<PackedWeight> packed = PackedWeight::pack(context_, std::span(sources).subspan(i, step));
+      if (!packed.ok()) return packed.status();
+      out.push_back(std::move(packed.value()));
+      for (size_t t = i; t < i + step; ++t) file_.release(*tensors[t]);
+    }
     return {};
   }
 
@@ -231,13 +253,14 @@ Result<LlamaModel> LlamaModel::load(Context& context, const GgufFile& file) {
     const std::string prefix = "blk." + str(i) + ".";
     Layer layer;
     OPST_TRY(source.vector(prefix + "attn_norm.weight", c.width, layer.attention_norm));
-    OPST_TRY(source.matrix(prefix + "attn_q.weight", query_width, c.width, layer.query));
-    OPST_TRY(source.matrix(prefix + "attn_k.weight", kv_width, c.width, layer.key));
-    OPST_TRY(source.matrix(prefix + "attn_v.weight", kv_width, c.width, layer.value));
+    OPST_TRY(source.matrices({{prefix + "attn_q.weight", query_width},
+                              {prefix + "attn_k.weight", kv_width},
+                              {prefix + "attn_v.weight", kv_width}},
+                             c.width, layer.query_key_value));
     OPST_TRY(source.matrix(prefix + "attn_output.weight", c.width, query_width, layer.attention_output));
     OPST_TRY(source.vector(prefix + "ffn_norm.weight", c.width, layer.ffn_norm));
-    OPST_TRY(source.matrix(prefix + "ffn_gate.weight", c.ffn_size, c.width, layer.gate));
-    OPST_TRY(source.matrix(prefix + "ffn_up.weight", c.ffn_size, c.width, layer.up));
+    OPST_TRY(source.matrices({{prefix + "ffn_gate.weight", c.ffn_size}, {prefix + "ffn_up.weight", c.ffn_size}},
+                             c.width, layer.gate_up));
     OPST_TRY(source.matrix(prefix + "ffn_down.weight", c.width, c.ffn_size, layer.down));
     model.layers_.push_back(std::move(layer));
   }
@@ -249,10 +272,9 @@ int64_t LlamaModel::weight_bytes() const {
   int64_t bytes = embedding_.size_bytes() + output_.size_bytes() + output_norm_.size_bytes();
   for (const Layer& layer : layers_) {
     bytes += layer.attention_norm.size_bytes() + layer.ffn_norm.size_bytes();
-    for (const PackedWeight* weight :
-         {&layer.query, &layer.key, &layer.value, &layer.attention_output, &layer.gate, &layer.up, &layer.down}) {
-      bytes += weight->size_bytes();
-    }
+    bytes += layer.attention_output.size_bytes() + layer.down.size_bytes();
+    for (const PackedWeight& weight : layer.query_key_value) bytes += weight.size_bytes();
+    for (const PackedWeight& weight : layer.gate_up) bytes += weight.size_bytes();
   }
   return bytes;
 }
@@ -300,7 +322,7 @@ Status LlamaSession::allocate(DType dtype, std::initializer_list<int64_t> shape,
 struct StepValues {
   Graph::RopeTable rope;
   Value slots;
-  Graph::Pages pages;  // of a paged cache
+  Graph::Pages pages;
 };
 
 namespace {
@@ -345,18 +367,19 @@ Status LlamaSession::build_layers() {
   const Value positions = binder.bound(g.input("positions", DType::i64, {rows_}), positions_);
   step.slots = binder.bound(g.input("slots", DType::i64, {rows_}), slots_);
 
-  block_size_ = options_.context;
-  if (options_.cache == CacheKind::paged) {
-    block_size_ = options_.block_size;
-    num_blocks_ = (options_.context + block_size_ - 1) / block_size_;
-    OPST_TRY(supports(PageLayout::norm, options_.kv_dtype, block_size_));
-    OPST_TRY(allocate(DType::i64, {1, num_blocks_}, block_table_));
-    OPST_TRY(allocate(DType::i64, {1}, kv_lengths_));
-    // The sequence takes blocks from the end of the pool, so that its order is not memory's.
-    for (int64_t i = 0; i < num_blocks_; ++i) static_cast<int64_t*>(block_table_.data)[i] = num_blocks_ - 1 - i;
-    step.pages = {binder.bound(g.input("block_table", DType::i64, {1, num_blocks_}), block_table_),
-                  binder.bound(g.input("kv_lengths", DType::i64, {1}), kv_lengths_), kv_len_};
-  }
+  // Contiguous: one block that holds the whole context.
+  constexpr int64_t kPanel = 32;
+  const bool paged = options_.cache == CacheKind::paged;
+  block_size_ = paged ? options_.block_size : (options_.context + kPanel - 1) / kPanel * kPanel;
+  num_blocks_ = (options_.context + block_size_ - 1) / block_size_;
+  page_layout_ = supports(PageLayout::panel32, options_.kv_dtype, block_size_, c.head_dim).ok() ? PageLayout::panel32
+                                                                                                : PageLayout::norm;
+  OPST_TRY(allocate(DType::i64, {1, num_blocks_}, block_table_));
+  OPST_TRY(allocate(DType::i64, {1}, kv_lengths_));
+  // The sequence takes blocks from the end of the pool, so that its order is not memory's.
+  for (int64_t i = 0; i < num_blocks_; ++i) static_cast<int64_t*>(block_table_.data)[i] = num_blocks_ - 1 - i;
+  step.pages = {binder.bound(g.input("block_table", DType::i64, {1, num_blocks_}), block_table_),
+                binder.bound(g.input("kv_lengths", DType::i64, {1}), kv_lengths_), kv_len_, page_layout_};
 
   Value hidden = g.lookup_rows("embedding", binder.weight("token_embd.weight", model_->embedding_), tokens);
   step.rope = g.rope_table("rope", positions, c.rope_dims / 2, {.theta = c.rope_theta});
@@ -373,46 +396,59 @@ Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hid
   const std::string name = "blk." + str(index) + ".";
   Graph& g = layers_;
   Binder binder(g);
-  const auto project = [&](const char* what, Value x, const PackedWeight& weight) {
-    return g.matmul(name + what, x, binder.weight(name + what + ".weight", weight),
-                    {.activations = options_.activations});
+  const auto project = [&](const char* what, Value x, const PackedWeight& weight, MatmulNodeOptions options) {
+    options.activations = options_.activations;
+    return g.matmul(name + what, x, binder.weight(name + what + ".weight", weight), options);
   };
   const auto norm = [&](const char* what, Value x, const Buffer& weight) {
     return g.rms_norm(name + what, x, binder.vector(name + what + ".weight", weight, c.width), {.eps = c.rms_eps});
   };
-  const auto by_heads = [&](Value x, int64_t num_heads) { return g.view(x, {rows_, num_heads, c.head_dim}); };
-  const auto turned = [&](const char* what, Value x) {
-    return g.rope(name + what, x, step.rope, {.style = RopeStyle::pairs});
-  };
-
   Value x = norm("attn_norm", hidden, layer.attention_norm);
-  const Value query = turned("rope_q", by_heads(project("attn_q", x, layer.query), c.num_heads));
-  const Value key = turned("rope_k", by_heads(project("attn_k", x, layer.key), c.num_kv_heads));
-  const Value value = by_heads(project("attn_v", x, layer.value), c.num_kv_heads);
+  Value query, key, value;
+  if (layer.query_key_value.size() == 1) {
+    const Value all = project("attn_qkv", x, layer.query_key_value[0], {});
+    const auto heads = [&](int64_t first, int64_t num_heads) {
+      return g.columns(all, first * c.head_dim, {rows_, num_heads, c.head_dim});
+    };
+    query = heads(0, c.num_heads);
+    key = heads(c.num_heads, c.num_kv_heads);
+    value = heads(c.num_heads + c.num_kv_heads, c.num_kv_heads);
+  } else {
+    const auto heads = [&](const char* what, size_t i, int64_t num_heads) {
+      return g.view(project(what, x, layer.query_key_value[i], {}), {rows_, num_heads, c.head_dim});
+    };
+    query = heads("attn_q", 0, c.num_heads);
+    key = heads("attn_k", 1, c.num_kv_heads);
+    value = heads("attn_v", 2, c.num_kv_heads);
+  }
 
   Value caches[2];
+  const PageSizes sizes{num_blocks_, block_size_, c.num_kv_heads, c.head_dim, c.head_dim};
   for (int i = 0; i < 2; ++i) {
-    Tensor cache;
-    OPST_TRY(allocate(options_.kv_dtype, {num_blocks_, block_size_, c.num_kv_heads, c.head_dim}, cache));
-    kv_cache_bytes_ += cache.num_elements() * size_bytes(cache.dtype);
-    const Shape shape = {num_blocks_, block_size_, c.num_kv_heads, c.head_dim};
-    caches[i] = binder.bound(g.cache(name + (i == 0 ? "key_cache" : "value_cache"), cache.dtype, shape), cache);
+    Tensor memory;
+    OPST_TRY(allocate(options_.kv_dtype, {num_blocks_ * block_size_ * c.num_kv_heads * c.head_dim}, memory));
+    kv_cache_bytes_ += memory.num_elements() * size_bytes(memory.dtype);
+    const Tensor cache = i == 0 ? key_pages(page_layout_, memory.dtype, sizes, memory.data)
+                                : value_pages(page_layout_, memory.dtype, sizes, memory.data);
+    caches[i] = binder.bound(g.cache(name + (i == 0 ? "key_cache" : "value_cache"), cache.dtype, Shape(cache)), cache);
   }
-  g.scatter_pa_kv_cache(name + "write_kv", key, value, step.slots, caches[0], caches[1]);
-  Value attended;
-  if (options_.cache == CacheKind::paged) {
-    attended = g.paged_attention(name + "attention", query, caches[0], caches[1], step.pages, {.causal = true});
-  } else {
-    const Shape seen = {kv_len_, c.num_kv_heads, c.head_dim};
-    attended =
-        g.attention(name + "attention", query, g.view(caches[0], seen), g.view(caches[1], seen), {.causal = true});
-  }
+  query = g.rope_scatter_pa_kv_cache(
+      name + "rope_write", {.query = query, .key = key, .value = value, .table = step.rope, .slots = step.slots},
+      caches[0], caches[1], {.layout = page_layout_, .style = RopeStyle::pairs});
+  Value attended = g.paged_attention(name + "attention", query, caches[0], caches[1], step.pages, {.causal = true});
   attended = g.view(attended, {rows_, c.num_heads * c.head_dim});
-  hidden = g.add(name + "attn_sum", hidden, project("attn_output", attended, layer.attention_output));
+  hidden = project("attn_output", attended, layer.attention_output, {.residual = hidden});
 
   x = norm("ffn_norm", hidden, layer.ffn_norm);
-  const Value gate = project("ffn_gate", x, layer.gate), up = project("ffn_up", x, layer.up);
-  hidden = g.add(name + "ffn_sum", hidden, project("ffn_down", g.swiglu(name + "swiglu", gate, up), layer.down));
+  Value gated;
+  if (layer.gate_up.size() == 1) {
+    gated = project("ffn_gate_up", x, layer.gate_up[0], {.activation = Activation::swiglu});
+  } else {
+    const Value gate = project("ffn_gate", x, layer.gate_up[0], {});
+    const Value up = project("ffn_up", x, layer.gate_up[1], {});
+    gated = g.swiglu(name + "swiglu", gate, up);
+  }
+  hidden = project("ffn_down", gated, layer.down, {.residual = hidden});
   return binder.status();
 }
 
@@ -503,14 +539,10 @@ Status LlamaSession::run_layers(std::span<const int32_t> tokens) {
     const int64_t position = position_ + i;
     static_cast<int64_t*>(tokens_.data)[i] = tokens[static_cast<size_t>(i)];
     static_cast<int64_t*>(positions_.data)[i] = position;
-    int64_t slot = position;
-    if (options_.cache == CacheKind::paged) {
-      const int64_t block = static_cast<const int64_t*>(block_table_.data)[position / block_size_];
-      slot = block * block_size_ + position % block_size_;
-    }
-    static_cast<int64_t*>(slots_.data)[i] = slot;
+    const int64_t block = static_cast<const int64_t*>(block_table_.data)[position / block_size_];
+    static_cast<int64_t*>(slots_.data)[i] = block * block_size_ + position % block_size_;
   }
-  if (options_.cache == CacheKind::paged) *static_cast<int64_t*>(kv_lengths_.data) = position_ + n;
+  *static_cast<int64_t*>(kv_lengths_.data) = position_ + n;
 
   OPST_TRY(layers_.set(rows_, n));
   OPST_TRY(layers_.set(kv_len_, position_ + n));

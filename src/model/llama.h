@@ -26,6 +26,7 @@
 #include "model/gguf.h"
 #include "opst/context.h"
 #include "opst/graph.h"
+#include "opst/kv_cache.h"
 #include "opst/matmul.h"
 #include "opst/tensor.h"
 
@@ -63,7 +64,9 @@ class LlamaModel {
   friend class LlamaSession;
   struct Layer {
     Buffer attention_norm, ffn_norm;  // f32 [width]
-    PackedWeight query, key, value, attention_output, gate, up, down;
+    // What meets the same x is one weight, its parts one below another, where the file's types allow it.
+    std::vector<PackedWeight> query_key_value, gate_up;
+    PackedWeight attention_output, down;
   };
   LlamaModel() = default;
 
@@ -77,7 +80,7 @@ class LlamaModel {
 };
 
 enum class CacheKind : uint8_t {
-  contiguous,  // one row of memory per position
+  contiguous,  // one block that holds the whole context
   paged,       // blocks of block_size positions, found through a block table
 };
 
@@ -87,7 +90,8 @@ struct SessionOptions {
   // int8: rounded where they meet quantised weights (opst/matmul.h).
   ActivationType activations = ActivationType::exact;
   CacheKind cache = CacheKind::contiguous;
-  int64_t block_size = 16;      // of a paged cache
+  // Of a paged cache. Multiples of 32 are read fastest (f32 and bf16): the layout is then panel32, else norm.
+  int64_t block_size = 32;
   int64_t prefill_chunk = 512;  // tokens that go through the layers together
   int64_t logit_rows = 1;       // positions whose logits feed_all computes together
 };
@@ -156,7 +160,8 @@ class LlamaSession {
   Tensor hidden_;                      // f32 [prefill_chunk, width]
   Tensor logits_;                      // f32 [logit_rows, vocab_size]
   Tensor tokens_, positions_, slots_;  // i64 [prefill_chunk]
-  Tensor block_table_, kv_lengths_;    // i64 [1, num_blocks], [1]; paged only
+  Tensor block_table_, kv_lengths_;    // i64 [1, num_blocks], [1]
+  PageLayout page_layout_ = PageLayout::norm;
 };
 
 }  // namespace opst::model

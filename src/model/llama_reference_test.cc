@@ -137,7 +137,7 @@ TEST_F(LlamaReference, ThreadsChunksAndCaches) {
     for (const int64_t chunk : {int64_t{1}, int64_t{7}, int64_t{64}, kAll}) {
       check({.context = kAll, .prefill_chunk = chunk});
     }
-    for (const int64_t block_size : {1, 16, 33}) {
+    for (const int64_t block_size : {1, 16, 32, 33, 96}) {
       check({.context = kAll, .cache = CacheKind::paged, .block_size = block_size, .prefill_chunk = kAll});
     }
     check({.context = kAll, .cache = CacheKind::paged, .block_size = 16, .prefill_chunk = 7});

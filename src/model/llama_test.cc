@@ -235,7 +235,7 @@ TEST(Llama, AnyChunkAndAnyCacheIsTheSame) {
       check_against_double(context, loaded, {.context = 64, .prefill_chunk = chunk, .logit_rows = logit_rows},
                            kTolerance);
     }
-    for (const int64_t block_size : {1, 16, 33, 1000}) {
+    for (const int64_t block_size : {1, 16, 32, 33, 64, 1000}) {
       SCOPED_TRACE(testing::Message() << "chunk " << chunk << ", block size " << block_size);
       check_against_double(context, loaded,
                            {.context = 64, .cache = CacheKind::paged, .block_size = block_size, .prefill_chunk = chunk},
