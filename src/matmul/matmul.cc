@@ -85,35 +85,56 @@ void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int6
 // Rows of x per packing task.
 constexpr int64_t kPackRows = 32;
 
-// Words [begin, begin + words) of a row of bf16 pairs; what lies beyond element k is 0.
-void pack_pairs(const ConstTensor& x, int64_t row, int64_t begin, int64_t words, uint32_t* out) {
-  const int64_t k = x.shape[1], stride = x.strides[1];
-  const bf16* const from = static_cast<const bf16*>(x.data) + row * x.strides[0];
-  const int64_t whole = std::min(words, k / 2 - begin);
+// Words [k0, k0 + words) of rows of bf16 pairs -> [rows][out_stride]; what lies beyond element k is 0.
+void pack_pairs(const ConstTensor& x, int64_t row, int64_t rows, int64_t k0, int64_t words, uint32_t* out,
+                int64_t out_stride) {
+  const int64_t k = x.shape[1], stride = x.strides[1], row_stride = x.strides[0];
+  const bf16* const first = static_cast<const bf16*>(x.data) + row * row_stride;
+  const int64_t whole = std::min(words, k / 2 - k0);
   if (stride == 1) {
-    std::memcpy(out, from + 2 * begin, static_cast<size_t>(whole) * sizeof(uint32_t));
+    for (int64_t i = 0; i < rows; ++i) {
+      std::memcpy(out + i * out_stride, first + i * row_stride + 2 * k0, static_cast<size_t>(whole) * sizeof(uint32_t));
+    }
   } else {
-    for (int64_t w = 0; w < whole; ++w) {
-      const bf16* const pair = from + 2 * (begin + w) * stride;
-      out[w] = pair[0].bits | static_cast<uint32_t>(pair[stride].bits) << 16;
+    // Down the columns, which may be contiguous, into a square that stays in L1.
+    constexpr int64_t kWords = 16;
+    uint32_t square[kWords][kPackRows];
+    for (int64_t w0 = 0; w0 < whole; w0 += kWords) {
+      const int64_t count = std::min(kWords, whole - w0);
+      for (int64_t w = 0; w < count; ++w) {
+        const bf16* const low = first + 2 * (k0 + w0 + w) * stride;
+        const bf16* const high = low + stride;
+        if (row_stride == 1) {
+          for (int64_t i = 0; i < rows; ++i) square[w][i] = low[i].bits | static_cast<uint32_t>(high[i].bits) << 16;
+          continue;
+        }
+        for (int64_t i = 0; i < rows; ++i) {
+          square[w][i] = low[i * row_stride].bits | static_cast<uint32_t>(high[i * row_stride].bits) << 16;
+        }
+      }
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t w = 0; w < count; ++w) out[i * out_stride + w0 + w] = square[w][i];
+      }
     }
   }
-  if (whole < words) out[whole] = from[(k - 1) * stride].bits;
+  for (int64_t i = 0; whole < words && i < rows; ++i) {
+    out[i * out_stride + whole] = first[i * row_stride + (k - 1) * stride].bits;
+  }
 }
 
-// Rows [begin, end) of x -> [k block][m][x_stride].
+// Rows [begin, end) of x, at most kPackRows, -> [k block][m][x_stride].
 void pack_x(const Kernels& table, const ConstTensor& x, const Plan& plan, bool dot, int64_t begin, int64_t end,
             float* out) {
   const int64_t m = x.shape[0], k = x.shape[1];
   const auto widen_rows = table.widen_rows[static_cast<int>(float_type(x.dtype))];
   // A row from its beginning to its end where it is contiguous, so that it is read as one stream.
-  const int64_t at_once = dot || x.strides[1] == 1 ? 1 : end - begin;
+  const int64_t at_once = x.strides[1] == 1 ? 1 : end - begin;
   for (int64_t i = begin; i < end; i += at_once) {
     for (int64_t k0 = 0; k0 < plan.words; k0 += plan.k_block) {
       const int64_t words = std::min(plan.k_block, plan.words - k0);
       float* const to = out + (k0 / plan.k_block * m + i) * plan.x_stride;
       if (dot) {
-        pack_pairs(x, i, k0, words, reinterpret_cast<uint32_t*>(to));
+        pack_pairs(x, i, at_once, k0, words, reinterpret_cast<uint32_t*>(to), plan.x_stride);
         continue;
       }
       const char* const from =
