@@ -25,13 +25,13 @@ struct GraphImpl {
     Kind kind = Kind::intermediate;
     DType dtype = DType::f32;
     Shape shape;
-    int base = -1;           // of a view
+    int base = -1;  // of a view
     int64_t first_column = 0;
     bool of_columns = false;  // a view of columns of its base's rows, from first_column on
-    std::vector<int> views;  // of this value
-    int producer = -1;       // node
-    int64_t offset = -1;     // in the workspace
-    Tensor bound;            // external tensors
+    std::vector<int> views;   // of this value
+    int producer = -1;        // node
+    int64_t offset = -1;      // in the workspace
+    Tensor bound;             // external tensors
     bool is_bound = false;
     bool fits = false;  // its tensor may be used
   };
