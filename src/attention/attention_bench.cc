@@ -76,7 +76,7 @@ void run(benchmark::State& state, const Case& c) {
   }
 }
 
-void add(const Case& c) {
+void register_case(const Case& c) {
   benchmark::RegisterBenchmark(c.name().c_str(), [c](benchmark::State& state) { run(state, c); })
       ->UseManualTime()
       ->Iterations(1)
@@ -95,19 +95,19 @@ int main(int argc, char** argv) {
         for (const int64_t heads : {1, 8}) {
           for (const int64_t n : {1, 16, 64, 128, 256, 512, 1024}) {
             for (const AttentionPath path : {AttentionPath::flash, AttentionPath::standard}) {
-              opst::add({dtype, 1, heads, heads, n, n, head_dim, causal, path, 1});
+              opst::register_case({dtype, 1, heads, heads, n, n, head_dim, causal, path, 1});
             }
           }
         }
         for (const int64_t n : {2048, 4096}) {
           for (const int threads : {1, 2}) {
-            opst::add({dtype, 1, 4, 4, n, n, head_dim, causal, AttentionPath::flash, threads});
+            opst::register_case({dtype, 1, 4, 4, n, n, head_dim, causal, AttentionPath::flash, threads});
           }
         }
       }
     }
     for (const int threads : {1, 2}) {
-      opst::add({dtype, 1, 32, 8, 1, 32768, 128, true, AttentionPath::flash, threads});
+      opst::register_case({dtype, 1, 32, 8, 1, 32768, 128, true, AttentionPath::flash, threads});
     }
   }
   benchmark::Initialize(&argc, argv);

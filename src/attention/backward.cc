@@ -465,7 +465,7 @@ class BackwardCall {
 
     if (bias_order_ == BiasOrder::by_task) {
       void** targets = const_cast<void**>(w.query_rows);
-      const int64_t row_bytes = layout_.bias_sum_bytes / group_;
+      const int64_t row_bytes = layout_.bias_sum_row_bytes;
       for (int64_t r = 0; r < b.queries.rows; ++r) targets[r] = w.bias_sums + (b.first_row + r) % group_ * row_bytes;
       kernels_.add_grad_bias(g, tile, targets, tile.first_key, 1, bias_scale());
     }
@@ -513,7 +513,7 @@ class BackwardCall {
   }
   void add_bias_sums(int64_t head, const Worker& w, const GradTile& tile, int64_t number) const {
     wait_for(turns_[layout_.blocks], number);
-    const int64_t row_bytes = layout_.bias_sum_bytes / group_, stride = bias_strides_[3];
+    const int64_t row_bytes = layout_.bias_sum_row_bytes, stride = bias_strides_[3];
     for (int64_t g = 0; g < group_; ++g) {
       void* to = bias_row(head, g);
       for (int64_t j = 0; j < tile.count; ++j) {

@@ -37,7 +37,7 @@ struct BackwardLayout {
   int64_t grad_key_bytes, grad_value_bytes;
   int64_t scores_bytes, score_row_bytes, raw_bytes;
   int64_t rule_bytes, target_bytes;  // of a block: RowRules, addresses of its rows of the bias's gradient
-  int64_t cap_bytes, bias_bytes, bias_sum_bytes;
+  int64_t cap_bytes, bias_bytes, bias_sum_bytes, bias_sum_row_bytes;
   int64_t sink_bytes, turn_bytes;  // of the whole call
   int64_t worker_bytes;
 
@@ -87,6 +87,7 @@ struct BackwardLayout {
     raw_bytes = pairs ? bytes(2 * g.tile_rows, scores_stride, g.accumulator_bytes) : 0;
     cap_bytes = rules ? bytes(g.tile_rows, scores_stride, g.accumulator_bytes) : 0;
     bias_bytes = problem.grad_bias ? bytes(block_q, scores_stride, g.accumulator_bytes) : 0;
+    bias_sum_row_bytes = scores_stride * g.accumulator_bytes;
     bias_sum_bytes = problem.grad_bias ? bytes(group, scores_stride, g.accumulator_bytes) : 0;
     sink_bytes = problem.grad_sinks ? Arena::size_of<double>(p.batch * p.num_heads * blocks) : 0;
     turn_bytes = problem.grad_bias ? Arena::size_of<std::atomic<int64_t>>(blocks + 1) : 0;
