@@ -36,9 +36,10 @@ ROOMS = {
     "graph": set(),
     "model": set(),
     "tools": {"model"},
+    "python": {"model"},
     "examples": set(),
 }
-USERS = {"graph", "model", "tools", "examples"}
+USERS = {"graph", "model", "tools", "python", "examples"}
 
 # include/opst/NAME.h belongs to the room of that name, except:
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
@@ -71,6 +72,7 @@ PACKAGES = [
     (re.compile(r"Random123/"), "tests", lambda f: f.is_test),
     (re.compile(r"nlohmann/"), "tests and tools", lambda f: f.is_test or f.room == "tools"),
     (re.compile(r"(CLI|fmt)/"), "tools", lambda f: f.room == "tools"),
+    (re.compile(r"nanobind/"), "python", lambda f: f.room == "python"),
     (re.compile(r"utf8proc\.h"), "model and tools", lambda f: f.room in {"model", "tools"}),
 ]
 
@@ -101,7 +103,7 @@ class File:
 
 def read_tree(root):
     files = {}
-    for top in ("include", "src", "tools", "examples"):
+    for top in ("include", "src", "tools", "python", "examples"):
         for path in sorted((root / top).rglob("*")):
             if path.suffix in {".h", ".cc"} and path.is_file():
                 file = File(root, path)

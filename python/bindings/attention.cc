@@ -1,0 +1,224 @@
+#include "opst/attention.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+
+#include "opst/attention_backward.h"
+#include "view.h"
+
+namespace opst::python {
+
+namespace {
+
+// Inputs and options of one call; forward, backward and plan read the same ones.
+struct AttentionCall {
+  AttentionCall(const View& query, const View& key, const View& value) : kept{query, key, value} {
+    inputs.query = query.input();
+    inputs.key = key.input();
+    inputs.value = value.input();
+  }
+
+  AttentionInputs inputs;
+  AttentionOptions options;
+  std::vector<View> kept;  // whose memory the inputs are
+};
+
+template <class T>
+T parse(const std::string& text, const char* name, std::initializer_list<std::pair<const char*, T>> words) {
+  std::string known;
+  for (const auto& [word, meaning] : words) {
+    if (text == word) return meaning;
+    known += (known.empty() ? "" : ", ") + std::string(word);
+  }
+  raise(PyExc_ValueError, std::string(name) + " is \"" + text + "\", must be one of " + known);
+}
+
+// An optional tensor: set from a View or None.
+template <ConstTensor AttentionInputs::*kField>
+void set_input(AttentionCall& call, nb::object view) {
+  if (view.is_none()) {
+    call.inputs.*kField = {};
+    return;
+  }
+  call.kept.push_back(nb::cast<const View&>(view));
+  call.inputs.*kField = call.kept.back().input();
+}
+
+template <auto kField>
+void option(nb::class_<AttentionCall>& type, const char* name) {
+  using Value = std::remove_reference_t<decltype(std::declval<AttentionOptions>().*kField)>;
+  type.def_prop_rw(
+      name, [](const AttentionCall& call) { return call.options.*kField; },
+      [](AttentionCall& call, Value value) { call.options.*kField = value; });
+}
+
+template <auto kField>
+void dropout_option(nb::class_<AttentionCall>& type, const char* name) {
+  using Value = std::remove_reference_t<decltype(std::declval<DropoutOptions>().*kField)>;
+  type.def_prop_rw(
+      name, [](const AttentionCall& call) { return call.options.dropout.*kField; },
+      [](AttentionCall& call, Value value) { call.options.dropout.*kField = value; });
+}
+
+int64_t longest(const ConstTensor& offsets) {
+  const auto at = [&](int64_t i) {
+    const int64_t index = i * offsets.strides[0];
+    return offsets.dtype == DType::i32 ? int64_t{static_cast<const int32_t*>(offsets.data)[index]}
+                                       : static_cast<const int64_t*>(offsets.data)[index];
+  };
+  int64_t most = 0;
+  for (int64_t b = 0; b + 1 < offsets.shape[0]; ++b) most = std::max(most, at(b + 1) - at(b));
+  return most;
+}
+
+std::string plan(const AttentionCall& call, const Context& context) {
+  const AttentionInputs& in = call.inputs;
+  AttentionProblem problem;
+  problem.query_dtype = in.query.dtype;
+  problem.kv_dtype = in.key.dtype;
+  problem.options = call.options;
+  problem.varlen_q = in.cu_seqlens_q.data != nullptr;
+  problem.varlen_k = in.cu_seqlens_k.data != nullptr;
+  problem.has_prefix = in.prefix.data != nullptr;
+  problem.has_mask = in.mask.data != nullptr;
+  problem.has_bias = in.bias.data != nullptr;
+  problem.has_alibi = in.alibi_slopes.data != nullptr;
+  problem.has_sinks = in.sinks.data != nullptr;
+  problem.has_drop_mask = in.drop_mask.data != nullptr;
+  const int q_rank = problem.varlen_q ? 3 : 4, k_rank = problem.varlen_k ? 3 : 4;
+  if (in.query.rank != q_rank || in.key.rank != k_rank || in.value.rank != k_rank || in.block_table.data != nullptr) {
+    raise(PyExc_ValueError, "a plan is made for [batch, heads, length, head_dim] or for sequences one after the other");
+  }
+  const int64_t* q = in.query.shape;
+  const int64_t* k = in.key.shape;
+  problem.batch = problem.varlen_q ? in.cu_seqlens_q.shape[0] - 1 : q[0];
+  problem.num_heads = q[1];
+  problem.num_kv_heads = k[1];
+  problem.query_len = problem.varlen_q ? longest(in.cu_seqlens_q) : q[2];
+  problem.kv_len = problem.varlen_k ? longest(in.cu_seqlens_k) : k[2];
+  problem.head_dim = q[q_rank - 1];
+  problem.value_head_dim = in.value.shape[k_rank - 1];
+  problem.unit_stride_kv = in.key.strides[k_rank - 1] == 1 && in.value.strides[k_rank - 1] == 1;
+  return to_string(plan_attention(problem, context.machine()));
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  nb::class_<AttentionCall> type(module, "AttentionCall", "Inputs and options of attention (opst/attention.h).");
+  type.def(nb::init<const View&, const View&, const View&>(), nb::arg("query"), nb::arg("key"), nb::arg("value"));
+
+  const auto input = [&]<ConstTensor AttentionInputs::*kField>(const char* name) {
+    type.def_prop_rw(
+        name, [](const AttentionCall& call) { return (call.inputs.*kField).data != nullptr; }, &set_input<kField>,
+        nb::for_setter(nb::arg("view").none()));
+  };
+  input.operator()<&AttentionInputs::block_table>("block_table");
+  input.operator()<&AttentionInputs::kv_lengths>("kv_lengths");
+  input.operator()<&AttentionInputs::cu_seqlens_q>("cu_seqlens_q");
+  input.operator()<&AttentionInputs::cu_seqlens_k>("cu_seqlens_k");
+  input.operator()<&AttentionInputs::prefix>("prefix");
+  input.operator()<&AttentionInputs::mask>("mask");
+  input.operator()<&AttentionInputs::bias>("bias");
+  input.operator()<&AttentionInputs::alibi_slopes>("alibi_slopes");
+  input.operator()<&AttentionInputs::sinks>("sinks");
+  input.operator()<&AttentionInputs::drop_mask>("drop_mask");
+
+  option<&AttentionOptions::softmax_scale>(type, "softmax_scale");
+  option<&AttentionOptions::causal>(type, "causal");
+  option<&AttentionOptions::block_q>(type, "block_q");
+  option<&AttentionOptions::block_kv>(type, "block_kv");
+  option<&AttentionOptions::window_left>(type, "window_left");
+  option<&AttentionOptions::window_right>(type, "window_right");
+  option<&AttentionOptions::softcap>(type, "softcap");
+  option<&AttentionOptions::bias_scale>(type, "bias_scale");
+  option<&AttentionOptions::alibi_query_start>(type, "alibi_query_start");
+  option<&AttentionOptions::alibi_key_start>(type, "alibi_key_start");
+  dropout_option<&DropoutOptions::keep_prob>(type, "keep_prob");
+  dropout_option<&DropoutOptions::seed>(type, "seed");
+  dropout_option<&DropoutOptions::offset>(type, "offset");
+  type.def_prop_rw(
+      "alignment",
+      [](const AttentionCall& call) {
+        return call.options.alignment == CausalAlignment::top_left ? "top_left" : "bottom_right";
+      },
+      [](AttentionCall& call, const std::string& text) {
+        call.options.alignment = parse<CausalAlignment>(
+            text, "alignment",
+            {{"top_left", CausalAlignment::top_left}, {"bottom_right", CausalAlignment::bottom_right}});
+      });
+  type.def_prop_rw(
+      "alibi_form",
+      [](const AttentionCall& call) { return call.options.alibi_form == AlibiForm::linear ? "linear" : "square_root"; },
+      [](AttentionCall& call, const std::string& text) {
+        call.options.alibi_form = parse<AlibiForm>(
+            text, "alibi_form", {{"linear", AlibiForm::linear}, {"square_root", AlibiForm::square_root}});
+      });
+  type.def_prop_rw(
+      "path", [](const AttentionCall& call) { return to_string(call.options.path); },
+      [](AttentionCall& call, const std::string& text) {
+        call.options.path = parse<AttentionPath>(text, "path",
+                                                 {{"automatic", AttentionPath::automatic},
+                                                  {"standard", AttentionPath::standard},
+                                                  {"flash", AttentionPath::flash}});
+      });
+  type.def_prop_rw(
+      "page_layout", [](const AttentionCall& call) { return to_string(call.inputs.page_layout); },
+      [](AttentionCall& call, const std::string& text) {
+        call.inputs.page_layout =
+            parse<PageLayout>(text, "page_layout", {{"norm", PageLayout::norm}, {"panel32", PageLayout::panel32}});
+      });
+
+  type.def(
+      "forward",
+      [](const AttentionCall& call, Context& context, const View& out, const View* lse, const View* max,
+         const View* sum) {
+        const AttentionOutputs outputs = {.out = out.output("out"),
+                                          .softmax_lse = output_or_empty(lse, "softmax_lse"),
+                                          .softmax_max = output_or_empty(max, "softmax_max"),
+                                          .softmax_sum = output_or_empty(sum, "softmax_sum")};
+        run([&] { return flash_attention_forward(context, call.inputs, outputs, call.options); });
+      },
+      nb::arg("context"), nb::arg("out"), nb::arg("softmax_lse").none() = nb::none(),
+      nb::arg("softmax_max").none() = nb::none(), nb::arg("softmax_sum").none() = nb::none());
+  type.def(
+      "backward",
+      [](const AttentionCall& call, Context& context, const View& out, const View& grad_out, const View* lse,
+         const View* max, const View* sum, const View* grad_lse, const View* grad_query, const View* grad_key,
+         const View* grad_value, const View* grad_bias, const View* grad_sinks) {
+        const AttentionSaved saved = {.out = out.input(),
+                                      .softmax_lse = input_or_empty(lse),
+                                      .softmax_max = input_or_empty(max),
+                                      .softmax_sum = input_or_empty(sum),
+                                      .grad_out = grad_out.input(),
+                                      .grad_lse = input_or_empty(grad_lse)};
+        const AttentionGradients gradients = {.grad_query = output_or_empty(grad_query, "grad_query"),
+                                              .grad_key = output_or_empty(grad_key, "grad_key"),
+                                              .grad_value = output_or_empty(grad_value, "grad_value"),
+                                              .grad_bias = output_or_empty(grad_bias, "grad_bias"),
+                                              .grad_sinks = output_or_empty(grad_sinks, "grad_sinks")};
+        run([&] { return flash_attention_backward(context, call.inputs, saved, gradients, call.options); });
+      },
+      nb::arg("context"), nb::arg("out"), nb::arg("grad_out"), nb::arg("softmax_lse").none() = nb::none(),
+      nb::arg("softmax_max").none() = nb::none(), nb::arg("softmax_sum").none() = nb::none(),
+      nb::arg("grad_lse").none() = nb::none(), nb::arg("grad_query").none() = nb::none(),
+      nb::arg("grad_key").none() = nb::none(), nb::arg("grad_value").none() = nb::none(),
+      nb::arg("grad_bias").none() = nb::none(), nb::arg("grad_sinks").none() = nb::none());
+  type.def("plan", &plan, nb::arg("context"));
+
+  module.def(
+      "merge_attention",
+      [](Context& context, const View& parts, const View& lse, const View& out, const View* out_lse) {
+        const AttentionParts in = {.out = parts.input(), .softmax_lse = lse.input()};
+        const AttentionOutputs outputs = {.out = out.output("out"),
+                                          .softmax_lse = output_or_empty(out_lse, "softmax_lse")};
+        run([&] { return merge_attention(context, in, outputs); });
+      },
+      nb::arg("context"), nb::arg("out_parts"), nb::arg("lse_parts"), nb::arg("out"),
+      nb::arg("softmax_lse").none() = nb::none());
+  module.attr("UNBOUNDED") = kUnbounded;
+}
+
+}  // namespace opst::python

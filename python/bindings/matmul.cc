@@ -1,0 +1,154 @@
+// Products, and the integer formats of weights.
+#include "opst/matmul.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "opst/quant.h"
+#include "view.h"
+
+namespace opst::python {
+
+namespace {
+
+Activation parse_activation(const std::string& name) {
+  for (const Activation a : {Activation::none, Activation::silu, Activation::gelu_erf, Activation::gelu_tanh,
+                             Activation::swiglu, Activation::swiglu_swapped}) {
+    if (name == to_string(a)) return a;
+  }
+  raise(PyExc_ValueError,
+        "activation is \"" + name + "\", must be one of none, silu, gelu_erf, gelu_tanh, swiglu, swiglu_swapped");
+}
+
+// Bytes of a file's matrix: u8 of any shape, contiguous.
+QuantMatrix quant_matrix(const View& bytes, const std::string& format, int64_t rows, int64_t cols) {
+  const std::optional<QuantFormat> parsed = parse_quant_format(format);
+  if (!parsed) raise(PyExc_ValueError, "format is \"" + format + "\", which is no block format");
+  const ConstTensor t = bytes.input();
+  if (t.dtype != DType::u8 || !t.is_contiguous()) {
+    raise(PyExc_ValueError, "the blocks must be contiguous u8, not " + to_string(t));
+  }
+  return {*parsed, rows, cols, t.data, t.num_elements()};
+}
+
+IntMatrix int_matrix(const View& q, const View& scales, const View* zeros) {
+  return {.q = q.input(), .scales = scales.input(), .zeros = optional_input(zeros)};
+}
+
+}  // namespace
+
+void bind_matmul(nb::module_& module) {
+  using nb::arg;
+  nb::class_<PackedWeight>(module, "PackedWeight", "A weight [n, k], repacked for the multiply kernels.")
+      .def_static(
+          "pack",
+          [](Context& context, const View& weight) {
+            return value_or_raise(PackedWeight::pack(context, weight.input()));
+          },
+          arg("context"), arg("weight"))
+      .def_static(
+          "pack_blocks",
+          [](Context& context, const View& bytes, const std::string& format, int64_t rows, int64_t cols) {
+            return value_or_raise(PackedWeight::pack(context, quant_matrix(bytes, format, rows, cols)));
+          },
+          arg("context"), arg("bytes"), arg("format"), arg("rows"), arg("cols"))
+      .def_prop_ro("format", [](const PackedWeight& w) { return to_string(w.format()); })
+      .def_prop_ro("n", &PackedWeight::n)
+      .def_prop_ro("k", &PackedWeight::k)
+      .def_prop_ro("size_bytes", &PackedWeight::size_bytes);
+  nb::class_<PackedIntWeight>(module, "PackedIntWeight", "An int8 or int4 weight [n, k] with scales, repacked.")
+      .def_static(
+          "pack",
+          [](Context& context, const View& q, const View& scales, const View* zeros) {
+            return value_or_raise(PackedIntWeight::pack(context, int_matrix(q, scales, zeros)));
+          },
+          arg("context"), arg("q"), arg("scales"), arg("zeros").none() = nb::none())
+      .def_prop_ro("n", &PackedIntWeight::n)
+      .def_prop_ro("k", &PackedIntWeight::k)
+      .def_prop_ro("groups", &PackedIntWeight::groups)
+      .def_prop_ro("bits", &PackedIntWeight::bits)
+      .def_prop_ro("size_bytes", &PackedIntWeight::size_bytes);
+
+  const auto options = [](const View* bias, const std::string& activation, const View* residual, bool int8) {
+    MatmulOptions o;
+    o.bias = optional_input(bias);
+    o.activation = parse_activation(activation);
+    o.residual = optional_input(residual);
+    o.activations = int8 ? ActivationType::int8 : ActivationType::exact;
+    return o;
+  };
+  module.def(
+      "matmul",
+      [options](Context& context, const View& x, const View& weight, const View& out, const View* bias,
+                const std::string& activation, const View* residual) {
+        run([&, y = out.output("out"), o = options(bias, activation, residual, false)] {
+          return matmul(context, x.input(), weight.input(), y, o);
+        });
+      },
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
+      arg("residual").none());
+  module.def(
+      "matmul_packed",
+      [options](Context& context, const View& x, const PackedWeight& weight, const View& out, const View* bias,
+                const std::string& activation, const View* residual, bool int8_activations) {
+        run([&, y = out.output("out"), o = options(bias, activation, residual, int8_activations)] {
+          return matmul(context, x.input(), weight, y, o);
+        });
+      },
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
+      arg("residual").none(), arg("int8_activations"));
+  module.def(
+      "matmul_int",
+      [](Context& context, const View& x, const PackedIntWeight& weight, const View& out, const View* x_scales,
+         const View* bias) {
+        const IntMatmulOptions o = {.x_scales = optional_input(x_scales), .bias = optional_input(bias)};
+        run([&, y = out.output("out")] { return matmul(context, x.input(), weight, y, o); });
+      },
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("x_scales").none(), arg("bias").none());
+  module.def(
+      "matmul_backward",
+      [](Context& context, const View& grad_out, const View& x, const View& weight, const View* grad_x,
+         const View* grad_weight, const View* grad_bias) {
+        const MatmulGradients g = {.x = optional_output(grad_x, "grad_x"),
+                                   .weight = optional_output(grad_weight, "grad_weight"),
+                                   .bias = optional_output(grad_bias, "grad_bias")};
+        run([&] { return matmul_backward(context, grad_out.input(), x.input(), weight.input(), g); });
+      },
+      arg("context"), arg("grad_out"), arg("x"), arg("weight"), arg("grad_x").none(), arg("grad_weight").none(),
+      arg("grad_bias").none());
+
+  module.def(
+      "dequantize_blocks",
+      [](Context& context, const View& bytes, const std::string& format, int64_t rows, int64_t cols, const View& out) {
+        run([&, m = quant_matrix(bytes, format, rows, cols), y = out.output("out")] {
+          return dequantize(context, m, y);
+        });
+      },
+      arg("context"), arg("bytes"), arg("format"), arg("rows"), arg("cols"), arg("out"));
+  module.def(
+      "dequantize",
+      [](Context& context, const View& q, const View& scales, const View* zeros, const View& out) {
+        run([&, y = out.output("out")] { return dequantize(context, int_matrix(q, scales, zeros), y); });
+      },
+      arg("context"), arg("q"), arg("scales"), arg("zeros").none(), arg("out"));
+  module.def(
+      "quantize",
+      [](Context& context, const View& x, const View& q, const View& scales, const View* zeros) {
+        run([&, i = q.output("q"), s = scales.output("scales"),
+             o = QuantizeOptions{.zeros = optional_output(zeros, "zeros")}] {
+          return quantize(context, x.input(), i, s, o);
+        });
+      },
+      arg("context"), arg("x"), arg("q"), arg("scales"), arg("zeros").none());
+  module.def(
+      "dynamic_quant",
+      [](Context& context, const View& x, const View& q, const View& scales, const View* smooth_scales) {
+        run([&, i = q.output("q"), s = scales.output("scales"),
+             o = DynamicQuantOptions{.smooth_scales = optional_input(smooth_scales)}] {
+          return dynamic_quant(context, x.input(), i, s, o);
+        });
+      },
+      arg("context"), arg("x"), arg("q"), arg("scales"), arg("smooth_scales").none());
+}
+
+}  // namespace opst::python

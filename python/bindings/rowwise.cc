@@ -1,0 +1,123 @@
+#include "opst/rowwise.h"
+
+#include <nanobind/stl/string.h>
+
+#include "view.h"
+
+namespace opst::python {
+
+namespace {
+
+RopeStyle parse_style(const std::string& style) {
+  if (style == "halves") return RopeStyle::halves;
+  if (style == "pairs") return RopeStyle::pairs;
+  raise(PyExc_ValueError, "style is \"" + style + "\", must be one of halves, pairs");
+}
+
+NormGradients gradients(const View* x, const View* weight, const View* bias) {
+  return {.x = optional_output(x, "grad_x"),
+          .weight = optional_output(weight, "grad_weight"),
+          .bias = optional_output(bias, "grad_bias")};
+}
+
+}  // namespace
+
+void bind_rowwise(nb::module_& module) {
+  using nb::arg;
+  module.def(
+      "rms_norm",
+      [](Context& context, const View& x, const View& weight, const View& out, double eps) {
+        run([&, y = out.output("out")] { return rms_norm(context, x.input(), weight.input(), y, {.eps = eps}); });
+      },
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("eps"));
+  module.def(
+      "add_rms_norm",
+      [](Context& context, const View& a, const View& b, const View& weight, const View& out, const View& sum,
+         double eps) {
+        run([&, y = out.output("out"), s = sum.output("sum")] {
+          return add_rms_norm(context, a.input(), b.input(), weight.input(), y, s, {.eps = eps});
+        });
+      },
+      arg("context"), arg("a"), arg("b"), arg("weight"), arg("out"), arg("sum"), arg("eps"));
+  module.def(
+      "rms_norm_backward",
+      [](Context& context, const View& grad_out, const View& x, const View& weight, const View* grad_x,
+         const View* grad_weight, double eps) {
+        run([&, g = gradients(grad_x, grad_weight, nullptr)] {
+          return rms_norm_backward(context, grad_out.input(), x.input(), weight.input(), g, {.eps = eps});
+        });
+      },
+      arg("context"), arg("grad_out"), arg("x"), arg("weight"), arg("grad_x").none(), arg("grad_weight").none(),
+      arg("eps"));
+  module.def(
+      "layer_norm",
+      [](Context& context, const View& x, const View* weight, const View* bias, const View& out, double eps) {
+        const LayerNormOptions options = {.eps = eps, .weight = optional_input(weight), .bias = optional_input(bias)};
+        run([&, y = out.output("out")] { return layer_norm(context, x.input(), y, options); });
+      },
+      arg("context"), arg("x"), arg("weight").none(), arg("bias").none(), arg("out"), arg("eps"));
+  module.def(
+      "layer_norm_backward",
+      [](Context& context, const View& grad_out, const View& x, const View* weight, const View* grad_x,
+         const View* grad_weight, const View* grad_bias, double eps) {
+        const LayerNormOptions options = {.eps = eps, .weight = optional_input(weight)};
+        run([&, g = gradients(grad_x, grad_weight, grad_bias)] {
+          return layer_norm_backward(context, grad_out.input(), x.input(), g, options);
+        });
+      },
+      arg("context"), arg("grad_out"), arg("x"), arg("weight").none(), arg("grad_x").none(), arg("grad_weight").none(),
+      arg("grad_bias").none(), arg("eps"));
+  module.def(
+      "softmax",
+      [](Context& context, const View& x, const View& out, float scale) {
+        run([&, y = out.output("out")] { return softmax(context, x.input(), y, {.scale = scale}); });
+      },
+      arg("context"), arg("x"), arg("out"), arg("scale"));
+  module.def(
+      "softmax_backward",
+      [](Context& context, const View& grad_out, const View& out, const View& grad_x, float scale) {
+        run([&, g = grad_x.output("grad_x")] {
+          return softmax_backward(context, grad_out.input(), out.input(), g, {.scale = scale});
+        });
+      },
+      arg("context"), arg("grad_out"), arg("out"), arg("grad_x"), arg("scale"));
+  module.def(
+      "rope_table",
+      [](Context& context, const View& positions, const View& cos, const View& sin, double theta) {
+        run([&, c = cos.output("cos"), s = sin.output("sin")] {
+          return rope_table(context, positions.input(), c, s, {.theta = theta});
+        });
+      },
+      arg("context"), arg("positions"), arg("cos"), arg("sin"), arg("theta"));
+  module.def(
+      "rope",
+      [](Context& context, const View& x, const View& cos, const View& sin, const View& out, const std::string& style,
+         bool inverse) {
+        const RopeOptions options = {.style = parse_style(style), .inverse = inverse};
+        run([&, y = out.output("out")] { return rope(context, x.input(), cos.input(), sin.input(), y, options); });
+      },
+      arg("context"), arg("x"), arg("cos"), arg("sin"), arg("out"), arg("style"), arg("inverse"));
+  module.def(
+      "swiglu",
+      [](Context& context, const View& gate, const View& up, const View& out) {
+        run([&, y = out.output("out")] { return swiglu(context, gate.input(), up.input(), y); });
+      },
+      arg("context"), arg("gate"), arg("up"), arg("out"));
+  module.def(
+      "swiglu_backward",
+      [](Context& context, const View& grad_out, const View& gate, const View& up, const View& grad_gate,
+         const View& grad_up) {
+        run([&, g = grad_gate.output("grad_gate"), u = grad_up.output("grad_up")] {
+          return swiglu_backward(context, grad_out.input(), gate.input(), up.input(), g, u);
+        });
+      },
+      arg("context"), arg("grad_out"), arg("gate"), arg("up"), arg("grad_gate"), arg("grad_up"));
+  module.def(
+      "add",
+      [](Context& context, const View& a, const View& b, const View& out) {
+        run([&, y = out.output("out")] { return add(context, a.input(), b.input(), y); });
+      },
+      arg("context"), arg("a"), arg("b"), arg("out"));
+}
+
+}  // namespace opst::python

@@ -1,0 +1,59 @@
+"""Numbers stored as small integers: int8 and int4 with scales beside them, and the block formats of GGUF files."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+from . import _core
+from ._arrays import default_context, empty, optional_view, view
+from ._core import Context
+
+__all__ = ["dequantize", "dequantize_blocks", "dynamic_quant", "quantize"]
+
+
+def _integers_for(x: Any, bits: int) -> Any:
+    if bits not in (4, 8):
+        raise ValueError(f"bits is {bits}, must be 4 or 8")
+    shape = view(x).shape
+    if bits == 8:
+        return empty(x, shape, "i8")
+    if shape[-1] % 2:
+        raise ValueError(f"int4 holds two values a byte, but a row of x has {shape[-1]}")
+    return empty(x, (*shape[:-1], shape[-1] // 2), "u8")
+
+
+def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = False,
+             context: Optional[Context] = None) -> Tuple[Any, Any, Any]:
+    """(q, scales, zeros) of x [rows, cols]: x is about (q - zero) * scale, by groups of cols / groups along a row.
+
+    q int8 [rows, cols], or for bits = 4 uint8 [rows, cols / 2] with two values a byte, the lower half first; scales
+    float32 [rows, groups]; zeros int8 likewise, None without zero_points.
+    """
+    rows = view(x).shape[0]
+    q, scales = _integers_for(x, bits), empty(x, (rows, groups), "f32")
+    zeros = empty(x, (rows, groups), "i8") if zero_points else None
+    _core.quantize(context or default_context(), view(x), view(q), view(scales), optional_view(zeros))
+    return q, scales, zeros
+
+
+def dequantize(q: Any, scales: Any, zeros: Any = None, *, context: Optional[Context] = None) -> Any:
+    """(q - zero) * scale, float32 [rows, cols]."""
+    tensor = view(q)
+    rows, width = tensor.shape
+    out = empty(q, (rows, width * 2 if tensor.dtype == "u8" else width), "f32")
+    _core.dequantize(context or default_context(), tensor, view(scales), optional_view(zeros), view(out))
+    return out
+
+
+def dynamic_quant(x: Any, *, bits: int = 8, smooth_scales: Any = None, context: Optional[Context] = None) -> Tuple[Any, Any]:
+    """(q, scales) of x [.., k], every row by its own scale; smooth_scales float32 [k] are multiplied in first."""
+    q, scales = _integers_for(x, bits), empty(x, view(x).shape[:-1], "f32")
+    _core.dynamic_quant(context or default_context(), view(x), view(q), view(scales), optional_view(smooth_scales))
+    return q, scales
+
+
+def dequantize_blocks(blocks: Any, format: str, rows: int, cols: int, *, context: Optional[Context] = None) -> Any:
+    """Float32 [rows, cols] of a GGUF matrix: uint8 blocks of a format such as "q4_1"."""
+    out = empty(blocks, (rows, cols), "f32")
+    _core.dequantize_blocks(context or default_context(), view(blocks), format, rows, cols, view(out))
+    return out
