@@ -135,6 +135,10 @@ template <class Piece, class Block>
 void few_rows_blocks(const BlockRows<Block>& part) {
   constexpr int NV = kVecsPerPanel;  // of one row: a panel at a time
   constexpr int NV2 = kVecsPerPanel * 2 <= 2 ? 2 : kVecsPerPanel;
+  // The stream's first lines: reading ahead begins behind them.
+  const char* const panels = static_cast<const char*>(part.panels);
+  const int64_t panel_bytes = part.k / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
+  for (int64_t b = 0; b < kBlockPrefetchBytes && b < panel_bytes; b += 64) __builtin_prefetch(panels + b);
   // Another core has just written the blocks: all their lines are asked for at once, not one by one as they are needed.
   for (int64_t i = 0; i < part.rows; ++i) {
     const char* const blocks = reinterpret_cast<const char*>(part.a + i * part.a_stride);
