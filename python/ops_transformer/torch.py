@@ -153,6 +153,13 @@ def _backward(ctx, grad_out, _):
 
 torch.library.register_autograd("ops_transformer::sdpa", _backward, setup_context=_save, lib=_library)
 
+
+
+def _second_derivative(ctx, *_):
+    raise NotImplementedError("ops_transformer: second derivatives of attention are not implemented; torch's math path has them")
+
+
+torch.library.register_autograd("ops_transformer::sdpa_backward", _second_derivative, lib=_library)
 _operator = torch.ops.ops_transformer.sdpa.default
 
 # ---- torch's function ------------------------------------------------------------------------------------------------
@@ -168,6 +175,8 @@ def _reason_for_torch(query, key, value, attn_mask) -> Optional[str]:
             return "not on the CPU"
         if tensor.layout != torch.strided or tensor.is_nested:
             return "a tensor is nested or sparse"
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside a transform of torch.func"
     if query.dtype not in _DTYPES:
         return f"dtype {query.dtype}"
     if query.dtype != key.dtype or query.dtype != value.dtype:
@@ -251,11 +260,16 @@ def _is_plain(*tensors: Optional[Tensor]) -> bool:
     which costs as much as a short call itself."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack():
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (type(tensor) is not Tensor or tensor.is_meta or (grad and tensor.requires_grad)):
+        if tensor is None:
+            continue
+        if type(tensor) is not Tensor or tensor.is_meta or (grad and tensor.requires_grad):
+            return False
+        # The dispatcher makes memory of views that are not what their bytes say.
+        if tensor.is_neg() or tensor._is_zerotensor():
             return False
     return True
 

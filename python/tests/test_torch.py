@@ -13,6 +13,7 @@ else:
     torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
 
 import torch.nn.functional as F  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402
 
 import ops_transformer.torch as ot  # noqa: E402
 from ops_transformer.torch import scaled_dot_product_attention as ours  # noqa: E402
@@ -137,6 +138,44 @@ def test_compile_of_a_model_behind_the_switch():
         assert torch.equal(compiled(q, k, v), ours(q, k, v, is_causal=True))
     finally:
         ot.disable_sdpa()
+
+
+def test_a_second_derivative_is_refused_not_forgotten():
+    x = heads(1, 2, 5, 8, grad=True)
+    first, = torch.autograd.grad(ours(x, x, x).square().sum() + x.pow(3).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(first.sum(), x)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_transforms_go_to_torch(transform):
+    x = heads(3, 1, 2, 5, 8)
+    ot._warned.clear()
+
+    def result(function):
+        if transform == "vmap":
+            return torch.func.vmap(lambda t: function(t, t, t))(x)
+        return torch.func.grad(lambda t: function(t, t, t).square().sum())(x)
+
+    with pytest.warns(UserWarning, match="inside a transform of torch.func"):
+        got = result(ours)
+    assert torch.equal(got, result(theirs))
+
+
+def test_views_that_are_not_what_their_bytes_say():
+    q = heads(1, 2, 5, 8)
+    assert torch.equal(ours(q._neg_view(), q, q), ours(-q, q, q))
+    with torch.no_grad():
+        zeros = torch._efficientzerotensor((1, 2, 5, 8))
+        assert torch.equal(ours(zeros, q, q), ours(torch.zeros(1, 2, 5, 8), q, q))
+
+
+def test_checkpoint():
+    x, y = (heads(1, 2, 5, 8, grad=True) for _ in "xy")
+    y.data.copy_(x.data)
+    torch.utils.checkpoint.checkpoint(lambda t: ours(t, t, t, is_causal=True), x, use_reentrant=False).sum().backward()
+    ours(y, y, y, is_causal=True).sum().backward()
+    assert torch.equal(x.grad, y.grad)
 
 
 def test_autocast():
