@@ -374,6 +374,11 @@ Status LlamaSession::build_layers() {
   num_blocks_ = (options_.context + block_size_ - 1) / block_size_;
   page_layout_ = supports(PageLayout::panel32, options_.kv_dtype, block_size_, c.head_dim).ok() ? PageLayout::panel32
                                                                                                 : PageLayout::norm;
+  // One allocation for all layers: what is beyond 2 MiB is rounded up to whole huge pages, which come as they are
+  // touched.
+  cache_elements_ = num_blocks_ * block_size_ * c.num_kv_heads * c.head_dim;
+  OPST_TRY(allocate(options_.kv_dtype, {2 * c.num_layers * cache_elements_}, cache_));
+  kv_cache_bytes_ = cache_.num_elements() * size_bytes(cache_.dtype);
   OPST_TRY(allocate(DType::i64, {1, num_blocks_}, block_table_));
   OPST_TRY(allocate(DType::i64, {1}, kv_lengths_));
   // The sequence takes blocks from the end of the pool, so that its order is not memory's.
@@ -425,9 +430,7 @@ Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hid
   Value caches[2];
   const PageSizes sizes{num_blocks_, block_size_, c.num_kv_heads, c.head_dim, c.head_dim};
   for (int i = 0; i < 2; ++i) {
-    Tensor memory;
-    OPST_TRY(allocate(options_.kv_dtype, {num_blocks_ * block_size_ * c.num_kv_heads * c.head_dim}, memory));
-    kv_cache_bytes_ += memory.num_elements() * size_bytes(memory.dtype);
+    const Tensor memory = cache_.narrowed(0, (2 * index + i) * cache_elements_, cache_elements_);
     const Tensor cache = i == 0 ? key_pages(page_layout_, memory.dtype, sizes, memory.data)
                                 : value_pages(page_layout_, memory.dtype, sizes, memory.data);
     caches[i] = binder.bound(g.cache(name + (i == 0 ? "key_cache" : "value_cache"), cache.dtype, Shape(cache)), cache);

@@ -156,7 +156,8 @@ class LlamaSession {
   Value head_hidden_;
 
   std::vector<Buffer> buffers_;
-  int64_t num_blocks_ = 1, block_size_ = 0, kv_cache_bytes_ = 0;
+  int64_t num_blocks_ = 1, block_size_ = 0, cache_elements_ = 0, kv_cache_bytes_ = 0;
+  Tensor cache_;                       // keys and values of all layers, cache_elements_ each
   Tensor hidden_;                      // f32 [prefill_chunk, width]
   Tensor logits_;                      // f32 [logit_rows, vocab_size]
   Tensor tokens_, positions_, slots_;  // i64 [prefill_chunk]
