@@ -124,9 +124,11 @@ class BackwardCall {
       const auto repeats = [&](int d, int64_t size) {
         return size > 1 && (d < 4 - t.rank || t.shape[d - 4 + t.rank] == 1);
       };
-      bias_order_ = repeats(2, p_.query_len)                              ? BiasOrder::by_task
-                    : repeats(0, p_.batch) || repeats(1, p_.num_kv_heads) ? BiasOrder::by_block
-                                                                          : BiasOrder::by_tile;
+      // The heads of a query stand in consecutive rows, which may belong to several blocks.
+      const bool query_in_blocks = repeats(1, group_) && plan_.block_q % group_ != 0;
+      bias_order_ = repeats(2, p_.query_len)                                                 ? BiasOrder::by_task
+                    : repeats(0, p_.batch) || repeats(1, p_.num_kv_heads) || query_in_blocks ? BiasOrder::by_block
+                                                                                             : BiasOrder::by_tile;
       for (int64_t i = 0; i <= layout_.blocks; ++i) new (&turns_[i]) std::atomic<int64_t>(0);
     }
   }

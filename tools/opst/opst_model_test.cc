@@ -29,7 +29,7 @@ class OpstModel : public testing::Test {
 TEST_F(OpstModel, PlanCountsNodesBytesAndFlops) {
   const nlohmann::json plan = json_of({"plan", "model", "--tokens", "4", "--context", "100", "--kv-dtype", "bf16"});
   const nlohmann::json &layers = plan["graphs"][0], &logits = plan["graphs"][1];
-  EXPECT_EQ(layers["nodes"].size(), static_cast<size_t>(2 + 3 * 16));
+  EXPECT_EQ(layers["nodes"].size(), static_cast<size_t>(2 + 3 * 12));
   EXPECT_EQ(logits["nodes"].size(), 2u);
   std::map<std::string, nlohmann::json> nodes;
   for (const nlohmann::json& node : layers["nodes"]) nodes[node["name"]] = node;
@@ -72,7 +72,7 @@ TEST_F(OpstModel, ATraceHasEveryNodeOfEveryStep) {
     EXPECT_GE(event["ts"].get<double>(), last);
     last = event["ts"].get<double>() + event["dur"].get<double>() - 0.01;
   }
-  EXPECT_EQ(counts.size(), static_cast<size_t>(2 + 3 * 16 + 2));
+  EXPECT_EQ(counts.size(), static_cast<size_t>(2 + 3 * 12 + 2));
   for (const auto& [name, count] : counts) EXPECT_EQ(count, 5) << name;
   const Outcome failed =
       run_program({"generate", "-m", model_, "-p", "hello", "-n", "1", "--trace", folder_.path("no/such/folder")});
