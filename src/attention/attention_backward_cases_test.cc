@@ -93,6 +93,26 @@ TEST(AttentionBackwardCases, B05_ABandOfMinusInfinityHasFiniteGradients) {
   expect_right(call, data);
 }
 
+// Blocks of fewer rows than a query has heads in its group: several of them add to one element of the bias's gradient,
+// always in the same order.
+TEST(AttentionBackwardCases, HeadsOfOneQueryInSeveralBlocksShareABias) {
+  Random random(seed());
+  for (const int64_t block_q : {1, 3, 4, 6}) {
+    Draw d = dense(DType::f32, 4, 1, 62, 130, 16);
+    d.bias = d.bias_dims[2] = true;
+    d.options.block_q = block_q, d.options.block_kv = 17;
+    DrawnCall call(d, random);
+    BackwardCallData data(call, form_of(d), random);
+    const std::vector<TestContext>&one = contexts_with_threads(1), &five = contexts_with_threads(5);
+    for (size_t level = 0; level < one.size(); ++level) {
+      const BackwardCallData::Outcome expected = data.run(one[level].context);
+      for (int round = 0; round < 8; ++round) {
+        ASSERT_EQ(data.run(five[level].context).differs_from(expected), "") << one[level].name << ", rows " << block_q;
+      }
+    }
+  }
+}
+
 TEST(AttentionBackwardCases, B08_AFullyMaskedRowTakesNoPart) {
   Random random(seed());
   Draw d = dense(DType::f32, 1, 1, 4, 4, 8);
