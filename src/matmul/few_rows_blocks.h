@@ -77,15 +77,15 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
         const char* const line = reinterpret_cast<const char*>(fetched[v]) + s * kFetchBytes;
         OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(line + i);
       }
-      I32 total[MR][NV][P], odd[MR][NV][P];
+      simd::DotSum<Shape::kMost> sums[kSums][MR][NV][P];
       OPST_UNROLL for (int i = 0; i < MR; ++i) {
         OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
           const Block& block = a[i * a_stride];
           const int32_t sum =
               Shape::kPart == 32 ? sum_of(block, 0, plane) + sum_of(block, 1, plane) : sum_of(block, half, plane);
           OPST_UNROLL for (int v = 0; v < NV; ++v) {
-            total[i][v][plane] = Shape::kOffset == 0 ? I32::zero() : I32::set1(-Shape::kOffset * sum);
-            odd[i][v][plane] = I32::zero();
+            sums[0][i][v][plane].begin(Shape::kOffset == 0 ? I32::zero() : I32::set1(-Shape::kOffset * sum));
+            if constexpr (kSums == 2) sums[1][i][v][plane].begin(I32::zero());
           }
         }
       }
@@ -96,9 +96,8 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
             OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
               uint32_t fours[2];
               __builtin_memcpy(fours, plane_of(a[i * a_stride], plane) + half * 16 + g * 8, sizeof(fours));
-              total[i][v][plane] = simd::dot<Shape::kMost>(total[i][v][plane], q.even, simd::words_of(fours[0]));
-              I32& other = kSums == 2 ? odd[i][v][plane] : total[i][v][plane];
-              other = simd::dot<Shape::kMost>(other, q.odd, simd::words_of(fours[1]));
+              sums[0][i][v][plane].add(q.even, simd::words_of(fours[0]), g * 2 / kSums);
+              sums[kSums - 1][i][v][plane].add(q.odd, simd::words_of(fours[1]), g * 2 / kSums + (kSums == 1 ? 1 : 0));
             }
           }
         }
@@ -106,12 +105,12 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
       OPST_UNROLL for (int v = 0; v < NV; ++v) {
         const F32 d = Of::scale(stream[v][p], lane[v], s);
         OPST_UNROLL for (int i = 0; i < MR; ++i) {
-          if constexpr (kSums == 2) {
-            OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
-              total[i][v][plane] = total[i][v][plane] + odd[i][v][plane];
-            }
+          I32 total[P];
+          OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
+            total[plane] = sums[0][i][v][plane].template total<kGroups * 2 / kSums>();
+            if constexpr (kSums == 2) total[plane] = total[plane] + sums[1][i][v][plane].template total<kGroups>();
           }
-          acc[i][v] = fma(join_planes(total[i][v]), d * F32::set1(a[i * a_stride].scale), acc[i][v]);
+          acc[i][v] = fma(join_planes(total), d * F32::set1(a[i * a_stride].scale), acc[i][v]);
         }
         if constexpr (Shape::kMinimum) {
           const F32 m = Of::minimum(stream[v][p], lane[v], s);

@@ -7,6 +7,7 @@
 //                            bits as a signed number, high_bytes(a): a / 256 rounded down; as_ints(words)
 //   dot<kMost>(acc, u, s)    acc + the sum over the four bytes of each lane of u * s, u unsigned and at most kMost, s
 //                            signed
+//   DotSum<kMost>            a sum of such products
 //   store_i8(v, p)           kLanes floats, integers in -128..127, as bytes
 //   even_odd(p)              16 bytes in place: each eight in the order 0 2 4 6 1 3 5 7
 //
@@ -206,5 +207,50 @@ OPST_INLINE I32 operator-(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping
 OPST_INLINE I32 operator<<(I32 a, int n) { return {(I32::Register)((I32::Wrapping)a.v << n)}; }
 OPST_INLINE I32 low_byte(I32 a) { return {(a << 24).v >> 24}; }
 OPST_INLINE I32 high_bytes(I32 a) { return {a.v >> 8}; }
+
+// A sum of dot<kMost> products: begin(first value), add(u, s, n) for n = 0, 1, 2 .. (constants after unrolling), and
+// total<count>() after `count` of them. Without the dot instruction pairs are added up in 16 bits for as long as they
+// fit.
+template <int kMost>
+struct DotSum {
+  I32 sum;
+  OPST_INLINE void begin(I32 first) { sum = first; }
+#if defined(__AVX512VNNI__) || !defined(__AVX2__)
+  OPST_INLINE void add(Words u, Words s, int) { sum = dot<kMost>(sum, u, s); }
+  template <int kCount>
+  OPST_INLINE I32 total() const {
+    return sum;
+  }
+#else
+#if defined(__AVX512F__)
+  typedef short Pairs __attribute__((vector_size(64)));
+  static OPST_INLINE Pairs multiplied(Words u, Words s) { return (Pairs)_mm512_maddubs_epi16(u.v, s.v); }
+  static OPST_INLINE I32 widened(Pairs x) {
+    return {(I32::Register)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(1))};
+  }
+#else
+  typedef short Pairs __attribute__((vector_size(32)));
+  static OPST_INLINE Pairs multiplied(Words u, Words s) { return (Pairs)_mm256_maddubs_epi16(u.v, s.v); }
+  static OPST_INLINE I32 widened(Pairs x) {
+    return {(I32::Register)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1))};
+  }
+#endif
+  static constexpr int kFit = 32767 / (2 * 128 * kMost);  // a pair is 2 * 128 * kMost at most
+  Pairs pairs;
+  OPST_INLINE void add(Words u, Words s, int n) {
+    if constexpr (kFit < 2) {
+      sum = dot<kMost>(sum, u, s);
+    } else {
+      pairs = n % kFit == 0 ? multiplied(u, s) : pairs + multiplied(u, s);
+      if (n % kFit == kFit - 1) sum = sum + widened(pairs);
+    }
+  }
+  template <int kCount>
+  OPST_INLINE I32 total() const {
+    if constexpr (kFit >= 2 && kCount % (kFit < 1 ? 1 : kFit) != 0) return sum + widened(pairs);
+    return sum;
+  }
+#endif
+};
 
 }  // namespace opst::OPST_ISA_NS::simd
