@@ -113,7 +113,7 @@ void run(benchmark::State& state, Operation operation, PageLayout layout, DType 
   }
 }
 
-void add(const char* name, Operation operation, PageLayout layout, DType dtype) {
+void register_case(const char* name, Operation operation, PageLayout layout, DType dtype) {
   benchmark::RegisterBenchmark((std::string(name) + "/" + to_string(layout) + "/" + to_string(dtype)).c_str(),
                                [=](benchmark::State& state) { run(state, operation, layout, dtype); })
       ->UseManualTime()
@@ -128,11 +128,11 @@ int main(int argc, char** argv) {
   using opst::DType, opst::Operation, opst::PageLayout;
   for (const DType dtype : {DType::f32, DType::bf16}) {
     for (const PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
-      opst::add("scatter", Operation::scatter, layout, dtype);
-      opst::add("gather", Operation::gather, layout, dtype);
+      opst::register_case("scatter", Operation::scatter, layout, dtype);
+      opst::register_case("gather", Operation::gather, layout, dtype);
     }
-    opst::add("convert_to", Operation::convert, PageLayout::panel32, dtype);
-    opst::add("convert_to", Operation::convert, PageLayout::norm, dtype);
+    opst::register_case("convert_to", Operation::convert, PageLayout::panel32, dtype);
+    opst::register_case("convert_to", Operation::convert, PageLayout::norm, dtype);
   }
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
