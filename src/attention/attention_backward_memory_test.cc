@@ -169,11 +169,10 @@ TEST(AttentionBackwardMemory, ALongCallTakesWhatItsPlanSays) {
   EXPECT_LT(context.workspace_bytes(), int64_t{25} << 20);
   // The last key is seen by the last query alone: dV = P dO.
   float score = 0;
-  for (int64_t d = 0; d < kDim; ++d) score += memory[0][(kLen - 1) * kDim + d] * memory[1][(kLen - 1) * kDim + d];
+  const auto last_row = static_cast<size_t>((kLen - 1) * kDim);
+  for (size_t i = last_row; i < last_row + kDim; ++i) score += memory[0][i] * memory[1][i];
   const float p = std::exp(score / 8 - lse[kLen - 1]);
-  for (int64_t d = 0; d < kDim; ++d) {
-    EXPECT_NEAR(memory[7][(kLen - 1) * kDim + d], p * memory[4][(kLen - 1) * kDim + d], 1e-5f + 1e-3f * p);
-  }
+  for (size_t i = last_row; i < last_row + kDim; ++i) EXPECT_NEAR(memory[7][i], p * memory[4][i], 1e-5f + 1e-3f * p);
 }
 
 // The gradients of a fused [batch, len, 3, heads, dim] buffer, written in place into another one.
