@@ -2,42 +2,11 @@
 // and views of one fused buffer keep their neighbours whole.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <new>
-
 #include "attention/attention_backward_call.h"
-
-// Counts what this program takes from the heap.
-namespace {
-std::atomic<int64_t> num_allocations{0};
-}
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  num_allocations.fetch_add(1, std::memory_order_relaxed);
-  if (void* p = std::malloc(size > 0 ? size : 1)) return p;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void* operator new(std::size_t size, std::align_val_t alignment) {
-  num_allocations.fetch_add(1, std::memory_order_relaxed);
-  const auto step = static_cast<std::size_t>(alignment);
-  if (void* p = std::aligned_alloc(step, (size + step - 1) / step * step)) return p;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, std::size_t, std::align_val_t) noexcept { std::free(p); }
+#include "testing/count_allocations.h"
 
 namespace opst::test {
 namespace {
-
-Context fresh_context(int num_threads, std::optional<Isa> isa = {}) {
-  ContextOptions options;
-  options.num_threads = num_threads;
-  options.isa = isa;
-  Result<Context> context = Context::create(options);
-  EXPECT_TRUE(context.ok()) << context.status().message();
-  return std::move(context.value());
-}
 
 std::vector<Draw> one_of_each_kind() {
   std::vector<Draw> list;

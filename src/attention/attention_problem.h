@@ -29,6 +29,16 @@
 
 namespace opst::test {
 
+// A context that nothing has run on.
+inline Context fresh_context(int num_threads, std::optional<Isa> isa = {}) {
+  ContextOptions options;
+  options.num_threads = num_threads;
+  options.isa = isa;
+  Result<Context> context = Context::create(options);
+  EXPECT_TRUE(context.ok()) << context.status().message();
+  return std::move(context.value());
+}
+
 // Where the elements of a [batch, heads, len, dim] tensor lie.
 enum class Strides : uint8_t {
   bnsd,             // contiguous

@@ -2,29 +2,12 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <map>
-#include <new>
 #include <random>
 
-namespace {
-std::atomic<int64_t> num_news = 0;
-}
-
-// Not inlined: the compiler would see memory of `new` go to `free`.
-[[gnu::noinline]] void* operator new(size_t size, const std::nothrow_t&) noexcept {
-  ++num_news;
-  return std::malloc(size);
-}
-[[gnu::noinline]] void* operator new(size_t size) {
-  void* memory = operator new(size, std::nothrow);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+#include "testing/count_allocations.h"
 
 namespace opst {
 namespace {
@@ -149,10 +132,10 @@ TEST(Graph, ExecutingAndRebindingAllocateNothing) {
            graph.set(net.rows, n).ok() && graph.execute(net.context).ok();
   };
   ASSERT_TRUE(run(9) && run(1));
-  const int64_t news = num_news, allocations = net.context.workspace_allocations();
+  const int64_t news = test::num_allocations, allocations = net.context.workspace_allocations();
   bool ok = true;
   for (const int64_t n : {1, 9, 5, 1, 1, 8}) ok = run(n) && ok;
-  EXPECT_EQ(num_news, news);
+  EXPECT_EQ(test::num_allocations, news);
   EXPECT_TRUE(ok);
   EXPECT_EQ(net.context.workspace_allocations(), allocations);
 }

@@ -1,10 +1,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <string>
 #include <vector>
 
@@ -13,22 +11,11 @@
 #include "opst/kv_cache.h"
 #include "testing/compare.h"
 #include "testing/contexts.h"
+#include "testing/count_allocations.h"
 #include "testing/elements.h"
 #include "testing/guarded_buffer.h"
 #include "testing/lazy_mapping.h"
 #include "testing/random.h"
-
-// Every allocation of this program is counted.
-namespace {
-std::atomic<int64_t> num_allocations{0};
-}
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  num_allocations.fetch_add(1, std::memory_order_relaxed);
-  if (void* p = std::malloc(size > 0 ? size : 1)) return p;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 
 namespace opst {
 namespace {
@@ -38,6 +25,7 @@ using test::contexts_with_threads;
 using test::Fill;
 using test::Guard;
 using test::GuardedBuffer;
+using test::num_allocations;
 using test::Random;
 using test::TestCache;
 using test::TestContext;

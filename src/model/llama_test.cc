@@ -5,33 +5,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
-#include <new>
 #include <numeric>
 
 #include "model/generate.h"
 #include "model/tiny_model.h"
 #include "testing/contexts.h"
-
-namespace {
-std::atomic<int64_t> num_news = 0;
-}
-
-// Not inlined: the compiler would see memory of `new` go to `free`.
-[[gnu::noinline]] void* operator new(size_t size, const std::nothrow_t&) noexcept {
-  ++num_news;
-  return std::malloc(size);
-}
-[[gnu::noinline]] void* operator new(size_t size) {
-  void* memory = operator new(size, std::nothrow);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+#include "testing/count_allocations.h"
 
 namespace opst::model {
 namespace {
@@ -329,9 +311,9 @@ TEST(Llama, SteadyStateAllocatesNothing) {
   };
   ASSERT_TRUE(run());
   const int64_t allocations = context.workspace_allocations(), bytes = context.workspace_bytes();
-  const int64_t news = num_news;
+  const int64_t news = test::num_allocations;
   const bool fed = run() && run();
-  EXPECT_EQ(num_news, news);
+  EXPECT_EQ(test::num_allocations, news);
   EXPECT_TRUE(fed);
   EXPECT_EQ(context.workspace_allocations(), allocations);
   EXPECT_EQ(context.workspace_bytes(), bytes);
