@@ -12,12 +12,10 @@
 // Sequences with few queries and with many (decoding beside a prompt) are two such loops, each by its own plan.
 #include "opst/attention.h"
 
-#include <atomic>
-#include <thread>
-
 #include "attention/call_memory.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
+#include "attention/counter.h"
 #include "attention/element.h"
 #include "attention/kernel_table.h"
 #include "attention/kernels.h"
@@ -30,20 +28,6 @@ namespace opst {
 namespace attention {
 
 namespace {
-
-// Counts finished tasks; others wait until enough are.
-class Counter {
- public:
-  void add_one() { count_.fetch_add(1, std::memory_order_release); }
-  void wait_for(int64_t count) const {
-    for (int spins = 0; count_.load(std::memory_order_acquire) < count; ++spins) {
-      if (spins > 1000) std::this_thread::yield();
-    }
-  }
-
- private:
-  alignas(64) std::atomic<int64_t> count_{0};
-};
 
 class ForwardCall {
  public:

@@ -15,11 +15,11 @@
 #include <cmath>
 #include <cstring>
 #include <new>
-#include <thread>
 
 #include "attention/backward_check.h"
 #include "attention/backward_layout.h"
 #include "attention/call_rules.h"
+#include "attention/counter.h"
 #include "attention/kv_blocks.h"
 #include "attention/sequences.h"
 #include "core/guarded.h"
@@ -59,13 +59,6 @@ const BackwardKernels& backward_kernels_for(Isa isa, AttentionProduct product, D
   const BackwardKernelTable& table = table_for(isa);
   if (product == AttentionProduct::bf16_dot) return table.bf16_dot;
   return table.f32_product[kv_dtype == DType::bf16 ? 1 : kv_dtype == DType::f16 ? 2 : 0];
-}
-
-// Returns once the counter holds at least `count`.
-void wait_for(const std::atomic<int64_t>& counter, int64_t count) {
-  for (int spins = 0; counter.load(std::memory_order_acquire) < count; ++spins) {
-    if (spins > 1000) std::this_thread::yield();
-  }
 }
 
 // All elements become 0.
@@ -144,21 +137,21 @@ class BackwardCall {
       const int64_t turn = wave / 2;  // of the wave's buffer
       if (in_wave < packs) {
         const int64_t head = wave * wave_heads + in_wave / blocks;
-        wait_for(progress.tiles, turn * tasks);
+        progress.tiles.wait_for(turn * tasks);
         if (head < heads_) pack_block(head, in_wave % blocks, worker);
-        progress.packed.fetch_add(1, std::memory_order_release);
+        progress.packed.add_one();
       } else {
         // Tasks of different heads come next to each other: they do not wait for one another. Of causal masks the first
         // tiles, which most rows see, come first.
         const int64_t task = in_wave - packs, head = wave * wave_heads + task % wave_heads;
-        wait_for(progress.packed, (turn + 1) * packs);
+        progress.packed.wait_for((turn + 1) * packs);
         const int64_t number = wave * tasks + task;
         if (head < heads_) {
           run_tile(head, task / wave_heads, number, worker);
         } else {
           for (int64_t i = 0; i <= blocks; ++i) pass_turn(i, number);
         }
-        progress.tiles.fetch_add(1, std::memory_order_release);
+        progress.tiles.add_one();
       }
     });
     if (grads_.grad_sinks.data != nullptr) add_up_sinks();
@@ -580,8 +573,7 @@ class BackwardCall {
   BiasOrder bias_order_ = BiasOrder::none;
   int64_t bias_strides_[4] = {};  // of grad_bias; 0 where it repeats
   struct Progress {
-    alignas(64) std::atomic<int64_t> packed{0};
-    alignas(64) std::atomic<int64_t> tiles{0};
+    Counter packed, tiles;
   };
   Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
