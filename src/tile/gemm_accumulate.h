@@ -21,19 +21,10 @@ OPST_INLINE void load_tile(const typename P::V::Scalar* c, int64_t ldc, typename
   }
 }
 template <class P, int MR, int NV>
-OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], typename P::V::Scalar* c, int64_t ldc) {
-  using V = typename P::V;
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
-  }
-}
-
-template <class P, int MR, int NV>
 OPST_NOINLINE void product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                            int64_t ldb, typename P::V::Scalar* c, int64_t ldc, const char* prefetch) {
-  using V = typename P::V;
-  V acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero(); }
+  typename P::V acc[MR][NV];
+  clear_tile<P, MR, NV>(acc);
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
   store_tile<P, MR, NV>(acc, c, ldc);
 }

@@ -91,6 +91,43 @@ struct ProductF64 {
 };
 #endif
 
+// ---- How a tile of C enters and leaves the registers
+
+template <class P, int MR, int NV>
+OPST_INLINE void clear_tile(typename P::V (&acc)[MR][NV]) {
+  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = P::V::zero(); }
+}
+template <class P, int MR, int NV>
+OPST_INLINE void load_scaled_tile(const typename P::V::Scalar* c, int64_t ldc, const typename P::V::Scalar* factor,
+                                  typename P::V (&acc)[MR][NV]) {
+  using V = typename P::V;
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) { acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]); }
+  }
+}
+template <class P, int MR, int NV>
+OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], typename P::V::Scalar* c, int64_t ldc) {
+  using V = typename P::V;
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
+  }
+}
+
+// And row_max[i] (one vector per row) takes the maximum over the row's vectors.
+template <class P, int MR, int NV>
+OPST_INLINE void store_tile_with_max(const typename P::V (&acc)[MR][NV], typename P::V::Scalar* c, int64_t ldc,
+                                     typename P::V::Scalar* row_max) {
+  using V = typename P::V;
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    V top = V::load(row_max + i * V::kLanes);
+    OPST_UNROLL for (int j = 0; j < NV; ++j) {
+      acc[i][j].store(c + i * ldc + j * V::kLanes);
+      top = max(top, acc[i][j]);
+    }
+    top.store(row_max + i * V::kLanes);
+  }
+}
+
 // acc += A B. While it runs, one cache line at `prefetch` and onwards is fetched per four steps of k.
 template <class P, int MR, int NV>
 OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
@@ -131,18 +168,10 @@ template <class P, int MR, int NV>
 OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                     int64_t ldb, typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
                                     const char* prefetch) {
-  using V = typename P::V;
-  V acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero(); }
+  typename P::V acc[MR][NV];
+  clear_tile<P, MR, NV>(acc);
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    V top = V::load(row_max + i * V::kLanes);
-    OPST_UNROLL for (int j = 0; j < NV; ++j) {
-      acc[i][j].store(c + i * ldc + j * V::kLanes);
-      top = max(top, acc[i][j]);
-    }
-    top.store(row_max + i * V::kLanes);
-  }
+  store_tile_with_max<P, MR, NV>(acc, c, ldc, row_max);
 }
 
 // C = factor[i] * C + A B.
@@ -150,15 +179,10 @@ template <class P, int MR, int NV>
 OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                      int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
                                      const typename P::V::Scalar* factor, const char* prefetch) {
-  using V = typename P::V;
-  V acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) { acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]); }
-  }
+  typename P::V acc[MR][NV];
+  load_scaled_tile<P, MR, NV>(c, ldc, factor, acc);
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
-  }
+  store_tile<P, MR, NV>(acc, c, ldc);
 }
 
 template <class P>

@@ -44,18 +44,10 @@ template <class P, int MR, int NV>
 OPST_NOINLINE void stream_product_with_max(int64_t depth, const typename P::Word* a, int64_t lda,
                                            const typename P::WordB* b, int64_t ldb, const typename P::WordB* ahead,
                                            typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max) {
-  using V = typename P::V;
-  V acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::zero(); }
+  typename P::V acc[MR][NV];
+  clear_tile<P, MR, NV>(acc);
   stream_multiply_add<P, MR, NV>(depth, a, lda, b, ldb, ahead, acc);
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    V top = V::load(row_max + i * V::kLanes);
-    OPST_UNROLL for (int j = 0; j < NV; ++j) {
-      acc[i][j].store(c + i * ldc + j * V::kLanes);
-      top = max(top, acc[i][j]);
-    }
-    top.store(row_max + i * V::kLanes);
-  }
+  store_tile_with_max<P, MR, NV>(acc, c, ldc, row_max);
 }
 
 // C = factor[i] * C + A B.
@@ -64,15 +56,10 @@ OPST_NOINLINE void stream_scaled_accumulate(int64_t depth, const typename P::Wor
                                             const typename P::WordB* b, int64_t ldb, const typename P::WordB* ahead,
                                             typename P::V::Scalar* c, int64_t ldc,
                                             const typename P::V::Scalar* factor) {
-  using V = typename P::V;
-  V acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) { acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]); }
-  }
+  typename P::V acc[MR][NV];
+  load_scaled_tile<P, MR, NV>(c, ldc, factor, acc);
   stream_multiply_add<P, MR, NV>(depth, a, lda, b, ldb, ahead, acc);
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
-  }
+  store_tile<P, MR, NV>(acc, c, ldc);
 }
 
 template <class P>
