@@ -132,8 +132,8 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
 
 template <class Piece, class Block>
 void few_rows_blocks(const BlockRows<Block>& part) {
-  constexpr int NV = kVecsPerPanel;  // of one row: a panel at a time
-  constexpr int NV2 = kVecsPerPanel * 2 <= 2 ? 2 : kVecsPerPanel;
+  constexpr int NV = kVecsPerPanel, NV2 = 2;  // of one row: a panel at a time
+  static_assert(NV2 % NV == 0);
   // The stream's first lines: reading ahead begins behind them.
   const char* const panels = static_cast<const char*>(part.panels);
   const int64_t panel_bytes = part.k / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
@@ -167,18 +167,10 @@ OPST_INLINE float power_of_two(int exponent) {
 }
 
 OPST_INLINE bool fix_block(const float* x, int64_t x_stride, FixedBlock* out) {
-  constexpr int kVecs = kActivationBlock / F32::kLanes;
+  constexpr int kVecs = kBlockVecs;
   F32 v[kVecs];
-  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
-    v[i] = tile::load_row<F32>(x, x_stride, i * F32::kLanes, kActivationBlock);
-  }
-  F32 top = F32::zero(), not_finite = F32::zero();  // 0 * x is NaN for the others
-  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
-    top = max(abs(v[i]), top);
-    not_finite = fma(v[i], F32::zero(), not_finite);
-  }
-  const float largest = simd::hmax(top);
-  if (!(simd::hsum(not_finite) == 0) || largest > opst::gemm::kFixedLargest) return false;
+  float largest;
+  if (!load_block(x, x_stride, v, largest) || largest > opst::gemm::kFixedLargest) return false;
   if (largest != 0 && largest < opst::gemm::kFixedSmallest) return false;
   // The exponent alone: largest * inverse lies between 2^22 and 2^23, where not every number has three signed bytes.
   int exponent = 0;

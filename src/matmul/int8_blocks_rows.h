@@ -264,19 +264,25 @@ void int8_block_rows(const Int8Rows& part) {
   }
 }
 
-OPST_INLINE void quantise_block(const float* x, int64_t x_stride, ActivationBlock* out) {
-  constexpr int kVecs = kActivationBlock / F32::kLanes;
-  F32 v[kVecs];
-  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
-    v[i] = tile::load_row<F32>(x, x_stride, i * F32::kLanes, kActivationBlock);
-  }
+inline constexpr int kBlockVecs = kActivationBlock / F32::kLanes;
+// A block of x, its largest magnitude, and whether all of it is finite.
+OPST_INLINE bool load_block(const float* x, int64_t x_stride, F32 (&v)[kBlockVecs], float& largest) {
   F32 top = F32::zero(), not_finite = F32::zero();  // 0 * x is NaN for the others
-  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
+  OPST_UNROLL for (int i = 0; i < kBlockVecs; ++i) {
+    v[i] = tile::load_row<F32>(x, x_stride, i * F32::kLanes, kActivationBlock);
     top = max(abs(v[i]), top);
     not_finite = fma(v[i], F32::zero(), not_finite);
   }
-  const float scale = simd::hmax(top) / 127.0f;
-  const bool finite = simd::hsum(not_finite) == 0;
+  largest = simd::hmax(top);
+  return simd::hsum(not_finite) == 0;
+}
+
+OPST_INLINE void quantise_block(const float* x, int64_t x_stride, ActivationBlock* out) {
+  constexpr int kVecs = kBlockVecs;
+  F32 v[kVecs];
+  float largest;
+  const bool finite = load_block(x, x_stride, v, largest);
+  const float scale = largest / 127.0f;
   const bool nonzero = finite && scale > 0;
   F32 half[2] = {F32::zero(), F32::zero()};
   OPST_UNROLL for (int i = 0; i < kVecs; ++i) {

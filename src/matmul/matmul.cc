@@ -295,9 +295,9 @@ Result<bool> multiply_whole(Context& context, const ConstTensor& x, const Packed
   ThreadPool& pool = context.impl().pool;
   const int64_t x_bytes = x.dtype == DType::f32 ? 0 : Arena::size_of<float>(m * k);
   const int64_t bias_bytes = options.bias ? Arena::size_of<float>(n) : 0;
-  const int64_t row_bytes = Arena::size_of<float>(width);
-  Result<WorkspaceLease> lease = context.impl().workspaces.lease(x_bytes + bias_bytes + Arena::size_of<float>(m * n) +
-                                                                 pool.num_threads() * row_bytes);
+  const int64_t y_stride = round_up(n, kPanelColumns);  // room for whole vectors
+  Result<WorkspaceLease> lease =
+      context.impl().workspaces.lease(x_bytes + bias_bytes + Arena::size_of<float>(m * y_stride));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
   ConstTensor wide_x = x;
@@ -313,20 +313,18 @@ Result<bool> multiply_whole(Context& context, const ConstTensor& x, const Packed
   }
   auto* const bias = options.bias ? arena.take<float>(n) : nullptr;
   if (options.bias) widen_bias(*options.bias, bias);
-  auto* const y = arena.take<float>(m * n);
-  const Result<bool> done =
-      product(wide_x, OutputPart{.data = y, .row_stride = n, .column_stride = 1, .bias = nullptr, .bias_stride = 0});
+  auto* const y = arena.take<float>(m * y_stride);
+  const Result<bool> done = product(
+      wide_x, OutputPart{.data = y, .row_stride = y_stride, .column_stride = 1, .bias = nullptr, .bias_stride = 0});
   if (!done.ok() || !done.value()) return done;
-  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * row_bytes));
   const bool halves = takes_two_halves(options.activation);
-  pool.parallel_for(m, [&](int64_t row, int worker) {
-    auto* const sums = reinterpret_cast<float*>(scratch + worker * row_bytes);
-    std::copy_n(y + row * n, width, sums);
+  pool.parallel_for(m, [&](int64_t row, int) {
+    float* const sums = y + row * y_stride;
     Finish part = finish_part(out, options, row, 0, 1, width);
-    part.sums = sums;
+    part.sums = sums;  // the last vector's surplus falls on second halves that have been read
     part.bias = bias;
     if (halves) {
-      part.second = y + row * n + width;
+      part.second = sums + width;
       part.second_bias = bias != nullptr ? bias + width : nullptr;
     }
     table.finish[static_cast<int>(options.activation)](part);

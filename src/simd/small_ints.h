@@ -1,6 +1,6 @@
 // Small packed integers to float lanes: what decoding quantised weights needs besides vec.h.
 //
-//   Words::load(p)           kLanes 32-bit words; p may point to uint8_t or uint16_t (widened)
+//   Words::load(p)           kLanes 32-bit words; p may point to uint16_t (widened)
 //   words >> n               any n in 0..31
 //   nibble<M>(words, i)      lane: the i-th 4-bit field of its word (0 the lowest), 0..15, minus M, as float; i is a
 //                            constant after unrolling, here and below
@@ -22,9 +22,6 @@ struct Words {
   static OPST_INLINE Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
   static OPST_INLINE Words load(const uint16_t* p) {
     return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
-  static OPST_INLINE Words load(const uint8_t* p) {
-    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
   }
 };
 OPST_INLINE Words operator>>(Words words, int n) { return {_mm512_srl_epi32(words.v, _mm_cvtsi32_si128(n))}; }
@@ -72,9 +69,6 @@ struct Words {
   static OPST_INLINE Words load(const uint16_t* p) {
     return {_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
   }
-  static OPST_INLINE Words load(const uint8_t* p) {
-    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
-  }
 };
 OPST_INLINE Words operator>>(Words words, int n) { return {_mm256_srl_epi32(words.v, _mm_cvtsi32_si128(n))}; }
 // Shifts by a constant of either sign, positive to the right.
@@ -115,12 +109,7 @@ struct Words {
     __builtin_memcpy(out.lane, p, sizeof(out.lane));
     return out;
   }
-  static OPST_INLINE Words load(const uint16_t* p) { return widened(p); }
-  static OPST_INLINE Words load(const uint8_t* p) { return widened(p); }
-
- private:
-  template <class T>
-  static OPST_INLINE Words widened(const T* p) {
+  static OPST_INLINE Words load(const uint16_t* p) {
     Words out;
     for (int i = 0; i < F32::kLanes; ++i) out.lane[i] = p[i];
     return out;
