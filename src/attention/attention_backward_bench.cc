@@ -3,12 +3,10 @@
 //   of_peak     2 (3 D + 2 Dv) flops per visible pair over multiply-adds of the same length just before and after
 //   q1, q3      the middle half of the pairs' fractions
 //   scratch     bytes beyond inputs and outputs
-#include <benchmark/benchmark.h>
-
 #include <string>
 
 #include "opst/attention_backward.h"
-#include "testing/peak.h"
+#include "testing/bench.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -65,19 +63,12 @@ void run(benchmark::State& state, const Case& c) {
                                [&] { status = flash_attention_backward(context, in, saved, grads, options); });
     state.SetIterationTime(f.call_seconds);
   }
-  state.counters["GFLOP/s"] = f.flops_per_second / 1e9;
-  state.counters["of_peak"] = f.fraction;
-  state.counters["q1"] = f.fraction_q1;
-  state.counters["q3"] = f.fraction_q3;
-  state.counters["valid"] = f.valid;
+  test::report(state, f);
   state.counters["scratch"] = static_cast<double>(context.workspace_bytes());
 }
 
 void register_case(const Case& c) {
-  benchmark::RegisterBenchmark(c.name().c_str(), [c](benchmark::State& state) { run(state, c); })
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
+  test::register_bench(c.name(), [c](benchmark::State& state) { run(state, c); });
 }
 
 }  // namespace
@@ -98,8 +89,5 @@ int main(int argc, char** argv) {
     }
     opst::register_case({dtype, 8, 2, 2048, 128, true, 1});
   }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return opst::test::run_benches(argc, argv);
 }

@@ -5,12 +5,10 @@
 //   scratch     bytes beyond inputs and outputs
 //
 // Decoding (query_len 1) is bound by memory: there `of_read` compares the bytes of keys and values with plain reading.
-#include <benchmark/benchmark.h>
-
 #include <string>
 
 #include "opst/attention.h"
-#include "testing/peak.h"
+#include "testing/bench.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -63,11 +61,7 @@ void run(benchmark::State& state, const Case& c) {
                                [&] { status = flash_attention_forward(context, in, out, options); });
     state.SetIterationTime(f.call_seconds);
   }
-  state.counters["GFLOP/s"] = f.flops_per_second / 1e9;
-  state.counters["of_peak"] = f.fraction;
-  state.counters["q1"] = f.fraction_q1;
-  state.counters["q3"] = f.fraction_q3;
-  state.counters["valid"] = f.valid;
+  test::report(state, f);
   state.counters["scratch"] = static_cast<double>(context.workspace_bytes());
   if (c.query_len == 1) {
     const double read = test::measure_read_bandwidth(context, buffers[1].data(), buffers[1].size_bytes());
@@ -77,10 +71,7 @@ void run(benchmark::State& state, const Case& c) {
 }
 
 void register_case(const Case& c) {
-  benchmark::RegisterBenchmark(c.name().c_str(), [c](benchmark::State& state) { run(state, c); })
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
+  test::register_bench(c.name(), [c](benchmark::State& state) { run(state, c); });
 }
 
 }  // namespace
@@ -110,8 +101,5 @@ int main(int argc, char** argv) {
       opst::register_case({dtype, 1, 32, 8, 1, 32768, 128, true, AttentionPath::flash, threads});
     }
   }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return opst::test::run_benches(argc, argv);
 }

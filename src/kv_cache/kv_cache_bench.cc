@@ -2,7 +2,6 @@
 //
 //   of_copy   time of memcpy of the call's bytes over the call's time, on one thread; 34 MB (f32) or 17 MB (bf16) each
 //             way
-#include <benchmark/benchmark.h>
 #include <time.h>
 
 #include <cstring>
@@ -13,7 +12,7 @@
 #include <vector>
 
 #include "opst/kv_cache.h"
-#include "testing/peak.h"
+#include "testing/bench.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -114,11 +113,8 @@ void run(benchmark::State& state, Operation operation, PageLayout layout, DType 
 }
 
 void register_case(const char* name, Operation operation, PageLayout layout, DType dtype) {
-  benchmark::RegisterBenchmark((std::string(name) + "/" + to_string(layout) + "/" + to_string(dtype)).c_str(),
-                               [=](benchmark::State& state) { run(state, operation, layout, dtype); })
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
+  test::register_bench(std::string(name) + "/" + to_string(layout) + "/" + to_string(dtype),
+                       [=](benchmark::State& state) { run(state, operation, layout, dtype); });
 }
 
 }  // namespace
@@ -134,8 +130,5 @@ int main(int argc, char** argv) {
     opst::register_case("convert_to", Operation::convert, PageLayout::panel32, dtype);
     opst::register_case("convert_to", Operation::convert, PageLayout::norm, dtype);
   }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return opst::test::run_benches(argc, argv);
 }

@@ -4,8 +4,6 @@
 //   of_peak   flops over f32 multiply-adds of the same length just before and after (testing/peak.h)
 //   of_read   bytes of the weights over the time of plainly reading the same buffers, 256 MB of them in turn, so that
 //             no cache holds them
-#include <benchmark/benchmark.h>
-
 #include <chrono>
 #include <string>
 #include <utility>
@@ -13,7 +11,7 @@
 
 #include "opst/matmul.h"
 #include "quant/random_blocks.h"
-#include "testing/peak.h"
+#include "testing/bench.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -88,11 +86,8 @@ void run(benchmark::State& state, const Case& c) {
   }
 }
 
-void add(const Case& c) {
-  benchmark::RegisterBenchmark(c.name().c_str(), [c](benchmark::State& state) { run(state, c); })
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
+void register_case(const Case& c) {
+  test::register_bench(c.name(), [c](benchmark::State& state) { run(state, c); });
 }
 
 }  // namespace
@@ -105,12 +100,9 @@ int main(int argc, char** argv) {
     for (const auto& [n, k] : shapes) {
       if (k % opst::block_values(format) != 0) continue;
       for (const int threads : {1, 2}) {
-        for (const int64_t m : {1, 2, 4, 16, 64, 256, 512}) opst::add({format, m, n, k, threads});
+        for (const int64_t m : {1, 2, 4, 16, 64, 256, 512}) opst::register_case({format, m, n, k, threads});
       }
     }
   }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return opst::test::run_benches(argc, argv);
 }

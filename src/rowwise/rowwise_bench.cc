@@ -2,7 +2,6 @@
 //
 //   of_copy   time of memcpy that moves the call's bytes (all it reads and writes, half of them each way) over the
 //             call's time, on one thread; `small` rows stay in L1 and L2, `large` ones come from memory
-#include <benchmark/benchmark.h>
 #include <time.h>
 
 #include <cstring>
@@ -12,7 +11,7 @@
 #include <vector>
 
 #include "opst/rowwise.h"
-#include "testing/peak.h"
+#include "testing/bench.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -136,16 +135,10 @@ int main(int argc, char** argv) {
       for (const bool large : {false, true}) {
         const int64_t bytes = large ? int64_t{32} << 20 : int64_t{64} << 10;
         const std::string name = std::string(operation.name) + "/" + to_string(dtype) + (large ? "/large" : "/small");
-        benchmark::RegisterBenchmark(
-            name.c_str(), [=, &operation](benchmark::State& state) { opst::run(state, operation, dtype, bytes); })
-            ->UseManualTime()
-            ->Iterations(1)
-            ->Unit(benchmark::kMicrosecond);
+        opst::test::register_bench(
+            name, [=, &operation](benchmark::State& state) { opst::run(state, operation, dtype, bytes); });
       }
     }
   }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return opst::test::run_benches(argc, argv);
 }
