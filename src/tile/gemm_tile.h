@@ -139,11 +139,7 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
   OPST_UNROLL for (int g = 0; g < kGroups; ++g) group[g] = a + 4 * g * lda;
   const auto step = [&](int64_t k) OPST_INLINE_LAMBDA {
     typename P::OperandB bs[NV];
-    OPST_UNROLL for (int j = 0; j < NV; ++j) {
-      bs[j] = P::load(b + k * ldb + j * kLanes);
-      // Few rows are bound by the stream of B.
-      if constexpr (MR <= 4) __builtin_prefetch(reinterpret_cast<const char*>(b + k * ldb + j * kLanes) + 4096);
-    }
+    OPST_UNROLL for (int j = 0; j < NV; ++j) bs[j] = P::load(b + k * ldb + j * kLanes);
     OPST_UNROLL for (int part = 0; part < P::kParts; ++part) {
       OPST_UNROLL for (int i = 0; i < MR; ++i) {
         const typename P::Operand ai = P::broadcast(group[i / 4] + (i % 4) * lda + k * P::kParts + part);
