@@ -151,7 +151,8 @@ TEST_F(Opst, GenerateJson) {
 TEST_F(Opst, TheStreamIsTheText) {
   const std::vector<std::string> arguments = {"-p", "hello", "-n", "400", "--ignore-eos", "--temperature", "2"};
   const std::string expected = generate_json(arguments)["text"];
-  // Enough tokens for several slices of processor time; yet on a busy machine all of it may have been written before the first read: then once more.
+  // Enough tokens for several slices of processor time; yet on a busy machine all of it may have been written before
+  // the first read: then once more.
   int reads = 0;
   for (int attempt = 0; attempt < 20 && reads <= 1; ++attempt) {
     reads = 0;
