@@ -1,230 +1,154 @@
 #!/usr/bin/env python3
-"""Attention beside other libraries: the same inputs, equal threads, calls in turn, every output compared with float64.
+"""Attention beside other libraries: the same inputs, equal threads, calls in turns, every output compared with float64.
 
-    bench/compare.py --threads 1 --json out.json --markdown out.md
-    bench/compare.py --shapes 1x8x1024x64 --dtypes f32,bf16 --modes forward,causal,backward
+    bench/compare.py                                                  a short selection
+    bench/compare.py --groups short,long --threads 2 --json out.json  adds to what the file holds
+    bench/compare.py --cases "bf16 causal 1x32/8x2048x128"
+    bench/compare.py --groups length --memory --json out.json         peak memory instead of time
+    bench/compare.py --report out.json more.json --markdown table.md --plots folder
 
-For each row the calls go round: ours, then each peer, `--pairs` times. Shown are the median time of ours, and for every peer
-the median of its time over ours within the same round, with its 95 % interval (order statistics): above 1 ours is faster. A row
-is won where the interval's lower end is above 1, lost where its upper end is below. Losing rows are shown like any other.
+A row is one call (peers/cases.py tells how it is written and which groups there are). The rounds of a row go through all
+libraries in turn; shown is a peer's time over ours within the same round: the median of at least 30 and the interval that
+holds it in 95 of 100 cases (order statistics). Above 1 ours is faster. A row is won, and a bar met, only where the whole
+interval lies above; lost rows are shown like any other.
 
-Peers, each where it is installed: torch SDPA's flash and its math path, ONNX Runtime's MultiHeadAttention.
+The process is bound to as many cores as there are threads. Inputs lie in each library's own layout; graphs, plans and page
+tables are made before. Peak memory is that of a process for each row and library: by how much its resident memory grows
+during one call, outputs included.
+
+Peers, each where it is installed (scripts/requirements-torch.txt, scripts/requirements-peer-*.txt): torch's flash and math
+path, ONNX Runtime's MultiHeadAttention and its Attention of opset 23, OpenVINO, vLLM's kernels, zentorch, JAX.
 """
 
 import argparse
-import contextlib
-import json
-import math
+import glob
 import os
 import platform
 import statistics
 import sys
-import time
 import warnings
 
-MODES = ("forward", "causal", "backward", "dropout", "bool_mask")
+FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
-def arguments():
+def arguments(words):
+    from peers import cases
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=30, help="rounds of each row (default 30)")
-    parser.add_argument("--seconds", type=float, default=4, help="a row ends after so long and 5 rounds (default 4)")
-    parser.add_argument("--shapes", default="1x8x64x64,1x8x256x64,1x8x1024x64,1x8x1024x128,1x8x4096x64",
-                        help="batch x heads x length x head_dim, comma separated")
-    parser.add_argument("--dtypes", default="f32", help="f32, bf16, f16")
-    parser.add_argument("--modes", default=",".join(MODES[:3]), help="of " + ", ".join(MODES))
-    parser.add_argument("--json", help="write all numbers here")
+    parser.add_argument("--pairs", type=int, default=31, help="rounds of each row (default 31)")
+    parser.add_argument("--seconds", type=float, default=60, help="a row ends after so long and 5 rounds (default 60)")
+    parser.add_argument("--groups", default="", help="of " + ", ".join(cases.GROUPS))
+    parser.add_argument("--cases", default="", help="comma separated")
+    parser.add_argument("--peers", default="", help="only those whose name has one of these, comma separated")
+    parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
+    parser.add_argument("--json", help="add all numbers to this file")
+    parser.add_argument("--report", nargs="+", metavar="JSON", help="measure nothing: put these files together")
     parser.add_argument("--markdown", help="write the table here")
-    options = parser.parse_args()
-    for mode in options.modes.split(","):
-        if mode not in MODES:
-            parser.error(f"--modes: {mode} is none of {', '.join(MODES)}")
+    parser.add_argument("--plots", help="write the drawings into this folder")
+    options = parser.parse_args(words)
+    groups = [name for name in options.groups.split(",") if name]
+    for name in groups:
+        if name not in cases.GROUPS:
+            parser.error(f"--groups: {name} is none of {', '.join(cases.GROUPS)}")
+    texts = [text for name in groups for text in cases.GROUPS[name]] + [t for t in options.cases.split(",") if t.strip()]
+    try:
+        options.cases = [cases.parse(text) for text in texts or cases.GROUPS["quick"]]
+    except ValueError as error:
+        parser.error(f"--cases: {error}")
     return options
 
 
-def main():
-    options = arguments()
-    os.environ["OPST_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(options.threads)
+def bind_to_cores(threads):
+    """As many cores as threads, no two of one core's hardware threads, and limits for every runtime that reads one. Before
+    any library is loaded."""
+    first_of_core = set()
+    for path in glob.glob("/sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
+        with open(path, encoding="ascii") as file:
+            first_of_core.add(int(file.read().replace("-", ",").split(",")[0]))
+    usable = sorted(first_of_core & os.sched_getaffinity(0)) or sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, usable[-threads:])  # the first core has the most interrupts
+    os.environ.update(OPST_NUM_THREADS=str(threads), OMP_NUM_THREADS=str(threads), KMP_BLOCKTIME="1")
+
+
+def machine(adapters):
+    import ops_transformer
+    import torch
+
+    versions = {peer.package: version for peer, version in adapters.installed().items()}
+    return {"processor": ops_transformer.default_context().machine, "system": platform.platform(),
+            "amx": torch.cpu._is_amx_tile_supported(), "torch level": torch.backends.cpu.get_cpu_capability(), **versions}
+
+
+def measure(case, chosen, options):
+    """Times and errors of one row."""
+    from peers import adapters, timing
+
+    inputs = adapters.make_inputs(case)
+    calls, refused = {}, {}
+    for peer in chosen:
+        if peer.name == "torch math" and "torch flash" in calls and case.query_len < case.kv_len:
+            continue
+        call, why = adapters.prepare(peer, case, inputs)
+        if call is None:
+            refused[peer.name] = why
+        else:
+            calls[peer.name] = call
+    row = {"case": str(case), "threads": options.threads, "error": {}, "refused": refused}
+    if "dropout" not in case.words:
+        want = adapters.exact(case, inputs)
+        for name, call in calls.items():
+            with call.chosen():
+                row["error"][name] = adapters.error(call.outputs(call.run()), want)
+    times = timing.time_in_turns(calls, options.pairs, options.seconds, options.threads)
+    row["pairs"] = len(times["ours"])
+    row["ms"] = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    row["ratio"] = {name: timing.interval([theirs / mine for theirs, mine in zip(values, times["ours"])])
+                    for name, values in times.items() if name != "ours"}
+    return row
+
+
+def measure_memory(case, chosen, options):
+    from peers import memory
+
+    peaks = {peer.name: memory.growth(case, peer.name, FOLDER) for peer in chosen}
+    return {"case": str(case), "threads": options.threads, "peak_bytes": {n: b for n, b in peaks.items() if b is not None}}
+
+
+def run(options):
+    bind_to_cores(options.threads)
     try:
         import torch
     except ImportError:
         sys.exit("compare.py: torch is not installed (scripts/requirements-torch.txt)")
+    from peers import adapters, report
+
     torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", message=".*(not used because|do not support|kernel)")  # of paths that do not take a call
-    torch.manual_seed(0)
-    rows = []
-    for dtype in options.dtypes.split(","):
-        for mode in options.modes.split(","):
-            for shape in options.shapes.split(","):
-                row = measure(torch, dtype, mode, tuple(int(n) for n in shape.split("x")), options)
-                rows.append(row)
-                print(line(row), flush=True)
-    report = {"machine": machine(torch), "threads": options.threads, "command": " ".join(sys.argv), "rows": rows}
+    warnings.filterwarnings("ignore", message=".*(not used because|do not support|kernel)")  # of paths that refuse a call
+    wanted = [word.lower() for word in options.peers.split(",") if word]
+    chosen = [adapters.OURS] + [p for p in adapters.installed() if not wanted or any(w in p.name.lower() for w in wanted)]
+    result = {"machine": machine(adapters), "commands": [" ".join(["bench/compare.py", *sys.argv[1:]])], "rows": []}
+    for case in options.cases:
+        row = (measure_memory if options.memory else measure)(case, chosen, options)
+        result["rows"].append(row)
+        print(" | ".join(cell for cell in report.cells(row, result["machine"]["amx"]) if cell), flush=True)
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+        report.write(options.json, result)
+    return result
+
+
+def main(words=None):
+    options = arguments(words)
+    from peers import plots, report
+
+    result = report.merge([report.read(path) for path in options.report]) if options.report else run(options)
     if options.markdown:
         with open(options.markdown, "w", encoding="utf-8") as file:
-            file.write(table(report))
-
-
-def machine(torch):
-    import ops_transformer
-
-    return {"ours": ops_transformer.default_context().machine, "torch": torch.__version__,
-            "torch_capability": torch.backends.cpu.get_cpu_capability(), "system": platform.platform()}
-
-
-def measure(torch, dtype, mode, shape, options):
-    torch_dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
-    q, k, v = (torch.randn(shape, dtype=torch_dtype) for _ in range(3))
-    grad = torch.randn(shape, dtype=torch_dtype)
-    extra = {"causal": dict(is_causal=True), "dropout": dict(dropout_p=0.1),
-             "bool_mask": dict(attn_mask=torch.rand(shape[2], shape[2]) < 0.9)}.get(mode, {})
-    calls = {"ours": ours(torch, q, k, v, grad, mode, extra), **peers(torch, q, k, v, grad, mode, extra)}
-    row = {"dtype": dtype, "mode": mode, "shape": list(shape), "error": {}, "peers": {}}
-    for name, call in calls.items():
-        with chosen(name):
-            result = call()  # also the warm-up
-            call()
-        if mode != "dropout":
-            row["error"][name] = error(torch, result, q, k, v, grad, mode, extra)
-    times = {name: [] for name in calls}
-    start = time.perf_counter()
-    while len(times["ours"]) < options.pairs:
-        for name, call in calls.items():
-            with chosen(name):
-                begin = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - begin)
-        if time.perf_counter() - start > options.seconds and len(times["ours"]) >= 5:
-            break
-    row["pairs"] = len(times["ours"])
-    row["ours_ms"] = 1e3 * statistics.median(times["ours"])
-    for name in calls:
-        if name != "ours":
-            row["peers"][name] = interval([theirs / mine for theirs, mine in zip(times[name], times["ours"])])
-    return row
-
-
-def ours(torch, q, k, v, grad, mode, extra):
-    from ops_transformer.torch import scaled_dot_product_attention
-
-    return through(torch, scaled_dot_product_attention, q, k, v, grad, mode, extra)
-
-
-def through(torch, function, q, k, v, grad, mode, extra):
-    """The call as a user makes it: with autograd for backward, without it otherwise."""
-    if mode != "backward":
-
-        def forward():
-            with torch.inference_mode():
-                return (function(q, k, v, **extra),)
-
-        return forward
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-
-    def both():
-        return torch.autograd.grad(function(*leaves, **extra), leaves, grad)
-
-    return both
-
-
-def peers(torch, q, k, v, grad, mode, extra):
-    found = {}
-    for name in ("torch flash", "torch math"):
-        # The scores alone would take more than 4 GiB.
-        if name == "torch math" and math.prod(q.shape[:3]) * k.shape[2] * 4 > 4 << 30:
-            continue
-        call = through(torch, torch._C._nn.scaled_dot_product_attention, q, k, v, grad, mode, extra)
-        try:
-            with chosen(name):
-                call()
-        except RuntimeError:  # this path does not take this call
-            continue
-        found[name] = call
-    runtime = onnx_runtime(torch, q, k, v, mode)
-    if runtime:
-        found["ONNX Runtime"] = runtime
-    return found
-
-
-def chosen(name):
-    """Makes torch take the path of that name. Outside of what is timed: it costs as much as a short call."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch math": SDPBackend.MATH}
-    return sdpa_kernel(backends[name]) if name in backends else contextlib.nullcontext()
-
-
-def onnx_runtime(torch, q, k, v, mode):
-    if mode != "forward" or q.dtype != torch.float32:
-        return None
-    try:
-        import onnxruntime
-        from onnx import TensorProto, helper
-    except ImportError:
-        return None
-    batch, heads, length, dim = q.shape
-    names = ["query", "key", "value"]
-    info = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [batch, length, heads * dim]) for n in (*names, "out")]
-    node = helper.make_node("MultiHeadAttention", names, ["out"], domain="com.microsoft", num_heads=heads)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    onnx_model = helper.make_model(helper.make_graph([node], "attention", info[:3], info[3:]), opset_imports=opsets, ir_version=9)
-    settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(onnx_model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
-    feed = {n: t.transpose(1, 2).reshape(batch, length, heads * dim).numpy() for n, t in zip(names, (q, k, v))}
-
-    def call():
-        out = torch.from_numpy(session.run(None, feed)[0])
-        return (out.unflatten(-1, (heads, dim)).transpose(1, 2),)
-
-    return call
-
-
-def error(torch, results, q, k, v, grad, mode, extra):
-    """Largest difference from float64, over the largest element; of one batch and at most two heads, in slices."""
-    leaves = [t[:1, :2].double().requires_grad_(mode == "backward") for t in (q, k, v)]
-    if "attn_mask" in extra and extra["attn_mask"].dtype != torch.bool:
-        extra = {**extra, "attn_mask": extra["attn_mask"].double()}
-    want = (torch._C._nn.scaled_dot_product_attention(*leaves, **extra),)
-    if mode == "backward":
-        want = torch.autograd.grad(want[0], leaves, grad[:1, :2].double())
-    return max(float((got[:1, :2].double() - w).abs().max() / w.abs().max()) for got, w in zip(results, want))
-
-
-def interval(ratios):
-    """The median, and the order statistics that hold it in 95 of 100 cases."""
-    ratios, n = sorted(ratios), len(ratios)
-    reach = 1.96 * math.sqrt(n) / 2
-    low, high = max(0, math.floor(n / 2 - reach)), min(n - 1, math.ceil(n / 2 + reach))
-    return {"median": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}
-
-
-def verdict(ratio):
-    return "won" if ratio["low"] > 1 else "lost" if ratio["high"] < 1 else "tie"
-
-
-def cells(row):
-    shape = "x".join(str(n) for n in row["shape"])
-    compared = [f"{name} {r['median']:.2f} [{r['low']:.2f}, {r['high']:.2f}] {verdict(r)}" for name, r in row["peers"].items()]
-    worst = max(row["error"].values(), default=None)
-    return [row["dtype"], row["mode"], shape, f"{row['ours_ms']:.3f}", str(row["pairs"]), "; ".join(compared) or "no peer",
-            "-" if worst is None else f"{row['error']['ours']:.1e} (worst {worst:.1e})"]
-
-
-def line(row):
-    return "  ".join(cells(row))
-
-
-def table(report):
-    head = ["dtype", "mode", "B x H x N x D", "ours ms", "rounds", "peer's time over ours: median [95 %]", "error against f64"]
-    lines = [f"{report['machine']['ours']}; torch {report['machine']['torch']}; {report['threads']} threads; "
-             f"`{report['command']}`", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in report["rows"]]
-    return "\n".join(lines) + "\n"
+            file.write(report.table(result))
+    if options.plots:
+        os.makedirs(options.plots, exist_ok=True)
+        for path in plots.draw(result, options.plots):
+            print(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""compare.py: what it says of its numbers, and one small run with the peers that are installed."""
+
+import math
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+BENCH = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, BENCH)
+
+from peers import cases, plots, report, timing  # noqa: E402
+
+
+def test_interval_of_few_values_is_all_of_them():
+    assert timing.interval([3, 1, 2]) == {"median": 2, "low": 1, "high": 3}
+    assert timing.interval([5]) == {"median": 5, "low": 5, "high": 5}
+
+
+@pytest.mark.parametrize("n", [6, 11, 30, 31, 101])
+def test_interval_is_the_shortest_that_covers(n):
+    """Counted from the binomial distribution: 95 of 100, and one value further in would be less."""
+
+    def coverage(low):  # of the order statistics low and n - 1 - low
+        return 1 - 2 * sum(math.comb(n, i) for i in range(low + 1)) / 2**n
+
+    got = timing.interval(random.Random(n).sample(range(n), n))
+    assert got["median"] == (n - 1) / 2
+    assert got["high"] == n - 1 - got["low"]
+    assert coverage(got["low"]) >= 0.95 > coverage(got["low"] + 1)
+
+
+def test_verdict_needs_the_whole_interval():
+    ratio = {"median": 1.3, "low": 1.1, "high": 1.5}
+    assert timing.verdict(ratio) == "won"
+    assert timing.verdict(ratio, 1.1) == "tie"
+    assert timing.verdict(ratio, 1.5) == "tie"
+    assert timing.verdict(ratio, 1.6) == "lost"
+
+
+def test_case_as_text():
+    text = "bf16 causal backward 2x32/8x1/4096x192/128"
+    case = cases.parse(text)
+    assert str(case) == text
+    assert (case.heads, case.kv_heads, case.query_len, case.kv_len, case.value_head_dim) == (32, 8, 1, 4096, 128)
+    assert str(cases.parse("f32 forward 1x8x64x64")) == "f32 forward 1x8x64x64"
+    for wrong in ("f32 1x8x64", "f3 1x8x64x64", "f32 sideways 1x8x64x64", "f32 1x8/3x64x64", "f32 1x8x64x0", "f32 1/2x8x64x64"):
+        with pytest.raises(ValueError):
+            cases.parse(wrong)
+
+
+def test_every_case_of_every_group_is_one():
+    for texts in cases.GROUPS.values():
+        assert [str(cases.parse(text)) for text in texts] == texts
+
+
+def _row(case, threads=1, **parts):
+    return {"case": case, "threads": threads, **parts}
+
+
+def _ratio(median, spread=0.01):
+    return {"median": median, "low": median - spread, "high": median + spread}
+
+
+def test_bars_are_judged_against_the_right_peer():
+    ratio = {"ours, 1 thread": _ratio(0.5), "torch math": _ratio(4), "ONNX Runtime MHA": _ratio(1.15)}
+    bar, name, _, verdict = report.judge(_row("f32 forward 1x8x64x64", ratio=ratio), amx=False)
+    assert (bar.least, name, verdict) == (1.2, "ONNX Runtime MHA", "missed")
+    bar, name, _, verdict = report.judge(_row("f32 dropout 1x8x64x64", ratio=ratio), amx=False)
+    assert (bar.least, name, verdict) == (3, "torch math", "met")
+    assert report.judge(_row("bf16 forward 1x8x64x64", ratio=ratio), amx=True) is None
+    assert report.judge(_row("f32 forward 1x8x64x64", ratio={}), amx=False) is None
+
+
+def test_reports_merge_row_by_row():
+    def of(machine, *rows):
+        return {"machine": machine, "commands": ["c"], "rows": list(rows)}
+
+    merged = report.merge([of({"torch": "1"}, _row("f32 forward 1x8x64x64", ms={"ours": 1}), _row("f32 forward 1x8x64x64", 2)),
+                           of({"jax": "2"}, _row("f32 forward 1x8x64x64", peak_bytes={"ours": 5}))])
+    assert merged["machine"] == {"torch": "1", "jax": "2"}
+    assert merged["commands"] == ["c"]
+    assert merged["rows"] == [_row("f32 forward 1x8x64x64", ms={"ours": 1}, peak_bytes={"ours": 5}),
+                              _row("f32 forward 1x8x64x64", 2)]
+
+
+def test_losing_rows_are_shown():
+    row = _row("f32 forward 1x8x64x64", ms={"ours": 1}, ratio={"JAX": _ratio(0.5)}, error={"ours": 1e-7, "JAX": 2e-7})
+    table = report.table({"machine": {}, "commands": [], "rows": [row]})
+    assert "| JAX | 0.50 (0.49 - 0.51) | lost | 1.2: missed |" in table
+    assert "1.0e-07; JAX 2.0e-07" in table
+
+
+def test_plot_of_three_lengths(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (scripts/requirements-plots.txt)")
+    rows = [_row(f"f32 causal 1x1x{n}x64", ms={"ours": n, "torch math": n * n}) for n in (64, 128, 256)]
+    del rows[-1]["ms"]["torch math"]
+    paths = plots.draw({"rows": rows}, tmp_path)
+    assert [os.path.basename(path) for path in paths] == ["time-f32-causal-1-1-1-64-64-1.png"]
+    assert os.path.getsize(paths[0]) > 0
+
+
+def test_small_run_with_what_is_installed(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+    pytest.importorskip("ops_transformer")
+    out = tmp_path / "out.json"
+    texts = "f32 forward 1x2x64x32,f32 causal backward 1x2x64x32,f32 bool_mask 1x2x64x32,f32 dropout 1x2x64x32"
+
+    def run(*words):
+        subprocess.run([sys.executable, os.path.join(BENCH, "compare.py"), *words, "--json", out], check=True)
+
+    run("--cases", texts, "--pairs", "3", "--threads", "2", "--markdown", tmp_path / "table.md")
+    run("--cases", texts.split(",")[0], "--memory", "--peers", "torch", "--threads", "2")
+    rows = {row["case"]: row for row in report.read(out)["rows"]}
+    assert list(rows) == texts.split(",")
+    for text, row in rows.items():
+        assert row["pairs"] == 3
+        assert "torch math" in row["ratio"]
+        assert all(error < 1e-4 for error in row["error"].values()), row
+        assert text in (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert rows[texts.split(",")[0]]["peak_bytes"]["ours"] >= 0
