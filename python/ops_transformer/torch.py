@@ -35,6 +35,7 @@ __all__ = ["Explanation", "FlashAttention", "FlashCrossAttention", "disable_sdpa
 _torch_sdpa = torch._C._nn.scaled_dot_product_attention
 _to_dlpack = torch.utils.dlpack.to_dlpack
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_EVERYDAY_DTYPES = frozenset(_DTYPES) - {torch.float64}
 _MAX_HEAD_DIM = 768
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
@@ -59,7 +60,8 @@ def _view(tensor: Tensor) -> View:
 
 def _call(query, key, value, mask, seed, dropout_p, is_causal, scale) -> AttentionCall:
     call = AttentionCall(_view(query), _view(key), _view(value))
-    call.softmax_scale = scale
+    if scale is not None:
+        call.softmax_scale = scale
     if is_causal:
         call.causal, call.alignment = True, "top_left"
     if mask is not None:
@@ -75,20 +77,28 @@ def _call(query, key, value, mask, seed, dropout_p, is_causal, scale) -> Attenti
 def _new_out(query: Tensor, value: Tensor) -> Tensor:
     """[batch, num_heads, query_len, value_head_dim] with the heads of a token beside each other, as torch's has it."""
     batch, heads, length, _ = query.shape
-    return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+    dim = value.shape[-1]
+    return query.new_empty_strided((batch, heads, length, dim), (length * heads * dim, dim, heads * dim, 1))
 
 
 def _statistics(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
-def _sdpa(query, key, value, mask, seed, dropout_p, is_causal, scale):
-    out, lse = _new_out(query, value), _statistics(query)
+def _forward(query, key, value, mask, seed, dropout_p, is_causal, scale, lse=None):
+    out = _new_out(query, value)
     if dropout_p >= 1:
-        return out.zero_(), lse.zero_()
+        return out.zero_()
     call = _call(query, key, value, mask, seed, dropout_p, is_causal, scale)
-    call.forward(default_context(), _view(out), _view(lse))
-    return out, lse
+    call.forward(default_context(), _view(out), None if lse is None else _view(lse))
+    return out
+
+
+def _sdpa(query, key, value, mask, seed, dropout_p, is_causal, scale):
+    lse = _statistics(query)
+    if dropout_p >= 1:
+        lse.zero_()
+    return _forward(query, key, value, mask, seed, dropout_p, is_causal, scale, lse), lse
 
 
 def _new_gradients(query, key, value, mask, wanted):
@@ -274,6 +284,22 @@ def _is_plain(*tensors: Optional[Tensor]) -> bool:
     return True
 
 
+def _is_everyday(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether nothing has to be found out about this call: plain tensors of four dimensions that fit together. Asks in the
+    cheapest way, as a short call takes a few microseconds."""
+    for tensor in (query, key, value):
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+    q, k, dtype = query.shape, key.shape, query.dtype
+    return (
+        len(q) == 4 and k == value.shape and len(k) == 4 and q[0] == k[0] and q[3] == k[3] and 1 <= q[3] <= _MAX_HEAD_DIM
+        and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))
+        and dtype in _EVERYDAY_DTYPES and dtype == key.dtype and dtype == value.dtype
+        and not torch.is_autocast_enabled("cpu") and torch._C._functorch.peek_interpreter_stack() is None
+        and _is_plain(query, key, value)
+    )
+
+
 def _float32(x: float) -> float:
     return struct.unpack("f", struct.pack("f", x))[0]
 
@@ -294,6 +320,8 @@ def scaled_dot_product_attention(
     Rows that see no key give 0. A masked key (bool mask, is_causal) never reaches the result, whatever it holds. Dropout
     takes one number from torch's generator, so torch.manual_seed repeats it, but drops other weights than torch does.
     """
+    if attn_mask is None and dropout_p == 0 and _is_everyday(query, key, value, enable_gqa):
+        return _forward(query, key, value, None, None, 0.0, bool(is_causal), scale)
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         query, key, value, attn_mask = _autocast((query, key, value, attn_mask))
     reason = _reason_for_torch(query, key, value, attn_mask)
@@ -324,8 +352,8 @@ def scaled_dot_product_attention(
         rounded = _float32(scale)
         if rounded != scale:
             q, scale = q * (scale / rounded), rounded
-    function = _sdpa if _is_plain(q, k, v, attn_mask) else _operator
-    out = function(q, k, v, attn_mask, seed, float(dropout_p), bool(is_causal), scale)[0]
+    arguments = q, k, v, attn_mask, seed, float(dropout_p), bool(is_causal), scale
+    out = _forward(*arguments) if _is_plain(q, k, v, attn_mask) else _operator(*arguments)[0]
     if len(lead[0]) == 2:
         return out
     return out.reshape(*lead[0], *out.shape[-2:])

@@ -39,8 +39,8 @@ def test_logits_and_gradients(make, monkeypatch):
     model, options = make()
     tokens = torch.randint(5, 97, (2, 13))
     calls = []
-    forward = ot._sdpa
-    monkeypatch.setattr(ot, "_sdpa", lambda *a: calls.append(1) or forward(*a))
+    forward = ot._forward
+    monkeypatch.setattr(ot, "_forward", lambda *a: calls.append(1) or forward(*a))
 
     def step():
         model.zero_grad()
