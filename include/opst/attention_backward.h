@@ -16,6 +16,10 @@
 // With cu_seqlens_q or cu_seqlens_k these, too, hold the sequences one after the other. Rows behind the last sequence
 // get 0.
 //
+// With a block_table grad_key and grad_value have the shapes of the cache, [num_blocks, block_size, num_kv_heads, ...],
+// and all of them is written. A row of a page that belongs to several sequences, or to several places of one, gets the
+// sum of all its gradients, rounded once; a row that belongs to nobody gets 0. Pages must be of PageLayout::norm.
+//
 // Rules: a row that sees no key gets grad_query = 0 and adds nothing to the other gradients, whatever its grad_out
 // holds; so does a row whose saved lse is infinite. A key that no row sees gets 0. NaN and Inf in an input reach what
 // depends on them and nothing else. Every sum is in f32 (f64 for f64) whatever the storage type, in an order that
@@ -31,7 +35,7 @@
 //                            {.grad_query = gq, .grad_key = gk, .grad_value = gv}, options);
 //
 // Errors: invalid_argument names the tensor or option, the dimension and both values; nothing has been written then.
-// Paged keys and values are unsupported.
+// unsupported: panel32 pages (convert_pages gives norm ones).
 //
 // Source: Dao et al., "FlashAttention" (2022), appendix B.4.
 #pragma once
@@ -65,9 +69,11 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
 
 // What a plan depends on.
 struct AttentionBackwardProblem {
-  AttentionProblem forward = {};  // kv_len: of the key tensor, or the longest sequence of cu_seqlens_k
+  AttentionProblem forward = {};  // kv_len: of the key tensor; varlen and paged: of the longest sequence
   DType grad_out_dtype = DType::f32;
   bool grad_bias = false, grad_sinks = false;  // wanted
+  int64_t num_blocks = 0;                      // paged: of the cache
+  int64_t shared_blocks = 0;                   // paged: those that come more than once in the block table
 };
 
 // A pure function of problem and machine; never of the number of threads.

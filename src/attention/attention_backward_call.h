@@ -244,10 +244,10 @@ inline Tensor mutable_view(const ConstTensor& t) {
   return w;
 }
 
-// Draws that have a backward pass: keys in a tensor, not in pages.
+// Draws that have a backward pass: pages are norm ones.
 inline Draw draw_for_backward(Random& random) {
   Draw d = draw(random);
-  if (d.keys == Keys::norm_pages || d.keys == Keys::panel_pages) d.keys = random.pick({Keys::dense, Keys::varlen});
+  if (d.keys == Keys::panel_pages) d.keys = Keys::norm_pages;
   return d;
 }
 

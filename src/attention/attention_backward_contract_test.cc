@@ -141,15 +141,6 @@ TEST(AttentionBackwardContract, TheUnspoiledCallIsRight) {
   EXPECT_TRUE(status.ok()) << status.message();
 }
 
-TEST(AttentionBackwardContract, PagedKeysAreUnsupported) {
-  Call call;
-  call.in.block_table = ConstTensor::contiguous(DType::i32, {2, 2}, call.integers.data());
-  const Status status = call.run();
-  EXPECT_EQ(status.code(), StatusCode::unsupported);
-  EXPECT_EQ(status.message(), "flash_attention_backward: block_table is given, but paged keys have no gradient");
-  for (const float x : call.out_memory) ASSERT_EQ(x, 7.0f);
-}
-
 // Any gradient may be left out, and the others keep their bits.
 TEST(AttentionBackwardContract, GradientsThatAreNotWantedAreNotNeeded) {
   Call whole;

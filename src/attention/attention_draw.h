@@ -25,6 +25,7 @@ struct Draw {
   int64_t rows_behind = 0;  // varlen: of the tensors, after the last sequence
   Keys keys = Keys::dense;
   int64_t block_size = 16;
+  bool share_pages = false;  // a block may come several times in the block table
   Strides query_strides = Strides::bnsd, kv_strides = Strides::bnsd, out_strides = Strides::bnsd;
   bool prefix = false, mask = false, bias = false, alibi = false, sinks = false, drop_mask = false;
   // Which of [batch, num_heads, query_len, kv_len] the mask (bias) does not repeat, and how many dimensions it has.
@@ -98,6 +99,7 @@ inline std::string to_string(const Draw& d) {
   }
   number("keys", static_cast<int>(d.keys));
   number("block_size", d.block_size);
+  number("share_pages", static_cast<int>(d.share_pages));
   number("left", o.window_left);
   number("right", o.window_right);
   number("softcap", o.softcap);
@@ -207,6 +209,7 @@ inline Draw draw(Random& random) {
   o.block_q = many_tiles ? random.integer(1, 20) : random.chance(0.5) ? 0 : random.integer(1, 64);
   o.block_kv = many_tiles ? random.integer(5, 20) : random.chance(0.5) ? 0 : random.integer(1, 80);
   if (d.keys == Keys::panel_pages) o.block_kv = o.block_kv == 0 ? 0 : 32;
+  d.share_pages = random.chance(0.6);
   d.non_finite = random.chance(0.12);
   return d;
 }
@@ -438,12 +441,17 @@ class DrawnCall {
       const int64_t length = d_.kv_lens[static_cast<size_t>(b)];
       for (int64_t i = 0; i < most; ++i) {
         const bool real = i < ceil_div(length, d_.block_size);
-        set(table, b * most + i, real ? static_cast<double>(order[next]) : 1e9);
-        if (!real) continue;
-        for (int64_t j = i * d_.block_size; j < std::min(length, (i + 1) * d_.block_size); ++j) {
-          slots_.push_back({order[next], j % d_.block_size});
+        if (!real) {
+          set(table, b * most + i, 1e9);
+          continue;
         }
-        ++next;
+        const bool again = d_.share_pages && next > 0 && random.chance(0.4);
+        const int64_t block =
+            again ? order[static_cast<size_t>(random.integer(0, static_cast<int64_t>(next) - 1))] : order[next++];
+        set(table, b * most + i, static_cast<double>(block));
+        for (int64_t j = i * d_.block_size; j < std::min(length, (i + 1) * d_.block_size); ++j) {
+          slots_.push_back({block, j % d_.block_size});
+        }
       }
     }
     inputs.block_table = table.selected(0, 0).selected(0, 0);

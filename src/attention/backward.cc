@@ -10,7 +10,8 @@
 //     pack the query rows of wave 0, tiles of wave 0, pack wave 1, tiles of wave 1, ...
 // with two buffers in turn. Tasks are handed out in ascending order, so what a task waits for is done or being done.
 //
-// The gradient of a bias that repeats (BiasOrder) is added up in the order of the tasks, too.
+// The gradient of a bias that repeats (BiasOrder) is added up in the order of the tasks, too, and so are those of pages
+// that come more than once in the block table (SharedPages).
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -21,6 +22,7 @@
 #include "attention/call_rules.h"
 #include "attention/counter.h"
 #include "attention/kv_blocks.h"
+#include "attention/kv_rows.h"
 #include "attention/sequences.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
@@ -105,8 +107,9 @@ class BackwardCall {
         rules_(inputs, p_),
         group_(p_.num_heads / p_.num_kv_heads),
         heads_(p_.batch * p_.num_kv_heads),
+        accumulator_bytes_(geometry_of(machine.isa, plan.product).accumulator_bytes),
         shared_(static_cast<char*>(scratch)) {
-    Arena arena(shared_ + layout_.wave_bytes(heads_, plan.heads_per_wave), layout_.sink_bytes + layout_.turn_bytes);
+    Arena arena(shared_ + layout_.wave_bytes(heads_, plan.heads_per_wave), layout_.call_bytes());
     if (problem.grad_sinks) sink_sums_ = static_cast<double*>(arena.take_bytes(layout_.sink_bytes));
     turns_ = static_cast<std::atomic<int64_t>*>(arena.take_bytes(layout_.turn_bytes));
     if (problem.grad_bias) {
@@ -124,10 +127,15 @@ class BackwardCall {
                                                                                              : BiasOrder::by_tile;
       for (int64_t i = 0; i <= layout_.blocks; ++i) new (&turns_[i]) std::atomic<int64_t>(0);
     }
+    pages_ = SharedPages(problem, layout_.sizes, accumulator_bytes_, arena.take_bytes(layout_.page_bytes));
+    if (pages_.count() > 0) SharedPages::number(in_, p_, problem.num_blocks, pages_.ordinals());
+    num_blocks_ = problem.num_blocks;
   }
 
   void run(ThreadPool& pool) {
     if (bias_order_ != BiasOrder::none) clear(grads_.grad_bias, pool);
+    if (p_.paged) clear(grads_.grad_key, pool), clear(grads_.grad_value, pool);
+    pool.parallel_for(pages_.count(), [&](int64_t ordinal, int) { pages_.clear(ordinal); });
     const int64_t wave_heads = plan_.heads_per_wave, blocks = layout_.blocks, tiles = layout_.tiles;
     const int64_t packs = wave_heads * blocks, tasks = wave_heads * tiles;
     const int64_t waves = ceil_div(heads_, wave_heads);
@@ -150,11 +158,16 @@ class BackwardCall {
           run_tile(head, task / wave_heads, number, worker);
         } else {
           for (int64_t i = 0; i <= blocks; ++i) pass_turn(i, number);
+          pass_page_turn(number);
         }
         progress.tiles.add_one();
       }
     });
     if (grads_.grad_sinks.data != nullptr) add_up_sinks();
+    if (pages_.count() == 0) return;
+    pool.parallel_for(num_blocks_, [&](int64_t block, int) {
+      if (pages_.ordinal(block) >= 0) finish_shared_page(block);
+    });
   }
 
  private:
@@ -247,12 +260,9 @@ class BackwardCall {
     char* data = const_cast<char*>(static_cast<const char*>(t.data)) + at * size_bytes(t.dtype);
     return {data, t.dtype, t.strides[2], t.strides[1], t.strides[3], group_};
   }
-  // Rows of a tensor [batch, num_kv_heads, kv_len, ...].
-  StackedRows kv_rows(const ConstTensor& t, int64_t head) const {
-    const int64_t b = batch(head), kv_head = head % p_.num_kv_heads;
-    const int64_t at = b * t.strides[0] + kv_head * t.strides[1] + sequences_.key_start(b) * t.strides[2];
-    char* data = const_cast<char*>(static_cast<const char*>(t.data)) + at * size_bytes(t.dtype);
-    return {data, t.dtype, t.strides[2], 0, t.strides[3], 1};
+  // Rows of a tensor of key's or value's shape.
+  KvRows kv_rows(const ConstTensor& t, int64_t head) const {
+    return KvRows::of(t, in_, p_, sequences_, batch(head), head % p_.num_kv_heads);
   }
   double number(const void* numbers, int64_t index) const {
     return plan_.product == AttentionProduct::f64 ? static_cast<const double*>(numbers)[index]
@@ -391,25 +401,82 @@ class BackwardCall {
     }
     if (bias_order_ == BiasOrder::by_task) add_bias_sums(head, w, tile, number);
     pass_turn(layout_.blocks, number);
-    if (tile.grad_key != nullptr) {
-      finish(w.grad_key, layout_.sizes.acc_stride, keys, p_.head_dim, rules_.scale().of_score, first,
-             kv_rows(grads_.grad_key, head));
+    if (pages_.count() > 0) wait_for(page_turn_, number);
+    if (tile.grad_key != nullptr) put(of_keys(), w.grad_key, first, keys, head);
+    if (tile.grad_value != nullptr) put(of_values(), w.grad_value, first, keys, head);
+    pass_page_turn(number);
+  }
+
+  // ---- The gradients of keys and values
+
+  struct KeyGradient {
+    const Tensor& to;
+    int64_t length, acc_stride;
+    double factor;
+    int64_t page_offset;  // in the sums of a shared page, in accumulators
+  };
+  KeyGradient of_keys() const {
+    return {grads_.grad_key, p_.head_dim, layout_.sizes.acc_stride, rules_.scale().of_score, 0};
+  }
+  KeyGradient of_values() const {
+    return {grads_.grad_value, p_.value_head_dim, layout_.sizes.value_acc_stride, 1 / rules_.keep_prob(),
+            p_.block_size * layout_.sizes.acc_stride};
+  }
+
+  // What a task has summed for keys [first, first + count): to where it belongs, or to the sums of shared pages.
+  void put(const KeyGradient& g, const void* acc, int64_t first, int64_t count, int64_t head) const {
+    const KvRows rows = kv_rows(g.to, head);
+    const char* from = static_cast<const char*>(acc);
+    for (int64_t key = first; key < first + count;) {
+      const int64_t run = rows.run(key, first + count - key);
+      const int64_t page = p_.paged ? pages_.ordinal(rows.page_of(key)) : -1;
+      if (page >= 0) {
+        const int64_t at = g.page_offset + key % p_.block_size * g.acc_stride;
+        add(from, run * g.acc_stride, pages_.sums(page, head % p_.num_kv_heads), at);
+      } else {
+        finish_keys(g, from, run, const_cast<char*>(rows.row(key)));
+      }
+      key += run;
+      from += run * g.acc_stride * accumulator_bytes_;
     }
-    if (tile.grad_value != nullptr) {
-      finish(w.grad_value, layout_.sizes.value_acc_stride, keys, p_.value_head_dim, 1 / rules_.keep_prob(), first,
-             kv_rows(grads_.grad_value, head));
+  }
+  void finish_keys(const KeyGradient& g, const void* acc, int64_t count, void* to) const {
+    const StackedRows out = {to, g.to.dtype, g.to.strides[p_.paged ? 1 : 2], 0, g.to.strides[3], 1};
+    finish(acc, g.acc_stride, count, g.length, g.factor, 0, out);
+  }
+  // to[at + i] += from[i]
+  void add(const void* from, int64_t count, void* to, int64_t at) const {
+    const auto add_numbers = [&](const auto* terms, auto* sums) {
+      for (int64_t i = 0; i < count; ++i) sums[at + i] += terms[i];
+    };
+    if (plan_.product == AttentionProduct::f64)
+      add_numbers(static_cast<const double*>(from), static_cast<double*>(to));
+    else
+      add_numbers(static_cast<const float*>(from), static_cast<float*>(to));
+  }
+
+  // Lets the task after `number` add to shared pages.
+  void pass_page_turn(int64_t number) const {
+    if (pages_.count() == 0) return;
+    wait_for(page_turn_, number);
+    page_turn_.store(number + 1, std::memory_order_release);
+  }
+  void finish_shared_page(int64_t block) const {
+    for (const KeyGradient& g : {of_keys(), of_values()}) {
+      for (int64_t h = 0; h < p_.num_kv_heads && g.to.data != nullptr; ++h) {
+        const char* sums = static_cast<const char*>(pages_.sums(pages_.ordinal(block), h));
+        char* to =
+            static_cast<char*>(g.to.data) + (block * g.to.strides[0] + h * g.to.strides[2]) * size_bytes(g.to.dtype);
+        finish_keys(g, sums + g.page_offset * accumulator_bytes_, p_.block_size, to);
+      }
     }
   }
 
+  // ---- One tile against its blocks
+
   void pack_tile(int64_t head, const Worker& w, GradTile& tile) const {
-    const auto locate = [&](const ConstTensor& t, const void** rows) {
-      const StackedRows r = kv_rows(t, head);
-      const int64_t step = r.seq_stride * size_bytes(t.dtype);
-      const char* at = static_cast<const char*>(r.data) + tile.first_key * step;
-      for (int64_t j = 0; j < tile.count; ++j, at += step) rows[j] = at;
-    };
-    locate(in_.key, w.key_rows);
-    locate(in_.value, w.value_rows);
+    kv_rows(in_.key, head).locate(tile.first_key, tile.count, w.key_rows);
+    kv_rows(in_.value, head).locate(tile.first_key, tile.count, w.value_rows);
     PackKeys pack;
     pack.key_rows = w.key_rows;
     pack.value_rows = w.value_rows;
@@ -554,7 +621,11 @@ class BackwardCall {
     }
   }
 
-  int64_t key_rows_of(int64_t b) const { return p_.varlen_k ? attention::key_rows_of(in_, b) : p_.kv_len; }
+  // Keys of a sequence that have a gradient.
+  int64_t key_rows_of(int64_t b) const {
+    if (p_.paged) return sequences_.kv_len(b);
+    return p_.varlen_k ? attention::key_rows_of(in_, b) : p_.kv_len;
+  }
 
   const AttentionInputs& in_;
   const AttentionSaved& saved_;
@@ -567,9 +638,13 @@ class BackwardCall {
   const CallRules rules_;
   const int64_t group_;  // query heads per KV head
   const int64_t heads_;  // (batch, KV head) pairs; `head` counts them throughout
+  const int64_t accumulator_bytes_;
   char* const shared_;
   double* sink_sums_ = nullptr;            // [head][block][group]
   std::atomic<int64_t>* turns_ = nullptr;  // of each block, and of the tasks' sums: the task that may add next
+  SharedPages pages_;
+  int64_t num_blocks_ = 0;                      // paged: of the cache
+  mutable std::atomic<int64_t> page_turn_ = 0;  // the task that may add to shared pages next
   BiasOrder bias_order_ = BiasOrder::none;
   int64_t bias_strides_[4] = {};  // of grad_bias; 0 where it repeats
   struct Progress {
@@ -591,7 +666,7 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
   return guarded([&]() -> Status {
     Result<AttentionBackwardProblem> checked = attention::check_backward(inputs, saved, gradients, options);
     if (!checked.ok()) return checked.status();
-    const AttentionBackwardProblem& problem = checked.value();
+    AttentionBackwardProblem problem = checked.value();
     const AttentionProblem& p = problem.forward;
 
     using attention::token_rows;
@@ -608,6 +683,12 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     if (p.varlen_k) to.grad_key = token_rows(to.grad_key), to.grad_value = token_rows(to.grad_value);
 
     Context::Impl& impl = context.impl();
+    if (p.paged && (to.grad_key.data != nullptr || to.grad_value.data != nullptr)) {
+      Result<WorkspaceLease> lease = impl.workspaces.lease(attention::SharedPages::ordinal_bytes(problem));
+      if (!lease.ok()) return lease.status();
+      problem.shared_blocks =
+          attention::SharedPages::number(in, p, problem.num_blocks, static_cast<int64_t*>(lease.value().data()));
+    }
     if (p.batch * p.num_kv_heads > 0) {
       const AttentionBackwardPlan plan = plan_attention_backward(problem, impl.machine);
       Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
@@ -617,6 +698,7 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     if (p.batch * p.num_kv_heads == 0) {
       attention::clear(to.grad_bias, impl.pool);
       attention::clear(to.grad_sinks, impl.pool);
+      if (p.paged) attention::clear(to.grad_key, impl.pool), attention::clear(to.grad_value, impl.pool);
     }
     const auto end_of = [&](const ConstTensor& offsets) {
       return attention::integer_at(offsets, p.batch * offsets.strides[0]);

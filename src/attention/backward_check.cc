@@ -12,8 +12,10 @@ namespace opst::attention {
 Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const AttentionSaved& saved,
                                                 const AttentionGradients& grads, const AttentionOptions& options) {
   ShapeCheck check("flash_attention_backward");
-  if (in.block_table.data != nullptr) {
-    return Status::unsupported("flash_attention_backward: block_table is given, but paged keys have no gradient");
+  const bool paged = in.block_table.data != nullptr;
+  if (paged && in.page_layout != PageLayout::norm) {
+    return Status::unsupported(std::string("flash_attention_backward: pages are ") + to_string(in.page_layout) +
+                               ", but gradients are taken of norm pages only");
   }
   const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
   const bool f64 = in.query.dtype == DType::f64, varlen_k = in.cu_seqlens_k.data != nullptr;
@@ -34,7 +36,10 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
     if (t.data != nullptr) check.output(name, t).dtype(floats).dims(names);
   };
   gradient("grad_query", grads.grad_query, dims.query);
-  if (varlen_k) {
+  if (paged) {
+    gradient("grad_key", grads.grad_key, {"num_blocks", "block_size", "num_kv_heads", "head_dim"});
+    gradient("grad_value", grads.grad_value, {"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
+  } else if (varlen_k) {
     gradient("grad_key", grads.grad_key, {"total_k", "num_kv_heads", "head_dim"});
     gradient("grad_value", grads.grad_value, {"total_k", "num_kv_heads", "value_head_dim"});
   } else {
@@ -90,7 +95,9 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   b.grad_out_dtype = saved.grad_out.dtype;
   b.grad_bias = grads.grad_bias.data != nullptr;
   b.grad_sinks = grads.grad_sinks.data != nullptr;
-  b.forward.kv_len = varlen_k ? 0 : in.key.shape[2];
+  if (paged) b.num_blocks = in.key.shape[0];
+  // Every row of a tensor has a gradient, beyond kv_lengths too.
+  if (!paged) b.forward.kv_len = varlen_k ? 0 : in.key.shape[2];
   for (int64_t i = 0; i < b.forward.batch && varlen_k; ++i) {
     b.forward.kv_len = std::max(b.forward.kv_len, key_rows_of(in, i));
   }

@@ -1,7 +1,7 @@
 // Layout of a backward call's scratch memory: what backward_plan.cc adds up and backward.cc hands out.
 //
 //   shared    [2 waves: heads][packed query rows, statistics, dQ, rules, progress of each block]
-//             [the sinks' sums of each block]  [whose turn it is to add to a bias that repeats]
+//             [the sinks' sums of each block]  [whose turn it is to add to a bias that repeats]  [shared pages]
 //   worker    packed keys of a tile, dK and dV, P and dS of a block, row pointers, visible intervals
 #pragma once
 
@@ -10,6 +10,7 @@
 
 #include "attention/backward_kernels.h"
 #include "attention/layout.h"
+#include "attention/shared_pages.h"
 #include "opst/attention_backward.h"
 
 namespace opst::attention {
@@ -38,7 +39,7 @@ struct BackwardLayout {
   int64_t scores_bytes, score_row_bytes, raw_bytes;
   int64_t rule_bytes, target_bytes;  // of a block: RowRules, addresses of its rows of the bias's gradient
   int64_t cap_bytes, bias_bytes, bias_sum_bytes, bias_sum_row_bytes;
-  int64_t sink_bytes, turn_bytes;  // of the whole call
+  int64_t sink_bytes, turn_bytes, page_bytes;  // of the whole call
   int64_t worker_bytes;
 
   BackwardLayout(const AttentionBackwardProblem& problem, int64_t block_q, int64_t block_kv, const Geometry& g) {
@@ -91,6 +92,7 @@ struct BackwardLayout {
     bias_sum_bytes = problem.grad_bias ? bytes(group, scores_stride, g.accumulator_bytes) : 0;
     sink_bytes = problem.grad_sinks ? Arena::size_of<double>(p.batch * p.num_heads * blocks) : 0;
     turn_bytes = problem.grad_bias ? Arena::size_of<std::atomic<int64_t>>(blocks + 1) : 0;
+    page_bytes = SharedPages::bytes(problem, sizes, g.accumulator_bytes);
     worker_bytes = cap_bytes + bias_bytes + bias_sum_bytes + key_bytes + key_value_bytes + key_column_bytes +
                    grad_key_bytes + grad_value_bytes + 2 * scores_bytes + score_row_bytes + raw_bytes +
                    2 * Arena::size_of<void*>(block_kv) + Arena::size_of<void*>(block_q) +
@@ -107,8 +109,9 @@ struct BackwardLayout {
   int64_t wave_bytes(int64_t heads, int64_t heads_per_wave) const {
     return std::min(heads, 2 * heads_per_wave) * head_bytes;
   }
+  int64_t call_bytes() const { return sink_bytes + turn_bytes + page_bytes; }
   int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return wave_bytes(heads, heads_per_wave) + sink_bytes + turn_bytes;
+    return wave_bytes(heads, heads_per_wave) + call_bytes();
   }
 };
 

@@ -9,6 +9,7 @@
 #include "attention/check.h"
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
+#include "attention/kv_rows.h"
 #include "attention/layout.h"
 #include "attention/sequences.h"
 
@@ -61,25 +62,7 @@ class CallMemory {
 
   // Rows of key or value.
   KvRows kv_rows(const ConstTensor& t, int64_t head) const {
-    const int64_t b = batch(head), kv_head = head % p_.num_kv_heads, size = size_bytes(t.dtype);
-    const char* data = static_cast<const char*>(t.data);
-    KvRows kv;
-    if (p_.paged && p_.page_layout == PageLayout::panel32) {
-      const bool keys = &t == &in_.key;
-      kv = pages_of(head);
-      kv.base = data + kv_head * t.strides[1] * size;
-      kv.row_bytes = (keys ? p_.head_dim : p_.value_head_dim) * size;  // 32 rows begin at a multiple of it
-      kv.page_bytes = t.strides[0] * size;
-    } else if (p_.paged) {
-      kv = pages_of(head);
-      kv.base = data + kv_head * t.strides[2] * size;
-      kv.row_bytes = t.strides[1] * size;
-      kv.page_bytes = t.strides[0] * size;
-    } else {
-      kv.base = data + (b * t.strides[0] + kv_head * t.strides[1] + sequences_.key_start(b) * t.strides[2]) * size;
-      kv.row_bytes = t.strides[2] * size;
-    }
-    return kv;
+    return KvRows::of(t, in_, p_, sequences_, batch(head), head % p_.num_kv_heads);
   }
 
   // Rows of query, out or a statistic, the head's group stacked. Nothing for a tensor without data.
@@ -139,16 +122,6 @@ class CallMemory {
   }
 
  private:
-  // The block table's part of a KvRows.
-  KvRows pages_of(int64_t head) const {
-    const ConstTensor& table = in_.block_table;
-    KvRows kv;
-    kv.block_size = p_.block_size;
-    kv.pages = static_cast<const char*>(table.data) + batch(head) * table.strides[0] * size_bytes(table.dtype);
-    kv.pages_stride = table.strides[1];
-    kv.pages_i64 = table.dtype == DType::i64;
-    return kv;
-  }
   // The head's place in its wave's buffer, of which there are two. Where keys are split there is one wave.
   char* shared_head(int64_t head) const {
     return shared_ + head % (2 * plan_.heads_per_wave) * layout.shared_head_bytes;

@@ -98,41 +98,4 @@ class KvBlocks {
   int64_t next_ = 0;
 };
 
-// Where the rows of one sequence's keys (or values) for one KV head are.
-struct KvRows {
-  const char* base = nullptr;   // key 0, or row 0 of page 0
-  int64_t row_bytes = 0;        // between keys, or rows of a page
-  int64_t page_bytes = 0;       // paged: between pages
-  int64_t block_size = 0;       // paged: rows of a page; 0: dense
-  const void* pages = nullptr;  // paged: the sequence's row of the block table
-  int64_t pages_stride = 0;
-  bool pages_i64 = false;
-
-  int64_t page(int64_t index) const {
-    const int64_t at = index * pages_stride;
-    return pages_i64 ? static_cast<const int64_t*>(pages)[at] : static_cast<const int32_t*>(pages)[at];
-  }
-
-  // Pointers to every `step`-th of keys [first, first + count). In a page, `step` rows follow one another.
-  void locate_groups(int64_t first, int64_t count, int64_t step, const void** groups) const {
-    for (int64_t key = first; key < first + count; key += step) {
-      *groups++ = base + page(key / block_size) * page_bytes + key % block_size * row_bytes;
-    }
-  }
-
-  // Pointers to keys [first, first + count).
-  void locate(int64_t first, int64_t count, const void** rows) const {
-    if (block_size == 0) {
-      for (int64_t i = 0; i < count; ++i) rows[i] = base + (first + i) * row_bytes;
-      return;
-    }
-    for (int64_t i = 0; i < count;) {
-      const int64_t key = first + i, row = key % block_size;
-      const char* at = base + page(key / block_size) * page_bytes + row * row_bytes;
-      const int64_t run = std::min(count - i, block_size - row);
-      for (int64_t end = i + run; i < end; ++i, at += row_bytes) rows[i] = at;
-    }
-  }
-};
-
 }  // namespace opst::attention
