@@ -209,7 +209,7 @@ struct AttentionPlan {
   AttentionProduct product = AttentionProduct::f32;
   int64_t block_q = 0;         // rows of one task
   int64_t block_kv = 0;        // keys of one tile
-  int64_t kv_splits = 1;       // parts of the keys that are attended separately, then merged in order
+  int64_t kv_splits = 1;       // parts of the keys that a block may see; attended apart, then merged in order
   int64_t keys_per_split = 0;  // a multiple of block_kv
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once
   int64_t num_tasks = 0;       // of the whole call, packing not counted

@@ -86,8 +86,10 @@ class ForwardCall {
   }
   void pack_shared_tile(int64_t head, int64_t tile, int worker) const {
     const int64_t first_key = tile * plan_.block_kv;
-    const int64_t count = std::min(plan_.block_kv, memory_.visibility(head).kv_len - first_key);
-    if (count <= 0 || memory_.rows(head) == 0) return;  // a shorter sequence of the batch, or one without queries
+    const Visibility visibility = memory_.visibility(head);
+    const int64_t count = std::min(plan_.block_kv, visibility.kv_len - first_key);
+    if (count <= 0) return;  // a shorter sequence of the batch
+    if (!visibility.may_see({first_key, first_key + count}, memory_.rows(head) / memory_.group)) return;
     memory_.values_finite(head)[tile] =
         pack_tile(head, first_key, count, memory_.worker(worker), memory_.packed_tile(head, tile));
   }
@@ -117,8 +119,11 @@ class ForwardCall {
     }
     kernels_.begin_block(memory_.stacked_rows(in_.query, head), first_row, rules_.scale().of_query, w.query, q);
 
-    const KeyInterval part = {split * plan_.keys_per_split, (split + 1) * plan_.keys_per_split};
-    KvBlocks visible(memory_.visibility(head), first_row, q.rows, memory_.group, part, plan_.block_kv, w.visible_begin,
+    const Visibility visibility = memory_.visibility(head);
+    const int64_t first_key = visibility.prefix > 0 ? 0 : visibility.first_key(first_row / memory_.group);
+    const int64_t start = first_key / plan_.block_kv * plan_.block_kv + split * plan_.keys_per_split;
+    const KeyInterval part = {start, start + plan_.keys_per_split};
+    KvBlocks visible(visibility, first_row, q.rows, memory_.group, part, plan_.block_kv, w.visible_begin,
                      w.visible_end);
     while (const int64_t n = next_tiles(head, visible, w)) {
       if (plan_.path == AttentionPath::standard) {

@@ -2,6 +2,8 @@
 // and views of one fused buffer keep their neighbours whole.
 #include <gtest/gtest.h>
 
+#include <fstream>
+
 #include "attention/attention_backward_call.h"
 #include "testing/count_allocations.h"
 
@@ -118,30 +120,89 @@ TEST(AttentionBackwardMemory, ScratchGrowsWithTheLengthOnly) {
   }
 }
 
-TEST(AttentionBackwardMemory, ALongCallTakesWhatItsPlanSays) {
-  if (kEffort < 1) GTEST_SKIP() << "too long under a sanitizer";
-  constexpr int64_t kLen = 8192, kDim = 64;
-  Context context = fresh_context(2);
-  Random random(seed() + 2);
-  std::vector<std::vector<float>> memory(8, std::vector<float>(kLen * kDim));
-  std::vector<float> lse(kLen);
-  std::vector<Tensor> t;
-  for (auto& m : memory) t.push_back(Tensor::contiguous(DType::f32, {1, 1, kLen, kDim}, m.data()));
-  for (int i : {0, 1, 2, 4}) fill(t[static_cast<size_t>(i)], Fill::normal, random);
-  const Tensor statistic = Tensor::contiguous(DType::f32, {1, 1, kLen}, lse.data());
-  const AttentionInputs in = {.query = t[0], .key = t[1], .value = t[2]};
-  const AttentionOptions options = {.causal = true};
-  ASSERT_TRUE(flash_attention_forward(context, in, {.out = t[3], .softmax_lse = statistic}, options).ok());
-  ASSERT_TRUE(flash_attention_backward(context, in, {.out = t[3], .softmax_lse = statistic, .grad_out = t[4]},
-                                       {.grad_query = t[5], .grad_key = t[6], .grad_value = t[7]}, options)
-                  .ok());
-  EXPECT_LT(context.workspace_bytes(), int64_t{25} << 20);
-  // The last key is seen by the last query alone: dV = P dO.
-  float score = 0;
-  const auto last_row = static_cast<size_t>((kLen - 1) * kDim);
-  for (size_t i = last_row; i < last_row + kDim; ++i) score += memory[0][i] * memory[1][i];
-  const float p = std::exp(score / 8 - lse[kLen - 1]);
-  for (size_t i = last_row; i < last_row + kDim; ++i) EXPECT_NEAR(memory[7][i], p * memory[4][i], 1e-5f + 1e-3f * p);
+// In bytes: what the process occupies now, and the most since reset_peak.
+int64_t memory_status(const char* field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind(field, 0) == 0) return std::stoll(line.substr(std::strlen(field))) * 1024;
+  }
+  return -1;
+}
+bool reset_peak() {
+  std::ofstream file("/proc/self/clear_refs");
+  file << 5 << std::flush;
+  return file.good();
+}
+
+// Forward and backward, causal, one head of 8K, 16K and 32K tokens: below 100 MB beyond the tensors, and linear.
+TEST(AttentionBackwardMemory, LongCallsTakeLittleMemoryAndGiveTheGradients) {
+  if (kEffort < 1) GTEST_SKIP() << "too long under a sanitizer, whose memory is not the library's";
+  constexpr int64_t kDim = 64;
+  int64_t scratch[3], extra[3];
+  for (int i = 0; i < 3; ++i) {
+    const int64_t len = int64_t{8192} << i;
+    Context context = fresh_context(2);
+    Random random(seed() + 2);
+    std::vector<std::vector<float>> memory(8, std::vector<float>(static_cast<size_t>(len * kDim)));
+    std::vector<float> lse(static_cast<size_t>(len));
+    std::vector<Tensor> t;
+    for (auto& m : memory) t.push_back(Tensor::contiguous(DType::f32, {1, 1, len, kDim}, m.data()));
+    for (int n : {0, 1, 2, 4}) fill(t[static_cast<size_t>(n)], Fill::normal, random);
+    const Tensor statistic = Tensor::contiguous(DType::f32, {1, 1, len}, lse.data());
+    const AttentionInputs in = {.query = t[0], .key = t[1], .value = t[2]};
+    const AttentionOptions options = {.causal = true};
+    const bool measured = reset_peak();
+    const int64_t before = memory_status("VmRSS:");
+    ASSERT_TRUE(flash_attention_forward(context, in, {.out = t[3], .softmax_lse = statistic}, options).ok());
+    ASSERT_TRUE(flash_attention_backward(context, in, {.out = t[3], .softmax_lse = statistic, .grad_out = t[4]},
+                                         {.grad_query = t[5], .grad_key = t[6], .grad_value = t[7]}, options)
+                    .ok());
+    scratch[i] = context.workspace_bytes();
+    extra[i] = measured ? memory_status("VmHWM:") - before : scratch[i];
+    if (i < 2) continue;
+
+    std::printf("32K tokens: scratch %.1f MB, %s %.1f MB\n", static_cast<double>(scratch[i]) / 1e6,
+                measured ? "peak beyond the tensors" : "peak not measured, taken as",
+                static_cast<double>(extra[i]) / 1e6);
+    const auto row = [&](int tensor, int64_t at) {
+      return &memory[static_cast<size_t>(tensor)][static_cast<size_t>(at * kDim)];
+    };
+    const auto dot = [&](const float* a, const float* b) {
+      double sum = 0;
+      for (int64_t d = 0; d < kDim; ++d) sum += static_cast<double>(a[d]) * static_cast<double>(b[d]);
+      return sum;
+    };
+    // dQ of some rows, in double. dS sums to 0, so that its parts tell the scale.
+    for (const int64_t query : {int64_t{1}, len / 3, len - 1}) {
+      std::vector<double> p, dp, expected(kDim);
+      double sum = 0, delta = 0, scale = 0;
+      for (int64_t key = 0; key <= query; ++key) {
+        p.push_back(std::exp(dot(row(0, query), row(1, key)) / 8));
+        dp.push_back(dot(row(4, query), row(2, key)));
+        sum += p.back(), delta += p.back() * dp.back();
+      }
+      for (int64_t key = 0; key <= query; ++key) {
+        const auto n = static_cast<size_t>(key);
+        const double ds = p[n] / sum * (dp[n] - delta / sum) / 8;
+        scale += std::fabs(ds);
+        for (int64_t d = 0; d < kDim; ++d) expected[static_cast<size_t>(d)] += ds * static_cast<double>(row(1, key)[d]);
+      }
+      for (int64_t d = 0; d < kDim; ++d) {
+        EXPECT_NEAR(static_cast<double>(row(5, query)[d]), expected[static_cast<size_t>(d)], 1e-5 * scale) << query;
+      }
+    }
+    // The last key is seen by the last query alone: dV = P dO.
+    const double p = std::exp(dot(row(0, len - 1), row(1, len - 1)) / 8 - static_cast<double>(lse.back()));
+    for (int64_t d = 0; d < kDim; ++d) {
+      EXPECT_NEAR(static_cast<double>(row(7, len - 1)[d]), p * static_cast<double>(row(4, len - 1)[d]),
+                  1e-5 * p + 1e-9);
+    }
+  }
+  EXPECT_LT(extra[2], 100 * 1000 * 1000);
+  for (const auto& bytes : {scratch, extra}) {
+    const auto first = static_cast<double>(bytes[1] - bytes[0]), second = static_cast<double>(bytes[2] - bytes[1]);
+    EXPECT_NEAR(second, 2 * first, 0.1 * second + (6 << 20)) << bytes[0] << " " << bytes[1] << " " << bytes[2];
+  }
 }
 
 // The gradients of a fused [batch, len, 3, heads, dim] buffer, written in place into another one.

@@ -31,6 +31,54 @@ TEST(AttentionOptions, RandomCombinationsAgreeWithTheReference) {
   counts.expect_shares(worst_ratio);
 }
 
+// Few queries of long sequences see a band of the keys, which is split.
+TEST(AttentionOptions, BandsOfLongSequencesAgreeWithTheReference) {
+  Random random(seed() + 2);
+  double worst_ratio = 0;
+  int split = 0, draws = static_cast<int>(120 * kEffort);
+  for (int n = 0; n < draws; ++n) {
+    Draw d = draw(random);
+    d.num_kv_heads = 1, d.num_heads = random.pick<int64_t>({1, 2, 3});
+    d.head_dim = d.value_head_dim = 8;
+    d.varlen_q = random.chance(0.5);
+    d.kv_lens = {random.integer(3000, 6000), random.chance(0.5) ? random.integer(2000, 6000) : 30};
+    d.query_lens = {random.pick<int64_t>({1, 2, 40}), 1};
+    if (!d.varlen_q) d.query_lens[1] = d.query_lens[0];
+    d.mask = d.bias = d.drop_mask = d.non_finite = false;
+    d.prefix = random.chance(0.2);
+    AttentionOptions& o = d.options;
+    o.block_q = random.chance(0.7) ? 0 : random.integer(1, 16);
+    o.block_kv = d.keys == Keys::panel_pages || random.chance(0.7) ? 0 : random.integer(20, 100);
+    o.path = AttentionPath::automatic;
+    o.dropout.first_head = o.dropout.total_heads = 0;
+    const auto side = [&](double unbounded) {
+      return random.chance(unbounded) ? kUnbounded : random.integer(-300, 2500);
+    };
+    o.window_left = side(0.2), o.window_right = side(0.2);
+    DrawnCall call(d, random);
+    const auto chosen = random.integer(0, static_cast<int64_t>(contexts().size()) - 1);
+    const TestContext& t = contexts()[static_cast<size_t>(chosen)];
+    AttentionProblem p;
+    p.query_dtype = d.query_dtype, p.kv_dtype = d.kv_dtype;
+    p.batch = 2, p.num_heads = d.num_heads, p.query_len = d.query_lens[0], p.kv_len = d.longest_keys();
+    p.head_dim = p.value_head_dim = 8;
+    p.options = o;
+    p.has_prefix = d.prefix;
+    const bool band = o.window_left != kUnbounded && (o.window_right != kUnbounded || o.causal) && !d.prefix;
+    split += band && plan_attention(p, t.context.machine()).kv_splits > 1 ? 1 : 0;
+    const DrawnCall::Outputs out = call.make_outputs();
+    const Status status = flash_attention_forward(t.context, call.inputs, out.tensors, o);
+    ASSERT_TRUE(status.ok()) << status.message() << "\n  " << to_string(d);
+    ASSERT_EQ(judge(call, out, t.context, 40, worst_ratio), "") << "draw " << n;
+    const auto others = contexts_like(t);
+    const DrawnCall::Outputs again = call.make_outputs();
+    ASSERT_TRUE(flash_attention_forward(others.front()->context, call.inputs, again.tensors, o).ok());
+    ASSERT_EQ(again.differs_from(out), "") << to_string(d);
+  }
+  std::printf("%d draws, %d of them bands that are split, worst error / bound %.2f\n", draws, split, worst_ratio);
+  EXPECT_GE(split, draws / 8);
+}
+
 // Inputs that break a careless softmax, with options that change the scores' unit, their size, or which of them count.
 TEST(AttentionOptions, ClassicFillsAgreeWithTheReference) {
   Random random(seed() + 1);

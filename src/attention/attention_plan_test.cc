@@ -177,6 +177,40 @@ TEST(AttentionPlan, AccessFollowsTheRowsThatShareAKvHead) {
   }
 }
 
+// A window is split as a sequence of its length would be, wherever its keys lie.
+TEST(AttentionPlan, SplitsOfAWindowAreThoseOfItsKeys) {
+  for (const Isa isa : kAllLevels) {
+    Machine m;
+    m.isa = isa;
+    AttentionProblem p;
+    p.num_heads = 4, p.query_len = 1, p.kv_len = 1 << 20, p.head_dim = p.value_head_dim = 64;
+    const auto splits = [&](int64_t left, int64_t right, bool causal = false) {
+      p.options.window_left = left, p.options.window_right = right, p.options.causal = causal;
+      return plan_attention(p, m).kv_splits;
+    };
+    EXPECT_EQ(splits(kUnbounded, kUnbounded), 16);
+    EXPECT_EQ(splits(kUnbounded, 0), 16);  // bottom right: all keys
+    EXPECT_EQ(splits(4096, 0), 8);
+    EXPECT_EQ(splits(4096, kUnbounded, true), 8);
+    EXPECT_EQ(splits(2047, 2048), 8);
+    EXPECT_EQ(splits(100, 0), 1);
+    EXPECT_EQ(splits(-5, 3), 1);  // sees nothing
+    p.options.alignment = CausalAlignment::top_left;
+    EXPECT_EQ(splits(kUnbounded, 0), 1);  // the first key
+    EXPECT_EQ(splits(kUnbounded, 4000), 7);
+    p.options.alignment = CausalAlignment::bottom_right;
+    p.has_prefix = true;
+    EXPECT_EQ(splits(4096, 0), 16);
+    p.has_prefix = false;
+    // What hides nothing changes nothing.
+    p.kv_len = 5000;
+    splits(kUnbounded, kUnbounded);
+    const std::string plain = opst::to_string(plan_attention(p, m));
+    splits(4999, 0);
+    EXPECT_EQ(opst::to_string(plan_attention(p, m)), plain);
+  }
+}
+
 TEST(AttentionPlan, GeometryIsTheKernels) {
   for (const Isa isa : kAllLevels) {
     for (const AttentionProduct product : {AttentionProduct::f32, AttentionProduct::bf16_dot, AttentionProduct::f64}) {

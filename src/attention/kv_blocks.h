@@ -41,6 +41,22 @@ struct Visibility {
     return begin <= prefix ? KeyInterval{0, std::max(end, prefix)} : KeyInterval{begin, end};
   }
 
+  // First key that query i or a later one sees, unless by the prefix.
+  int64_t first_key(int64_t i) const { return std::clamp<int64_t>(i + low, 0, kv_len); }
+  // Whether some of `query_len` queries may see some of keys [begin, end).
+  bool may_see(KeyInterval keys, int64_t query_len) const {
+    return query_len > 0 && (keys.begin < prefix || (keys.begin < query_len + high && keys.end > low));
+  }
+  // The most keys from the first to the last one that `queries` neighbouring queries of a sequence see, of which any
+  // has at most kv_len keys and query_len queries.
+  static int64_t most_keys(const AttentionOptions& options, int64_t query_len, int64_t kv_len, int64_t queries) {
+    const Visibility v = of(options, query_len, kv_len);
+    int64_t keys = kv_len;
+    if (v.low != -kFar && v.high != kFar) keys = queries + v.high - v.low;
+    if (v.high != kFar && options.alignment == CausalAlignment::top_left) keys = std::min(keys, query_len + v.high);
+    return std::clamp<int64_t>(keys, 0, kv_len);
+  }
+
   static constexpr int64_t kFar = int64_t{1} << 60;
 };
 

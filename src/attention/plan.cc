@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "attention/kv_blocks.h"
 #include "attention/layout.h"
 #include "core/int_math.h"
 #include "kv_cache/page_layout.h"
@@ -142,14 +143,21 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
     plan.reason = "several blocks of rows share packed keys and values";
   }
 
-  // Splits of the keys, where the blocks of rows are too few to share out.
+  // Splits of the keys that a block of rows may see, from the start of a tile on, where the blocks are too few to share
+  // out.
+  int64_t keys = p.kv_len;
+  if (!p.has_prefix) {
+    const int64_t queries = ceil_div(plan.block_q - 1, group) + 1;
+    keys = attention::Visibility::most_keys(p.options, p.query_len, p.kv_len, queries);
+    keys = std::min(p.kv_len, keys + plan.block_kv - 1);
+  }
   const bool by_memory = rows <= g.tile_rows && (few_rows || pages);
   const int64_t min_keys = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
-  if (plan.path == AttentionPath::flash && heads * blocks < kWantedTasks && p.kv_len >= 2 * min_keys) {
-    plan.kv_splits = std::min(ceil_div(kWantedTasks, heads * blocks), p.kv_len / min_keys);
+  if (plan.path == AttentionPath::flash && heads * blocks < kWantedTasks && keys >= 2 * min_keys) {
+    plan.kv_splits = std::min(ceil_div(kWantedTasks, heads * blocks), keys / min_keys);
   }
-  plan.keys_per_split = round_up(ceil_div(std::max<int64_t>(p.kv_len, 1), plan.kv_splits), plan.block_kv);
-  plan.kv_splits = std::max<int64_t>(1, ceil_div(p.kv_len, plan.keys_per_split));
+  plan.keys_per_split = round_up(ceil_div(std::max<int64_t>(keys, 1), plan.kv_splits), plan.block_kv);
+  plan.kv_splits = std::max<int64_t>(1, ceil_div(keys, plan.keys_per_split));
   plan.num_tasks = heads * blocks * plan.kv_splits;
 
   // Memory.
