@@ -87,8 +87,6 @@ def measure(case, chosen, options):
     inputs = adapters.make_inputs(case)
     calls, refused = {}, {}
     for peer in chosen:
-        if peer.name == "torch math" and "torch flash" in calls and case.query_len < case.kv_len:
-            continue
         call, why = adapters.prepare(peer, case, inputs)
         if call is None:
             refused[peer.name] = why
@@ -124,7 +122,7 @@ def run(options):
     from peers import adapters, report
 
     torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", message=".*(not used because|do not support|kernel)")  # of paths that refuse a call
+    warnings.filterwarnings("ignore", message="(?!ops_transformer)", module=adapters.__name__)  # of paths that refuse a call
     wanted = [word.lower() for word in options.peers.split(",") if word]
     chosen = [adapters.OURS] + [p for p in adapters.installed() if not wanted or any(w in p.name.lower() for w in wanted)]
     result = {"machine": machine(adapters), "commands": [" ".join(["bench/compare.py", *sys.argv[1:]])], "rows": []}

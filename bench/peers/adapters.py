@@ -66,8 +66,10 @@ def _options(case, inputs):
 def through_torch(function, case, inputs, chosen=contextlib.nullcontext):
     """The call as a user of torch makes it. The forward that a backward needs is not timed."""
     options = _options(case, inputs)
-    if "backward" in case.words:
+    if case.gradients:
         leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+        if "training" in case.words:
+            return Call(lambda: torch.autograd.grad(function(*leaves, **options), leaves, inputs.grad), chosen=chosen)
         with chosen():
             out = function(*leaves, **options)
         return Call(lambda: torch.autograd.grad(out, leaves, inputs.grad, retain_graph=True), chosen=chosen)
@@ -83,7 +85,7 @@ def exact(case, inputs):
     """What comes out in float64, of the first batch and the query heads of the first KV head, at most two: out or the
     gradients; those of key and value belong to all query heads of theirs."""
     group = case.heads // case.kv_heads
-    heads = group if "backward" in case.words else min(group, 2)
+    heads = group if case.gradients else min(group, 2)
     query, key, value, grad = (t[:1, :n].double() for t, n in zip(inputs, (heads, 1, 1, heads)))
     mask = inputs.mask.double() if "float_mask" in case.words else inputs.mask
     cut = case._replace(batch=1, heads=heads, kv_heads=1)
@@ -157,7 +159,7 @@ def math_fits(case):
     """Whether the scores, of which there are several copies, take less than half of the memory that is free."""
     with open("/proc/meminfo", encoding="ascii") as file:
         free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    copies = 6 if "backward" in case.words or "dropout" in case.words else 3
+    copies = 6 if case.gradients or "dropout" in case.words else 3
     return case.batch * case.heads * case.query_len * case.kv_len * 4 * copies < free / 2
 
 
@@ -173,7 +175,7 @@ class OnnxRuntime:
         self.name, self.standard = name, standard
 
     def prepare(self, case, inputs):
-        if set(case.words) & {"backward", "dropout"} or (not self.standard and case.heads != case.kv_heads):
+        if case.gradients or "dropout" in case.words or (not self.standard and case.heads != case.kv_heads):
             return None
         import numpy
         import onnxruntime
@@ -223,7 +225,7 @@ class OpenVino:
     name, package = "OpenVINO", "openvino"
 
     def prepare(self, case, inputs):
-        if set(case.words) & {"backward", "dropout"} or case.heads != case.kv_heads:
+        if case.gradients or "dropout" in case.words or case.heads != case.kv_heads:
             return None
         import openvino
         from openvino import opset13 as op
@@ -309,7 +311,7 @@ class Zentorch:
     name, package = "zentorch", "zentorch"
 
     def prepare(self, case, inputs):
-        if set(case.words) & {"backward", "dropout", "bool_mask"} or case.head_dim != case.value_head_dim:
+        if case.gradients or {"dropout", "bool_mask"} & set(case.words) or case.head_dim != case.value_head_dim:
             return None
         import zentorch  # noqa: F401
 
@@ -328,7 +330,7 @@ class Jax:
     name, package = "JAX", "jax"
 
     def prepare(self, case, inputs):
-        if set(case.words) & {"dropout", "bool_mask", "float_mask"} or case.head_dim != case.value_head_dim:
+        if {"training", "dropout", "bool_mask", "float_mask"} & set(case.words) or case.head_dim != case.value_head_dim:
             return None
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import jax

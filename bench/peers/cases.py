@@ -3,13 +3,14 @@
     f32 causal 1x32/8x2048x128
     dtype, words of the mode, batch x heads[/kv_heads] x length[/kv_len] x head_dim[/value_head_dim]
 
-Words of the mode: forward (alone), causal, backward, dropout, bool_mask, float_mask.
+Words of the mode: forward (alone), causal, dropout, bool_mask, float_mask; backward: the gradients alone; training: forward
+and gradients together.
 """
 
 from typing import NamedTuple, Optional
 
 DTYPES = ("f32", "bf16", "f16")
-WORDS = ("forward", "causal", "backward", "dropout", "bool_mask", "float_mask")
+WORDS = ("forward", "causal", "backward", "training", "dropout", "bool_mask", "float_mask")
 DROPOUT = 0.1
 VISIBLE = 0.9  # share of the keys that a bool mask shows
 
@@ -41,6 +42,10 @@ class Case(NamedTuple):
         return f"{self.dtype} {self.mode} {self.shape}"
 
     @property
+    def gradients(self):
+        return bool({"backward", "training"} & set(self.words))
+
+    @property
     def plain(self):
         """Forward without mask or dropout, perhaps causal: what every peer has."""
         return not set(self.words) - {"causal"}
@@ -69,8 +74,7 @@ def _product(dtypes, modes, shapes):
 
 _SHORT = [f"1x8x{n}x{d}" for n in (64, 128, 256, 512) for d in (64, 128)]
 _LONG = [f"1x{heads}x{n}x{d}" for n, heads in ((1024, 8), (2048, 4), (4096, 2)) for d in (64, 128)]
-_BACKWARD = [f"1x{heads}x{n}x{d}" for n, heads in ((64, 8), (128, 8), (256, 8), (512, 8), (1024, 8), (2048, 4), (4096, 1))
-             for d in (64, 128)]
+_BACKWARD = [f"1x{heads}x{n}x{d}" for n, heads in ((1024, 4), (2048, 2), (4096, 1)) for d in (64, 128)]
 _DECODE = ["1x32/8x1/1024x128", "1x32/8x1/32768x128", "8x32/8x1/4096x128", "1x32x1/4096x128", "1x8/1x1/32768x128"]
 
 GROUPS = {
@@ -81,11 +85,12 @@ GROUPS = {
     "long": _product(["f32"], ["forward", "causal"], _LONG) + ["f32 causal 1x12x512x64", "f32 causal 1x32/8x2048x128"],
     "bf16": _product(["bf16"], ["forward", "causal"], ["1x8x64x64", "1x8x256x64", "1x8x1024x64", "1x4x2048x64", "1x4x2048x128"])
     + ["bf16 causal 1x32/8x2048x128", "bf16 forward 8x12x128x64", "bf16 causal 1x12x512x64"],
+    "short_backward": _product(["f32"], ["backward", "causal backward"], _SHORT),
     "backward": _product(["f32"], ["backward", "causal backward"], _BACKWARD)
     + ["f32 causal backward 1x25x1024x64", "f32 backward 1x8/1x2048x128"],
     "bf16_backward": _product(["bf16"], ["backward", "causal backward"], ["1x8x128x64", "1x8x512x64", "1x4x2048x64", "1x4x2048x128"])
     + ["bf16 backward 1x8/1x2048x128"],
-    "dropout": _product(["f32", "bf16"], ["dropout", "dropout backward"], ["1x8x512x64", "1x4x1024x128", "1x2x4096x64"]),
+    "dropout": _product(["f32", "bf16"], ["dropout", "dropout backward", "dropout training"], ["1x8x512x64", "1x4x1024x128", "1x2x4096x64"]),
     "mask": _product(["f32", "bf16"], ["bool_mask", "float_mask"], ["1x8x512x64", "1x8x1024x128", "1x2x4096x64"])
     + ["f32 bool_mask backward 1x8x1024x64"],
     "head_dims": _product(["f32", "bf16"], ["forward", "causal", "backward"], ["1x8x512x128/64", "1x8x512x64/128", "1x4x2048x192/128"])
@@ -110,12 +115,12 @@ def bar(case: Case, threads: int, amx: bool = False) -> Optional[Bar]:
         return None
     if case.dtype != "f32":
         return None if amx else Bar("torch", 2)
-    if "backward" in case.words:
+    if case.gradients:
         return Bar("best", 1.1 if threads == 1 else 1.3)
     if threads == 1 and "causal" in case.words:
         return Bar("best", 1.4 if case.query_len <= 2048 else 1.25)
     if threads == 1 and case.query_len <= 512:
         return Bar("best", 1.2 if case.query_len <= 128 else 1.05)
-    if threads == 1 and case.query_len >= 1024:
-        return Bar("best", 1.08 if case.head_dim >= 128 else 1.2)
+    if threads == 1 and case.query_len >= 1024 and case.head_dim in (64, 128):
+        return Bar("best", 1.08 if case.head_dim == 128 else 1.2)
     return Bar("best", 1) if case.batch * case.heads >= 8 and case.query_len >= 64 else None
