@@ -70,6 +70,31 @@ bool spin_until(std::chrono::nanoseconds limit, bool crowded, const Done& done) 
   return done();
 }
 
+// Keeps a thread that goes to sleep from being woken on the core of the thread that will wake it. There it would wait
+// for the scheduler to move it, for milliseconds, while other cores idle: kernels avoid waking cores that sleep deeply,
+// virtual ones above all. Once awake it may run anywhere, as before.
+class WakeElsewhere {
+ public:
+  explicit WakeElsewhere(int core) {
+    if (core < 0 || core >= CPU_SETSIZE || sched_getaffinity(0, sizeof(before_), &before_) != 0) return;
+    elsewhere_ = before_;
+    CPU_CLR(core, &elsewhere_);
+    if (CPU_COUNT(&elsewhere_) == 0 || CPU_EQUAL(&elsewhere_, &before_)) return;
+    changed_ = sched_setaffinity(0, sizeof(elsewhere_), &elsewhere_) == 0;
+  }
+  ~WakeElsewhere() {
+    cpu_set_t now;  // not what this object set: somebody else did meanwhile
+    if (!changed_ || sched_getaffinity(0, sizeof(now), &now) != 0 || !CPU_EQUAL(&now, &elsewhere_)) return;
+    sched_setaffinity(0, sizeof(before_), &before_);
+  }
+  WakeElsewhere(const WakeElsewhere&) = delete;
+  WakeElsewhere& operator=(const WakeElsewhere&) = delete;
+
+ private:
+  cpu_set_t before_, elsewhere_;
+  bool changed_ = false;
+};
+
 }  // namespace
 
 struct ThreadPool::Impl {
@@ -90,6 +115,7 @@ struct ThreadPool::Impl {
 
   alignas(64) std::atomic<Gate> gate{0};
   std::atomic<int> sleepers{0};
+  std::atomic<int> caller_core{-1};  // where the last caller ran
 
   // The region. Written while the gate is shut and nobody is inside, read after entering.
   alignas(64) TaskFunction function = nullptr;
@@ -175,9 +201,12 @@ void ThreadPool::Impl::worker_loop(int worker) {
         // Announced before the futex looks at the gate; the caller opens the gate before it looks for sleepers.
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         g = gate.load(std::memory_order_seq_cst);
-        while (!news(g)) {
-          futex_wait(gate, g, kWorkers);
-          g = gate.load(std::memory_order_seq_cst);
+        if (!news(g)) {
+          const WakeElsewhere elsewhere(crowded ? -1 : caller_core.load(std::memory_order_relaxed));
+          while (!news(g)) {
+            futex_wait(gate, g, kWorkers);
+            g = gate.load(std::memory_order_seq_cst);
+          }
         }
         sleepers.fetch_sub(1, std::memory_order_relaxed);
       }
@@ -199,6 +228,7 @@ void ThreadPool::Impl::run_region(int64_t tasks, TaskFunction task_function, con
   closure = task_closure;
   num_tasks = tasks;
   next_task.store(0, std::memory_order_relaxed);
+  caller_core.store(sched_getcpu(), std::memory_order_relaxed);
   const Gate region = (gate.load(std::memory_order_relaxed) & kRegionMask) + kRegion;
   gate.store(region | kOpen, std::memory_order_seq_cst);
   if (const int asleep = sleepers.load(std::memory_order_seq_cst); asleep > 0) {

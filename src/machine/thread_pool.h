@@ -6,7 +6,8 @@
 // Results must not depend on which worker ran a task: `worker` in [0, num_threads) is only for choosing scratch memory.
 //
 // - A region waits only for workers that entered it: one that the system has not scheduled cannot hold it up.
-// - Idle workers spin briefly, then sleep on a futex.
+// - Idle workers spin briefly, then sleep on a futex. A sleeping worker's affinity leaves out the core of the last
+//   caller, so that it is not woken there; awake it has the affinity that it had before.
 // - A parallel_for inside a task runs serially on that worker.
 // - Concurrent calls from several threads are legal; one of them gets the workers, the others run alone.
 // - Floating point control (MXCSR) is set to its default in every worker and in the caller for the length of the

@@ -1,6 +1,7 @@
 #include "machine/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -12,6 +13,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -54,6 +56,19 @@ void use_all_threads(ThreadPool& pool) {
   pool.parallel_for(pool.num_threads(), [&](int64_t, int) { meeting.wait(); });
 }
 
+// Whether another thread of this process may use these cores, and no others.
+bool another_thread_is_bound_to(const cpu_set_t& cores) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    const int thread = std::stoi(entry.path().filename().string());
+    cpu_set_t its;
+    if (thread != static_cast<int>(syscall(SYS_gettid)) && sched_getaffinity(thread, sizeof(its), &its) == 0 &&
+        CPU_EQUAL(&its, &cores)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 TEST(ThreadPool, RunsEveryTaskOnce) {
   for (int num_threads : {1, 2, 3, 5, 8}) {
     ThreadPool pool(num_threads);
@@ -73,6 +88,36 @@ TEST(ThreadPool, RunsEveryTaskOnce) {
       for (auto& count : runs) EXPECT_EQ(count.load(), 1);
     }
   }
+}
+
+TEST(ThreadPool, WorkersAreWokenAwayFromTheCallerAndThenRunAnywhere) {
+  cpu_set_t all;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(all), &all), 0);
+  if (CPU_COUNT(&all) < 2) GTEST_SKIP() << "one core";
+  ThreadPool pool(2);
+  use_all_threads(pool);
+  // From here on the caller stays where it is.
+  const int core = sched_getcpu();
+  cpu_set_t here, elsewhere = all;
+  CPU_ZERO(&here);
+  CPU_SET(core, &here);
+  CPU_CLR(core, &elsewhere);
+  ASSERT_EQ(sched_setaffinity(0, sizeof(here), &here), 0);
+  for (int i = 0; i < 3; ++i) {
+    use_all_threads(pool);
+    const auto asleep = [&] { return another_thread_is_bound_to(elsewhere); };
+    for (int wait = 0; wait < 5000 && !asleep(); ++wait) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ASSERT_TRUE(asleep());  // the worker has spun, and sleeps
+    Meeting meeting(2);
+    pool.parallel_for(2, [&](int64_t, int worker) {
+      meeting.wait();
+      if (worker == 0) return;
+      cpu_set_t mine;
+      EXPECT_EQ(sched_getaffinity(0, sizeof(mine), &mine), 0);
+      EXPECT_TRUE(CPU_EQUAL(&mine, &all));
+    });
+  }
+  ASSERT_EQ(sched_setaffinity(0, sizeof(all), &all), 0);
 }
 
 TEST(ThreadPool, ClampsItsSize) {
