@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <type_traits>
 
@@ -72,6 +73,7 @@ extern template struct BasicTensor<true>;
 std::string to_string(const ConstTensor& tensor);
 
 // Owned memory, aligned to 64 bytes. From 2 MiB on it asks the system for huge pages. Movable, not copyable.
+// Or a part of a larger block, which lives until the last of its parts is gone.
 class Buffer {
  public:
   Buffer() = default;
@@ -83,6 +85,8 @@ class Buffer {
 
   // Uninitialised memory. size_bytes = 0 gives an empty buffer with a null pointer.
   static Result<Buffer> allocate(int64_t size_bytes);
+  // `whole` keeps [data, data + size_bytes) alive.
+  static Buffer part_of(std::shared_ptr<void> whole, void* data, int64_t size_bytes);
 
   void* data() const { return data_; }
   int64_t size_bytes() const { return size_bytes_; }
@@ -94,6 +98,7 @@ class Buffer {
  private:
   void* data_ = nullptr;
   int64_t size_bytes_ = 0;
+  std::shared_ptr<void> whole_;  // of a part
 };
 
 }  // namespace opst

@@ -186,14 +186,27 @@ Result<Buffer> Buffer::allocate(int64_t size_bytes) {
   return buffer;
 }
 
-Buffer::~Buffer() { release(data_, size_bytes_); }
+Buffer Buffer::part_of(std::shared_ptr<void> whole, void* data, int64_t size_bytes) {
+  Buffer buffer;
+  buffer.data_ = data;
+  buffer.size_bytes_ = size_bytes;
+  buffer.whole_ = std::move(whole);
+  return buffer;
+}
+
+Buffer::~Buffer() {
+  if (!whole_) release(data_, size_bytes_);
+}
 
 Buffer::Buffer(Buffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_bytes_(std::exchange(other.size_bytes_, 0)),
+      whole_(std::move(other.whole_)) {}
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_bytes_, other.size_bytes_);
+  std::swap(whole_, other.whole_);
   return *this;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "machine/thread_pool.h"
+#include "machine/weight_memory.h"
 #include "machine/workspace.h"
 #include "opst/context.h"
 
@@ -13,6 +14,7 @@ struct Context::Impl {
   Machine machine;
   ThreadPool pool;
   WorkspacePool workspaces;
+  WeightMemory weights;
 };
 
 }  // namespace opst

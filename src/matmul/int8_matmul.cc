@@ -289,7 +289,7 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix&
     if (!check.ok()) return check.status();
     const std::optional<int64_t> bytes = layout.bytes();
     if (!bytes) return Status::out_of_memory();
-    Result<Buffer> buffer = Buffer::allocate(*bytes);
+    Result<Buffer> buffer = context.impl().weights.allocate(*bytes);
     if (!buffer.ok()) return buffer.status();
     context.impl().pool.parallel_for(layout.panels(), [&](int64_t panel, int) {
       pack_panel(weight, sizes.bits, layout, panel, buffer.value().data());

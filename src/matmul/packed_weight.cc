@@ -283,7 +283,7 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
     const QuantFormat format = gemm::weight_format(weight.dtype);
     const std::optional<int64_t> bytes = packed_bytes(format, check["n"], check["k"]);
     if (!bytes) return Status::out_of_memory();
-    Result<Buffer> buffer = Buffer::allocate(*bytes);
+    Result<Buffer> buffer = context.impl().weights.allocate(*bytes);
     if (!buffer.ok()) return buffer.status();
     gemm::pack_float_weight(context, weight, buffer.value().data());
     return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
@@ -343,7 +343,7 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
     const QuantFormat format = parts[0].format;
     const std::optional<int64_t> bytes = packed_bytes(format, rows, parts[0].cols);
     if (!bytes) return Status::out_of_memory();
-    Result<Buffer> buffer = Buffer::allocate(*bytes);
+    Result<Buffer> buffer = context.impl().weights.allocate(*bytes);
     if (!buffer.ok()) return buffer.status();
     char* panels = static_cast<char*>(buffer.value().data());
     for (const QuantMatrix& part : parts) {
