@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "matmul/fixed_point_matmul.h"
 #include "matmul/reference.h"
 #include "opst/matmul.h"
 #include "quant/random_blocks.h"
@@ -65,7 +64,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b, size_t 
 }
 
 bool in_fixed_point(const TestContext& t, QuantFormat format) {
-  return gemm::multiplies_fixed_point(t.context.machine(), format, 1);
+  return gemm::few_rows_block_kernels(t.context.machine().isa).fixed[static_cast<int>(format)] != nullptr;
 }
 
 TEST(FixedPoint, IsUsedForQuantisedFormatsWhereBytesMultiplyFast) {

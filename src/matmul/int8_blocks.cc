@@ -4,7 +4,6 @@
 
 #include "core/int_math.h"
 #include "machine/context_impl.h"
-#include "matmul/fixed_point_matmul.h"
 #include "matmul/int8_blocks_matmul.h"
 #include "matmul/packed_layout.h"
 
@@ -14,8 +13,6 @@ namespace {
 // Rows x columns of a task. Unpacking 64 columns costs as much as multiplying them with two or three rows.
 constexpr int64_t kTaskRows = 192;
 constexpr int64_t kTaskColumns = 64;
-// Up to here unpacking costs more than it saves.
-constexpr int64_t kMaxFewRows = 4;
 // Unpacked bytes and scales of two vectors of columns stay in L1.
 constexpr int64_t kMaxKBlock = 512;
 // Rows of x per quantising task.
@@ -36,6 +33,8 @@ const Int8BlockKernels& kernels(Isa isa) {
 bool multiplies_int8_blocks(QuantFormat format) {
   return kernels(Isa::generic).rows[static_cast<int>(format)] != nullptr;
 }
+
+QuantiseRow int8_quantise_row(Isa isa) { return kernels(isa).quantise_row; }
 
 Status matmul_int8_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const OutputPart& out) {
   const int64_t m = x.shape[0], n = weight.n(), k = weight.k();
@@ -68,7 +67,6 @@ Status matmul_int8_blocks(Context& context, const ConstTensor& x, const PackedWe
       table.quantise_row(static_cast<const float*>(x.data) + i * x.strides[0], x.strides[1], k, a + i * blocks);
     }
   });
-  if (m <= kMaxFewRows && multiply_few_int8_rows(context, a, m, weight, out)) return {};
   auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * worker_bytes));
   const int64_t row_bytes = k / block_values(weight.format()) * block_bytes(weight.format());
   pool.parallel_for(row_tasks * column_tasks, [&](int64_t task, int worker) {

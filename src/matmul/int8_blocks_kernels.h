@@ -23,10 +23,12 @@ struct Int8Rows {
   float* sums;      // scratch [rows][columns rounded up to columns_at_once]
 };
 
+// k values `x_stride` apart -> k / 32 blocks.
+using QuantiseRow = void (*)(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out);
+
 struct Int8BlockKernels {
   int columns_at_once;
-  // k values `x_stride` apart -> k / 32 blocks.
-  void (*quantise_row)(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out);
+  QuantiseRow quantise_row;
   // null for f32 and f16
   void (*rows[kNumBlockFormats])(const Int8Rows& part);
 };

@@ -9,6 +9,11 @@ namespace opst::gemm {
 // Whether a weight of this format has a product with blocks of int8; f32 and f16 have none.
 bool multiplies_int8_blocks(QuantFormat format);
 
+// Rows up to which unpacking the weight costs more than it saves, where there is a kernel of few rows (fixed_point.h).
+inline constexpr int64_t kMaxInt8FewRows = 4;
+
+QuantiseRow int8_quantise_row(Isa isa);
+
 // x [m, k], checked by matmul, m and n >= 1; `out` from its first element on.
 Status matmul_int8_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const OutputPart& out);
 

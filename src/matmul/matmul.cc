@@ -8,8 +8,9 @@
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "machine/float_control.h"
 #include "matmul/call.h"
-#include "matmul/fixed_point_matmul.h"
+#include "matmul/fixed_point.h"
 #include "matmul/int8_blocks_matmul.h"
 #include "matmul/kernels.h"
 #include "matmul/packed_layout.h"
@@ -176,9 +177,66 @@ Finish finish_part(const Tensor& out, const MatmulOptions& options, int64_t row,
   return part;
 }
 
+// A bias as f32 next to each other: as it is where it is so, else a copy in the arena.
+bool copies_bias(const MatmulOptions& options) {
+  if (!options.bias) return false;
+  return options.bias->dtype != DType::f32 || (options.bias->strides[0] != 1 && options.bias->shape[0] > 1);
+}
+int64_t bias_copy_bytes(const MatmulOptions& options) {
+  return copies_bias(options) ? Arena::size_of<float>(options.bias->shape[0]) : 0;
+}
+const float* plain_bias(const MatmulOptions& options, Arena& arena) {
+  if (!copies_bias(options)) return options.bias ? static_cast<const float*>(options.bias->data) : nullptr;
+  auto* const copy = arena.take<float>(options.bias->shape[0]);
+  widen_bias(*options.bias, copy);
+  return copy;
+}
+
+OutputPart plain_sums(float* sums, int64_t stride) {
+  return {.data = sums, .row_stride = stride, .column_stride = 1, .bias = nullptr, .bias_stride = 0};
+}
+
+// The rows of one task, and its worker's memory for decoded weights.
+struct TaskRows {
+  int64_t first, count;
+  char* scratch;
+};
+
+// All tasks of a plan: sums by `product(rows, first column of the weight, columns, sums, stride)`, where the first
+// column is a panel's, then what becomes of them.
+template <class Product>
+void run_tasks(Context& context, const Plan& plan, const Tensor& out, const MatmulOptions& options, const float* bias,
+               char* worker_scratch, const Product& product) {
+  const int64_t m = out.shape[0], width = out.shape[1];
+  const bool halves = takes_two_halves(options.activation);
+  const auto finish = kernels(context.machine().isa).finish[static_cast<int>(options.activation)];
+  context.impl().pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
+    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
+    const int64_t columns = std::min(plan.columns_per_task, width - column);
+    char* const scratch = worker_scratch + worker * plan.bytes_per_worker();
+    TaskRows rows = {.first = task / plan.column_tasks * plan.rows_per_task, .count = 0, .scratch = scratch};
+    rows.count = std::min(plan.rows_per_task, m - rows.first);
+    Finish part = finish_part(out, options, rows.first, column, rows.count, columns);
+    part.sums = reinterpret_cast<float*>(scratch + plan.decoded_bytes_per_worker);
+    part.sums_stride = plan.sums_stride;
+    product(rows, column, columns, part.sums, part.sums_stride);
+    if (bias != nullptr) part.bias = bias + column;
+    if (halves) {
+      auto* const second =
+          reinterpret_cast<float*>(scratch + plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker);
+      const int64_t first = (width + column) / kPanelColumns * kPanelColumns, before = width + column - first;
+      product(rows, first, before + columns, second, plan.second_stride);
+      part.second = second + before;
+      part.second_stride = plan.second_stride;
+      if (bias != nullptr) part.second_bias = bias + width + column;
+    }
+    finish(part);
+  });
+}
+
 // weight [n, k] in panels; tensors checked.
-Status multiply_panels(Context& context, const ConstTensor& x, QuantFormat format, const void* panels, int64_t n,
-                       int64_t k, const Tensor& out, const MatmulOptions& options) {
+Status multiply_panels(Context& context, const ConstTensor& x, QuantFormat format, const void* panels, int64_t k,
+                       const Tensor& out, const MatmulOptions& options) {
   const int64_t m = out.shape[0], width = out.shape[1];
   if (m == 0 || width == 0) return {};
 
@@ -192,20 +250,13 @@ Status multiply_panels(Context& context, const ConstTensor& x, QuantFormat forma
       {.m = m, .n = width, .k = k, .format = format, .dot = dot, .read_x_in_place = in_place, .two_halves = halves},
       table.few_columns, table.many_columns);
   ThreadPool& pool = context.impl().pool;
-  const bool copies_bias =
-      options.bias && (options.bias->dtype != DType::f32 || (options.bias->strides[0] != 1 && n > 1));
-  const int64_t bias_bytes = copies_bias ? Arena::size_of<float>(n) : 0;
-  Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()) + bias_bytes);
+  Result<WorkspaceLease> lease =
+      context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()) + bias_copy_bytes(options));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
 
   // Run.
-  const float* bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr;
-  if (copies_bias) {
-    auto* const copy = static_cast<float*>(arena.take_bytes(bias_bytes));
-    widen_bias(*options.bias, copy);
-    bias = copy;
-  }
+  const float* const bias = plain_bias(options, arena);
   const float* words = static_cast<const float*>(x.data);
   int64_t x_stride = x.strides[0];
   if (plan.x_stride > 0) {
@@ -220,116 +271,131 @@ Status multiply_panels(Context& context, const ConstTensor& x, QuantFormat forma
 
   const auto few_rows = dot ? table.few_rows_dot : table.few_rows[static_cast<int>(format)];
   const auto many_rows = dot ? table.many_rows_dot : table.many_rows[static_cast<int>(format)];
-  const auto finish = table.finish[static_cast<int>(options.activation)];
   const int64_t column_bytes = packed_column_bytes(format, k);
-  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
-    const int64_t row = task / plan.column_tasks * plan.rows_per_task;
-    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
-    const int64_t rows = std::min(plan.rows_per_task, m - row);
-    const int64_t columns = std::min(plan.columns_per_task, width - column);
-    char* const scratch = worker_scratch + worker * plan.bytes_per_worker();
-    // Columns of the weight from `first` on, a panel's first one.
-    const auto product = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride) {
-      const void* const from = static_cast<const char*>(panels) + first * column_bytes;
-      if (plan.path == Path::few_rows) {
-        few_rows(
-            {.x = words + row * x_stride,
-             .x_stride = x_stride,
-             .rows = rows,
-             .columns = count,
-             .k = plan.words,
-             .panels = from,
-             .out = {.data = sums, .row_stride = sums_stride, .column_stride = 1, .bias = nullptr, .bias_stride = 0}});
-        return;
-      }
-      many_rows({.x = words + row * x_stride,
-                 .x_stride = x_stride,
-                 .x_block_stride = m * x_stride,
-                 .rows = rows,
-                 .columns = count,
-                 .k = plan.words,
-                 .k_block = plan.k_block,
-                 .panels = from,
-                 .decoded = reinterpret_cast<float*>(scratch),
-                 .sums = sums,
-                 .sums_stride = sums_stride});
-    };
-    auto* const sums = reinterpret_cast<float*>(scratch + plan.decoded_bytes_per_worker);
-    product(column, columns, sums, plan.sums_stride);
-    float* second = nullptr;
-    if (halves) {
-      second = reinterpret_cast<float*>(scratch + plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker);
-      const int64_t first = (width + column) / kPanelColumns * kPanelColumns, before = width + column - first;
-      product(first, before + columns, second, plan.second_stride);
-      second += before;
+  run_tasks(context, plan, out, options, bias, worker_scratch,
+            [&](const TaskRows& rows, int64_t first, int64_t count, float* sums, int64_t sums_stride) {
+              const void* const from = static_cast<const char*>(panels) + first * column_bytes;
+              if (plan.path == Path::few_rows) {
+                few_rows({.x = words + rows.first * x_stride,
+                          .x_stride = x_stride,
+                          .rows = rows.count,
+                          .columns = count,
+                          .k = plan.words,
+                          .panels = from,
+                          .out = plain_sums(sums, sums_stride)});
+                return;
+              }
+              many_rows({.x = words + rows.first * x_stride,
+                         .x_stride = x_stride,
+                         .x_block_stride = m * x_stride,
+                         .rows = rows.count,
+                         .columns = count,
+                         .k = plan.words,
+                         .k_block = plan.k_block,
+                         .panels = from,
+                         .decoded = reinterpret_cast<float*>(rows.scratch),
+                         .sums = sums,
+                         .sums_stride = sums_stride});
+            });
+  return {};
+}
+
+// x as f32, next to each other in each row: as it is, or a copy in the arena.
+int64_t wide_x_bytes(const ConstTensor& x) {
+  return x.dtype == DType::f32 ? 0 : Arena::size_of<float>(x.shape[0] * x.shape[1]);
+}
+ConstTensor widen_x(Context& context, const ConstTensor& x, Arena& arena) {
+  if (x.dtype == DType::f32) return x;
+  const int64_t m = x.shape[0], k = x.shape[1];
+  auto* const wide = arena.take<float>(m * k);
+  const auto widen_rows = kernels(context.machine().isa).widen_rows[static_cast<int>(float_type(x.dtype))];
+  context.impl().pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
+    const int64_t row = task * kPackRows;
+    widen_rows(static_cast<const char*>(x.data) + row * x.strides[0] * size_bytes(x.dtype), x.strides[0], x.strides[1],
+               std::min(kPackRows, m - row), k, wide + row * k, k);
+  });
+  return ConstTensor::contiguous(DType::f32, {m, k}, wide);
+}
+
+// Few rows, each cut into blocks by `fill(x, stride, k, blocks)`, times columns of the weight by `multiply`. False, and
+// nothing written, where fill says of a row that its blocks cannot hold it.
+template <class Block, class Fill>
+Result<bool> multiply_few_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
+                                 const MatmulOptions& options, const Fill& fill,
+                                 void (*multiply)(const BlockRows<Block>&)) {
+  const int64_t m = out.shape[0], k = weight.k(), blocks = k / kActivationBlock;
+  const int threads = context.impl().pool.num_threads();
+  const Plan plan = plan_few_blocks({.m = m,
+                                     .n = out.shape[1],
+                                     .k = k,
+                                     .format = weight.format(),
+                                     .two_halves = takes_two_halves(options.activation)},
+                                    threads);
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(
+      Arena::size_of<Block>(m * blocks) + wide_x_bytes(x) + bias_copy_bytes(options) + plan.scratch_bytes(threads));
+  if (!lease.ok()) return lease.status();
+  Arena arena(lease.value());
+  auto* const a = arena.take<Block>(m * blocks);
+  const ConstTensor wide_x = widen_x(context, x, arena);
+  {
+    const DefaultFloatControl float_control;  // as in a parallel region
+    for (int64_t i = 0; i < m; ++i) {
+      const float* const row = static_cast<const float*>(wide_x.data) + i * wide_x.strides[0];
+      if (!fill(row, wide_x.strides[1], k, a + i * blocks)) return false;
     }
-    Finish part = finish_part(out, options, row, column, rows, columns);
-    part.sums = sums;
-    part.sums_stride = plan.sums_stride;
-    if (bias != nullptr) part.bias = bias + column;
-    if (halves) {
-      part.second = second;
-      part.second_stride = plan.second_stride;
-      if (bias != nullptr) part.second_bias = bias + width + column;
+  }
+  const float* const bias = plain_bias(options, arena);
+  auto* const scratch = static_cast<char*>(arena.take_bytes(threads * plan.bytes_per_worker()));
+  const int64_t column_bytes = packed_column_bytes(weight.format(), k);
+  run_tasks(context, plan, out, options, bias, scratch,
+            [&](const TaskRows& rows, int64_t first, int64_t count, float* sums, int64_t sums_stride) {
+              multiply({.a = a + rows.first * blocks,
+                        .a_stride = blocks,
+                        .rows = rows.count,
+                        .columns = count,
+                        .k = k,
+                        .panels = static_cast<const char*>(weight.data()) + first * column_bytes,
+                        .out = plain_sums(sums, sums_stride)});
+            });
+  return true;
+}
+
+// Many rows rounded to int8: the product as a whole into f32, then what becomes of it.
+Status multiply_int8_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
+                            const MatmulOptions& options) {
+  const int64_t m = out.shape[0], width = out.shape[1];
+  const bool direct =
+      out.dtype == DType::f32 && options.activation == Activation::none && !options.residual && !copies_bias(options);
+  const int64_t y_stride = round_up(weight.n(), kPanelColumns);  // room for whole vectors
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(wide_x_bytes(x) + bias_copy_bytes(options) +
+                                                                 (direct ? 0 : Arena::size_of<float>(m * y_stride)));
+  if (!lease.ok()) return lease.status();
+  Arena arena(lease.value());
+  const ConstTensor wide_x = widen_x(context, x, arena);
+  const float* const bias = plain_bias(options, arena);
+  if (direct) {
+    return matmul_int8_blocks(context, wide_x, weight,
+                              {.data = static_cast<float*>(out.data),
+                               .row_stride = out.strides[0],
+                               .column_stride = out.strides[1],
+                               .bias = bias,
+                               .bias_stride = 1});
+  }
+  auto* const y = arena.take<float>(m * y_stride);
+  const Status status = matmul_int8_blocks(context, wide_x, weight, plain_sums(y, y_stride));
+  if (!status.ok()) return status;
+  const auto finish = kernels(context.machine().isa).finish[static_cast<int>(options.activation)];
+  context.impl().pool.parallel_for(m, [&](int64_t row, int) {
+    Finish part = finish_part(out, options, row, 0, 1, width);
+    part.sums = y + row * y_stride;  // the last vector's surplus falls on second halves that have been read
+    part.bias = bias;
+    if (takes_two_halves(options.activation)) {
+      part.second = part.sums + width;
+      part.second_bias = bias != nullptr ? bias + width : nullptr;
     }
     finish(part);
   });
   return {};
-}
-
-// For products that take x in f32 and compute y, with an f32 bias, as a whole: what else is asked for happens before
-// and after. `product(x, y)` says false where it cannot hold x and has written nothing; so does this function.
-template <class Product>
-Result<bool> multiply_whole(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
-                            const MatmulOptions& options, const Product& product) {
-  const int64_t m = out.shape[0], width = out.shape[1], n = weight.n(), k = weight.k();
-  if (x.dtype == DType::f32 && out.dtype == DType::f32 && options.activation == Activation::none && !options.residual &&
-      (!options.bias || options.bias->dtype == DType::f32)) {
-    return product(x, OutputPart{.data = static_cast<float*>(out.data),
-                                 .row_stride = out.strides[0],
-                                 .column_stride = out.strides[1],
-                                 .bias = options.bias ? static_cast<const float*>(options.bias->data) : nullptr,
-                                 .bias_stride = options.bias ? options.bias->strides[0] : 0});
-  }
-  const Kernels& table = kernels(context.machine().isa);
-  ThreadPool& pool = context.impl().pool;
-  const int64_t x_bytes = x.dtype == DType::f32 ? 0 : Arena::size_of<float>(m * k);
-  const int64_t bias_bytes = options.bias ? Arena::size_of<float>(n) : 0;
-  const int64_t y_stride = round_up(n, kPanelColumns);  // room for whole vectors
-  Result<WorkspaceLease> lease =
-      context.impl().workspaces.lease(x_bytes + bias_bytes + Arena::size_of<float>(m * y_stride));
-  if (!lease.ok()) return lease.status();
-  Arena arena(lease.value());
-  ConstTensor wide_x = x;
-  if (x_bytes > 0) {
-    auto* const wide = arena.take<float>(m * k);
-    pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
-      const int64_t row = task * kPackRows;
-      table.widen_rows[static_cast<int>(float_type(x.dtype))](
-          static_cast<const char*>(x.data) + row * x.strides[0] * size_bytes(x.dtype), x.strides[0], x.strides[1],
-          std::min(kPackRows, m - row), k, wide + row * k, k);
-    });
-    wide_x = ConstTensor::contiguous(DType::f32, {m, k}, wide);
-  }
-  auto* const bias = options.bias ? arena.take<float>(n) : nullptr;
-  if (options.bias) widen_bias(*options.bias, bias);
-  auto* const y = arena.take<float>(m * y_stride);
-  const Result<bool> done = product(
-      wide_x, OutputPart{.data = y, .row_stride = y_stride, .column_stride = 1, .bias = nullptr, .bias_stride = 0});
-  if (!done.ok() || !done.value()) return done;
-  const bool halves = takes_two_halves(options.activation);
-  pool.parallel_for(m, [&](int64_t row, int) {
-    float* const sums = y + row * y_stride;
-    Finish part = finish_part(out, options, row, 0, 1, width);
-    part.sums = sums;  // the last vector's surplus falls on second halves that have been read
-    part.bias = bias;
-    if (halves) {
-      part.second = sums + width;
-      part.second_bias = bias != nullptr ? bias + width : nullptr;
-    }
-    table.finish[static_cast<int>(options.activation)](part);
-  });
-  return true;
 }
 
 // A packed weight by the way that suits format, machine and options; tensors checked.
@@ -337,19 +403,21 @@ Status multiply_packed(Context& context, const ConstTensor& x, const PackedWeigh
                        const MatmulOptions& options) {
   const int64_t m = out.shape[0];
   if (m == 0 || out.shape[1] == 0) return {};
+  const FewRowsBlockKernels& few = few_rows_block_kernels(context.machine().isa);
+  const auto format = static_cast<size_t>(weight.format());
   if (options.activations == ActivationType::int8 && multiplies_int8_blocks(weight.format())) {
-    return multiply_whole(context, x, weight, out, options,
-                          [&](const ConstTensor& wide_x, const OutputPart& y) -> Result<bool> {
-                            const Status status = matmul_int8_blocks(context, wide_x, weight, y);
-                            if (!status.ok()) return status;
-                            return true;
-                          })
-        .status();
+    if (m > kMaxInt8FewRows || few.int8[format] == nullptr) {
+      return multiply_int8_blocks(context, x, weight, out, options);
+    }
+    const auto quantise = [quantise_row = int8_quantise_row(context.machine().isa)](auto... row) {
+      quantise_row(row...);
+      return true;
+    };
+    return multiply_few_blocks<ActivationBlock>(context, x, weight, out, options, quantise, few.int8[format]).status();
   }
-  if (!options.batch_invariant && multiplies_fixed_point(context.machine(), weight.format(), m)) {
-    const Result<bool> done = multiply_whole(
-        context, x, weight, out, options,
-        [&](const ConstTensor& wide_x, const OutputPart& y) { return matmul_fixed_point(context, wide_x, weight, y); });
+  if (!options.batch_invariant && m <= kMaxFixedRows && few.fixed[format] != nullptr) {
+    const Result<bool> done =
+        multiply_few_blocks<FixedBlock>(context, x, weight, out, options, few.fix_row, few.fixed[format]);
     if (!done.ok()) return done.status();
     if (done.value()) return {};
     // The other rows keep their bits.
@@ -363,7 +431,7 @@ Status multiply_packed(Context& context, const ConstTensor& x, const PackedWeigh
       return {};
     }
   }
-  return multiply_panels(context, x, weight.format(), weight.data(), weight.n(), weight.k(), out, options);
+  return multiply_panels(context, x, weight.format(), weight.data(), weight.k(), out, options);
 }
 
 // multiply(out, options), through f32 where out is quantised: a row's scale is known when the whole row is.
@@ -401,7 +469,7 @@ Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weigh
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(bytes);
   if (!lease.ok()) return lease.status();
   pack_float_weight(context, weight, lease.value().data());
-  return multiply_panels(context, x, format, lease.value().data(), n, k, out, options);
+  return multiply_panels(context, x, format, lease.value().data(), k, out, options);
 }
 
 }  // namespace gemm

@@ -43,6 +43,9 @@ struct Plan {
 
 // few_columns, many_columns: see kernels.h. m, n >= 1.
 Plan make_plan(const Problem& problem, int few_columns, int many_columns);
+// A product of blocks of activations with a quantised weight (few_rows_blocks.h), which reading the weight bounds: long
+// pieces. A cut shows in no bit here either, so their number follows the threads.
+Plan plan_few_blocks(const Problem& problem, int num_threads);
 std::string to_string(const Plan& plan);
 
 // Inputs of a packed weight, the filling included, and the bytes of one output's.
