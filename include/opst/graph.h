@@ -130,7 +130,9 @@ struct NodeSpec {
   std::vector<Value> inputs = {};    // read; caches may be written as well
   std::vector<Output> outputs = {};  // written, every element
   std::vector<InPlace> in_place = {};
-  std::function<Status(Context&, const NodeTensors&)> run;                   // must not allocate
+  std::function<Status(Context&, const NodeTensors&)> run;  // must not allocate
+  // Called some nodes earlier: a wish for what `run` will read first, see read_ahead in matmul.h.
+  std::function<void(Context&, const NodeTensors&)> read_ahead = {};
   std::function<NodeCost(const NodeTensors&)> cost = {};                     // default: tensor_bytes alone
   std::function<std::string(const Machine&, const NodeTensors&)> plan = {};  // one line
 };

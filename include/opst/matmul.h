@@ -106,7 +106,11 @@ struct MatmulOptions {
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
-// The same with a weight that changes from call to call: it is packed into the context's workspace first.
+// Tells the context that its next product of few rows will be with this weight, so that threads which wait for work in
+// the meantime fetch what they will read of it first. A wish: it changes time alone. The weight may be gone by then.
+void read_ahead(Context& context, const PackedWeight& weight, Activation activation = Activation::none);
+
+// matmul with a weight that changes from call to call: it is packed into the context's workspace first.
 //   weight  [n, k] f32, bf16 or f16, any strides >= 0
 // f64: x, weight, out, bias and residual all f64; sums in f64, in the same order.
 // Same bits as with the packed weight.

@@ -201,6 +201,12 @@ void GraphImpl::prefetch(size_t step) const {
   }
 }
 
+size_t GraphImpl::read_ahead(size_t step, Context& context) const {
+  while (step < steps.size() && !steps[step].read_ahead) ++step;
+  if (step < steps.size()) steps[step].read_ahead(context, tensors_of(static_cast<int>(step)));
+  return step;
+}
+
 int GraphImpl::storage(int value) const {
   while (values[static_cast<size_t>(value)].base >= 0) value = values[static_cast<size_t>(value)].base;
   return value;
@@ -392,7 +398,7 @@ std::vector<Value> Graph::node(NodeSpec spec) {
     }
     std::vector<Value> results;
     GraphImpl::Node node;
-    GraphImpl::Step step = {std::move(spec.run), static_cast<int>(impl_->arguments.size()),
+    GraphImpl::Step step = {std::move(spec.run), std::move(spec.read_ahead), static_cast<int>(impl_->arguments.size()),
                             static_cast<int>(spec.inputs.size()), static_cast<int>(spec.outputs.size())};
     for (const NodeSpec::Output& output : spec.outputs) {
       const int i = impl_->add_value(output.name, Kind::intermediate, output.dtype, output.shape);
@@ -524,8 +530,10 @@ Status Graph::execute(Context& context, NodeListener* listener) {
     }
     NodeListener::Clock::time_point begin;
     if (listener != nullptr) begin = NodeListener::Clock::now();
+    size_t announced = 0;
     for (size_t i = 0; i < impl_->steps.size(); ++i) {
       impl_->prefetch(i + 1);
+      if (announced <= i) announced = impl_->read_ahead(i + 1, context);
       Status status = impl_->steps[i].run(context, impl_->tensors_of(static_cast<int>(i)));
       if (!status.ok()) {
         if (status.code() == StatusCode::out_of_memory) return status;

@@ -39,11 +39,12 @@ struct GraphImpl {
   // What an execution does not need. An execution streams all weights through the caches, so that whatever it reads
   // itself comes from memory: that lies close together, below.
   struct Node {
-    NodeSpec spec;  // without `run`
+    NodeSpec spec;  // without `run` and `read_ahead`
     std::vector<int> outputs;
   };
   struct Step {
     std::function<Status(Context&, const NodeTensors&)> run;
+    std::function<void(Context&, const NodeTensors&)> read_ahead;
     int first_argument = 0;
     int num_inputs = 0;
     int num_outputs = 0;
@@ -94,6 +95,8 @@ struct GraphImpl {
   }
   // Fetches what the next step will read.
   void prefetch(size_t step) const;
+  // Tells the context the wish of the first step from `step` on that has one; returns that step.
+  size_t read_ahead(size_t step, Context& context) const;
 
   bool has(Value value) const { return value.index_ >= 0 && value.index_ < static_cast<int>(values.size()); }
   const ValueData& at(Value value) const { return values[static_cast<size_t>(value.index_)]; }

@@ -69,6 +69,10 @@ Value Graph::matmul(std::string name, Value x, Value weight, const MatmulNodeOpt
                             if (call.residual != 0) with.residual = t.input(call.residual);
                             return opst::matmul(context, t.input(0), t.weight(1), t.output(0), with);
                           },
+                      .read_ahead =
+                          [activation = options.activation](Context& context, const NodeTensors& t) {
+                            if (t.input(0).shape[0] == 1) opst::read_ahead(context, t.weight(1), activation);
+                          },
                       .cost =
                           [call](const NodeTensors& t) {
                             const PackedWeight& w = t.weight(1);

@@ -123,10 +123,23 @@ struct ThreadPool::Impl {
   int64_t num_tasks = 0;
   alignas(64) std::atomic<int64_t> next_task{0};
 
+  // What the next region will read. A torn wish costs time at most: fetching an address never faults.
+  struct Wish {
+    std::atomic<int64_t> number{0};
+    std::atomic<const char*> data{nullptr};
+    std::atomic<int64_t> stride{0}, bytes{0};
+  };
+  alignas(64) Wish wish;
+  struct Fetched {  // of a wish, by one worker
+    int64_t number = 0, bytes = 0;
+  };
+
   bool acquire();
   void release() { busy.store(false, std::memory_order_release); }
   void start_workers();
   void work(int worker);
+  template <class News>
+  void read_ahead(int worker, Fetched& fetched, const News& news) const;
   void worker_loop(int worker);
   void run_region(int64_t tasks, TaskFunction task_function, const void* task_closure);
   static void* worker_main(void* impl);
@@ -190,14 +203,33 @@ void ThreadPool::Impl::work(int worker) {
   }
 }
 
+// Goes on where it was interrupted, until there are news.
+template <class News>
+void ThreadPool::Impl::read_ahead(int worker, Fetched& fetched, const News& news) const {
+  constexpr int64_t kLine = 64, kLines = 4;
+  const int64_t number = wish.number.load(std::memory_order_acquire);
+  if (fetched.number != number) fetched = {number, 0};
+  const int64_t bytes = wish.bytes.load(std::memory_order_relaxed);
+  if (fetched.bytes >= bytes) return;
+  const char* const data =
+      wish.data.load(std::memory_order_relaxed) + worker * wish.stride.load(std::memory_order_relaxed);
+  while (fetched.bytes < bytes && !news()) {
+    for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(data + fetched.bytes + i * kLine);
+    fetched.bytes += kLines * kLine;
+  }
+}
+
 void ThreadPool::Impl::worker_loop(int worker) {
   current_task = {this, worker};
+  Fetched fetched;
   Gate seen_region = 0;
   const auto news = [&](Gate g) { return (g & kStop) != 0 || ((g & kOpen) != 0 && (g & kRegionMask) != seen_region); };
   while (true) {
     Gate g = gate.load(std::memory_order_acquire);
+    const auto any_news = [&] { return news(g = gate.load(std::memory_order_acquire)); };
     if (!news(g)) {
-      if (!spin_until(kIdleSpin, crowded, [&] { return news(g = gate.load(std::memory_order_acquire)); })) {
+      read_ahead(worker, fetched, any_news);
+      if (!spin_until(kIdleSpin, crowded, any_news)) {
         // Announced before the futex looks at the gate; the caller opens the gate before it looks for sleepers.
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         g = gate.load(std::memory_order_seq_cst);
@@ -255,6 +287,13 @@ ThreadPool::~ThreadPool() {
   impl_->gate.fetch_or(kStop, std::memory_order_seq_cst);
   futex_wake(impl_->gate, kMaxThreads, kWorkers);
   for (pthread_t worker : impl_->workers) pthread_join(worker, nullptr);
+}
+
+void ThreadPool::read_ahead(const void* data, int64_t stride, int64_t bytes) {
+  impl_->wish.data.store(static_cast<const char*>(data), std::memory_order_relaxed);
+  impl_->wish.stride.store(stride, std::memory_order_relaxed);
+  impl_->wish.bytes.store(bytes, std::memory_order_relaxed);
+  impl_->wish.number.fetch_add(1, std::memory_order_release);
 }
 
 int ThreadPool::num_threads() const { return impl_->num_threads; }

@@ -12,6 +12,7 @@
 // - Concurrent calls from several threads are legal; one of them gets the workers, the others run alone.
 // - Floating point control (MXCSR) is set to its default in every worker and in the caller for the length of the
 //   region, and the caller's is restored: results do not depend on a caller's flush-to-zero mode.
+// - Workers that wait may fetch what the next region will read: read_ahead.
 // - In a forked child the first region starts new workers. Where the system grants fewer threads, those do the work.
 #pragma once
 
@@ -40,6 +41,9 @@ class ThreadPool {
         [](const void* closure, int64_t task, int worker) { (*static_cast<const Body*>(closure))(task, worker); },
         &body);
   }
+
+  // A wish for the time until the next region: worker w fetches [data + w * stride, + bytes) into its caches.
+  void read_ahead(const void* data, int64_t stride, int64_t bytes);
 
  private:
   using TaskFunction = void (*)(const void* closure, int64_t task, int worker);

@@ -474,6 +474,22 @@ Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weigh
 
 }  // namespace gemm
 
+void read_ahead(Context& context, const PackedWeight& weight, Activation activation) {
+  // A worker has some microseconds between two regions, and a second level cache to put things in.
+  constexpr int64_t kMostBytes = 128 << 10;
+  const int threads = context.num_threads();
+  if (threads == 1 || weight.size_bytes() == 0) return;
+  const bool halves = gemm::takes_two_halves(activation);
+  const gemm::Plan plan = gemm::plan_few_blocks({.m = 1,
+                                                 .n = halves ? weight.n() / 2 : weight.n(),
+                                                 .k = weight.k(),
+                                                 .format = weight.format(),
+                                                 .two_halves = halves},
+                                                threads);
+  const int64_t piece = plan.columns_per_task * gemm::packed_column_bytes(weight.format(), weight.k());
+  context.impl().pool.read_ahead(weight.data(), piece, std::min(piece, kMostBytes));
+}
+
 const char* to_string(ActivationType type) { return type == ActivationType::exact ? "exact" : "int8"; }
 
 const char* to_string(Activation activation) {
