@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <random>
 
@@ -785,6 +786,43 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
   EXPECT_EQ(setup_message([](Graph& g, Dim) { g.dim("n", 0); }), "graph test: size 'n' has the bound 0, must be >= 1");
   EXPECT_EQ(setup_message([](Graph& g, Dim) { g.node({.name = "mine", .op = "op", .run = {}}); }),
             "graph test: mine (op): nothing to run");
+}
+
+// A node's wish is told while what comes before it runs, one wish at a time.
+TEST(Graph, WishesAreToldOneNodeWithAWishAhead) {
+  FeedForward net;
+  Graph graph = make_graph();
+  std::vector<std::string> events;
+  std::vector<float> x(8), y(8);
+  Value value = graph.input("x", DType::f32, {8});
+  for (const char* name : {"a", "B", "c", "D", "e"}) {
+    const std::string event = name;
+    NodeSpec spec;
+    spec.name = name, spec.op = "copy";
+    spec.inputs = {value};
+    spec.outputs = {{name, DType::f32, {8}}};
+    spec.run = [&events, event](Context&, const NodeTensors& t) {
+      events.push_back("run " + event);
+      std::memcpy(t.output(0).data, t.input(0).data, 32);
+      return Status();
+    };
+    if (event == "B" || event == "D") {
+      spec.read_ahead = [&events, event](Context&, const NodeTensors& t) {
+        EXPECT_EQ(t.input(0).shape[0], 8);
+        events.push_back("wish " + event);
+      };
+    }
+    value = graph.node(spec)[0];
+  }
+  graph.output("y", value);
+  ASSERT_OK(graph.bind("x", view(x, {8})));
+  ASSERT_OK(graph.bind("y", view(y, {8})));
+  ASSERT_OK(graph.setup(net.context.machine()));
+  for (int i = 0; i < 2; ++i) {
+    events.clear();
+    ASSERT_OK(graph.execute(net.context));
+    EXPECT_EQ(events, (std::vector<std::string>{"wish B", "run a", "wish D", "run B", "run c", "run D", "run e"}));
+  }
 }
 
 TEST(GraphContract, BindingAndRunningNameTensorDimensionAndBothValues) {

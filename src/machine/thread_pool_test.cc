@@ -160,6 +160,27 @@ TEST(ThreadPool, ManyShortRegions) {
   }
 }
 
+// Whatever is wished for, also memory that is not there: it changes nothing, and the region after it is not kept
+// waiting.
+TEST(ThreadPool, WishesToReadAheadChangeNothing) {
+  std::vector<char> memory(size_t{1} << 20, 'x');
+  for (int num_threads : {1, 2, 5}) {
+    ThreadPool pool(num_threads);
+    std::atomic<int64_t> sum{0};
+    for (int region = 0; region < 300; ++region) {
+      if (region % 4 == 0) pool.read_ahead(nullptr, 4096, int64_t{1} << 40);
+      if (region % 4 == 1) pool.read_ahead(memory.data(), 1 << 16, 1 << 16);
+      if (region % 4 == 2) pool.read_ahead(memory.data(), 0, 0);
+      pool.parallel_for(10, [&](int64_t task, int) {
+        if (task == 5) pool.read_ahead(memory.data(), 64, 1000);
+        sum.fetch_add(task);
+      });
+    }
+    EXPECT_EQ(sum.load(), 300 * 45);
+  }
+  EXPECT_EQ(memory, std::vector<char>(memory.size(), 'x'));
+}
+
 TEST(ThreadPool, WorkOfARegionIsVisibleAfterIt) {
   ThreadPool pool(3);
   std::vector<int64_t> values(1000);

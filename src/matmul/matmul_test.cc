@@ -504,5 +504,34 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
   }
 }
 
+// Whatever the number of threads: whole panels, all of them, and room for a task's sums in whole vectors.
+TEST(MatmulPlan, CutsFewRowsInBlocksIntoWholePanels) {
+  Random random(test::seed());
+  for (int i = 0; i < 10000; ++i) {
+    gemm::Problem p;
+    p.format = kQuantFormats[random.integer(0, kNumQuantFormats - 1)];
+    p.m = random.integer(1, 4);
+    p.n = random.chance(0.5) ? random.integer(1, 200) : random.integer(1, 300000);
+    p.k = random.integer(0, random.chance(0.5) ? 8 : 500) * block_values(p.format);
+    p.two_halves = random.chance(0.3);
+    const int threads = static_cast<int>(random.integer(1, 70));
+    const gemm::Plan plan = gemm::plan_few_blocks(p, threads);
+    const Shape shape{p.m, p.n, p.k};
+    SCOPED_TRACE(to_string(p.format) + std::string(", ") + shape.text() + ": " + to_string(plan));
+    ASSERT_EQ(plan.row_tasks, 1);
+    ASSERT_EQ(plan.rows_per_task, p.m);
+    ASSERT_EQ(plan.columns_per_task % 16, 0);
+    ASSERT_GE(plan.columns_per_task * plan.column_tasks, p.n);
+    ASSERT_LT(plan.columns_per_task * (plan.column_tasks - 1), p.n);
+    ASSERT_GE(plan.sums_stride, plan.columns_per_task);
+    ASSERT_GE(plan.sums_bytes_per_worker, p.m * plan.sums_stride * 4);
+    if (p.two_halves) {
+      // Up to 15 columns before the second half, and a last vector that is not full.
+      ASSERT_GE(plan.second_stride, plan.columns_per_task + 15);
+      ASSERT_GE(plan.second_bytes_per_worker, p.m * plan.second_stride * 4);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace opst
