@@ -146,7 +146,8 @@ struct DropoutOptions {
 };
 
 struct AttentionOptions {
-  std::optional<float> softmax_scale = {};  // default 1 / sqrt(head_dim); any finite number
+  // Default 1 / sqrt(head_dim); any finite number, as is for f64 and rounded to f32 for other queries.
+  std::optional<double> softmax_scale = {};
   bool causal = false;
   CausalAlignment alignment = CausalAlignment::bottom_right;
   AttentionPath path = AttentionPath::automatic;

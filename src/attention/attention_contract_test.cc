@@ -172,6 +172,8 @@ const Refusal kRefusals[] = {
      "value_head_dim is 769, must be 1 to 768"},
     {"scale_nan", [](Call& c) { c.options.softmax_scale = kNan; }, "softmax_scale is nan, must be finite"},
     {"scale_infinite", [](Call& c) { c.options.softmax_scale = -HUGE_VALF; }, "softmax_scale is -inf, must be finite"},
+    {"scale_beyond_f32", [](Call& c) { c.options.softmax_scale = 1e39; },
+     "softmax_scale is 999999999999999939709166371603178586112.000000, must be finite in f32"},
     {"block_q_negative", [](Call& c) { c.options.block_q = -1; }, "block_q is -1, must be 0 to 4096"},
     {"block_q_large", [](Call& c) { c.options.block_q = 4097; }, "block_q is 4097, must be 0 to 4096"},
     {"block_kv_negative", [](Call& c) { c.options.block_kv = -2; }, "block_kv is -2, must be 0 to 4096"},

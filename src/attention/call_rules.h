@@ -15,8 +15,8 @@ namespace opst::attention {
 struct Scale {
   explicit Scale(const AttentionProblem& p) {
     const double natural = 1 / std::sqrt(static_cast<double>(p.head_dim));
-    double scale = p.query_dtype == DType::f64 ? natural : static_cast<double>(static_cast<float>(natural));
-    if (p.options.softmax_scale) scale = static_cast<double>(*p.options.softmax_scale);
+    double scale = p.options.softmax_scale.value_or(natural);
+    if (p.query_dtype != DType::f64) scale = static_cast<double>(static_cast<float>(scale));
     const double power = std::fabs(scale) > 1e38 ? 4 : 1;
     of_query = scale > 0 ? power : scale < 0 ? -power : 0;
     of_score = scale == 0 ? 1 : std::fabs(scale) / power;

@@ -57,7 +57,7 @@ void check_dtypes(ShapeCheck& check, const AttentionInputs& in, DType out) {
 }
 
 void check_options(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options, int64_t num_heads) {
-  const auto finite = [&](const char* name, float x) {
+  const auto finite = [&](const char* name, double x) {
     check.require(std::isfinite(x),
                   [&] { return std::string(name) + " is " + std::to_string(x) + ", must be finite"; });
   };
@@ -65,7 +65,12 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
     check.require(x >= low && x <= high,
                   [&] { return std::string(name) + " is " + str(x) + ", must be " + str(low) + " to " + str(high); });
   };
-  if (options.softmax_scale) finite("softmax_scale", *options.softmax_scale);
+  if (options.softmax_scale) {
+    const double scale = *options.softmax_scale;
+    finite("softmax_scale", scale);
+    check.require(in.query.dtype == DType::f64 || std::fabs(scale) <= double{std::numeric_limits<float>::max()},
+                  [&] { return "softmax_scale is " + std::to_string(scale) + ", must be finite in f32"; });
+  }
   within("block_q", options.block_q, 0, kMaxBlock);
   within("block_kv", options.block_kv, 0, kMaxBlock);
   if (panels(in)) {
