@@ -166,10 +166,7 @@ void bind_attention(nb::module_& module) {
       });
   type.def_prop_rw(
       "page_layout", [](const AttentionCall& call) { return to_string(call.inputs.page_layout); },
-      [](AttentionCall& call, const std::string& text) {
-        call.inputs.page_layout =
-            parse<PageLayout>(text, "page_layout", {{"norm", PageLayout::norm}, {"panel32", PageLayout::panel32}});
-      });
+      [](AttentionCall& call, const std::string& text) { call.inputs.page_layout = parse_layout(text); });
 
   type.def(
       "forward",
@@ -210,14 +207,21 @@ void bind_attention(nb::module_& module) {
 
   module.def(
       "merge_attention",
-      [](Context& context, const View& parts, const View& lse, const View& out, const View* out_lse) {
-        const AttentionParts in = {.out = parts.input(), .softmax_lse = lse.input()};
+      [](Context& context, const View& parts, const View* lse_parts, const View* max_parts, const View* sum_parts,
+         const View& out, const View* lse, const View* max, const View* sum) {
+        const AttentionParts in = {.out = parts.input(),
+                                   .softmax_lse = input_or_empty(lse_parts),
+                                   .softmax_max = input_or_empty(max_parts),
+                                   .softmax_sum = input_or_empty(sum_parts)};
         const AttentionOutputs outputs = {.out = out.output("out"),
-                                          .softmax_lse = output_or_empty(out_lse, "softmax_lse")};
+                                          .softmax_lse = output_or_empty(lse, "softmax_lse"),
+                                          .softmax_max = output_or_empty(max, "softmax_max"),
+                                          .softmax_sum = output_or_empty(sum, "softmax_sum")};
         run([&] { return merge_attention(context, in, outputs); });
       },
-      nb::arg("context"), nb::arg("out_parts"), nb::arg("lse_parts"), nb::arg("out"),
-      nb::arg("softmax_lse").none() = nb::none());
+      nb::arg("context"), nb::arg("out_parts"), nb::arg("lse_parts").none(), nb::arg("max_parts").none(),
+      nb::arg("sum_parts").none(), nb::arg("out"), nb::arg("softmax_lse").none(), nb::arg("softmax_max").none(),
+      nb::arg("softmax_sum").none());
   module.attr("UNBOUNDED") = kUnbounded;
 }
 

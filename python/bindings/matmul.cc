@@ -126,6 +126,15 @@ void bind_matmul(nb::module_& module) {
       },
       arg("context"), arg("bytes"), arg("format"), arg("rows"), arg("cols"), arg("out"));
   module.def(
+      "dequantize_rows",
+      [](Context& context, const View& bytes, const std::string& format, int64_t rows, int64_t cols,
+         const View& indices, const View& out) {
+        run([&, m = quant_matrix(bytes, format, rows, cols), y = out.output("out")] {
+          return dequantize_rows(context, m, indices.input(), y);
+        });
+      },
+      arg("context"), arg("bytes"), arg("format"), arg("rows"), arg("cols"), arg("indices"), arg("out"));
+  module.def(
       "dequantize",
       [](Context& context, const View& q, const View& scales, const View* zeros, const View& out) {
         run([&, y = out.output("out")] { return dequantize(context, int_matrix(q, scales, zeros), y); });
@@ -133,13 +142,16 @@ void bind_matmul(nb::module_& module) {
       arg("context"), arg("q"), arg("scales"), arg("zeros").none(), arg("out"));
   module.def(
       "quantize",
-      [](Context& context, const View& x, const View& q, const View& scales, const View* zeros) {
-        run([&, i = q.output("q"), s = scales.output("scales"),
-             o = QuantizeOptions{.zeros = optional_output(zeros, "zeros")}] {
-          return quantize(context, x.input(), i, s, o);
-        });
+      [](Context& context, const View& x, const View& q, const View& scales, const View* zeros, bool scales_given) {
+        // Given scales are only read, though the core takes them as what it may write.
+        const auto scaled = [&](const View& view, const char* name) {
+          return scales_given ? view.tensor() : view.output(name);
+        };
+        QuantizeOptions o{.scales_given = scales_given};
+        if (zeros != nullptr) o.zeros = scaled(*zeros, "zeros");
+        run([&, i = q.output("q"), s = scaled(scales, "scales")] { return quantize(context, x.input(), i, s, o); });
       },
-      arg("context"), arg("x"), arg("q"), arg("scales"), arg("zeros").none());
+      arg("context"), arg("x"), arg("q"), arg("scales"), arg("zeros").none(), arg("scales_given"));
   module.def(
       "dynamic_quant",
       [](Context& context, const View& x, const View& q, const View& scales, const View* smooth_scales) {

@@ -1,6 +1,10 @@
 #include "opst/rowwise.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <tuple>
 
 #include "view.h"
 
@@ -8,10 +12,11 @@ namespace opst::python {
 
 namespace {
 
-RopeStyle parse_style(const std::string& style) {
-  if (style == "halves") return RopeStyle::halves;
-  if (style == "pairs") return RopeStyle::pairs;
-  raise(PyExc_ValueError, "style is \"" + style + "\", must be one of halves, pairs");
+// None, or (temporal, height, width, interleaved).
+RopeSections sections(const std::optional<std::tuple<int64_t, int64_t, int64_t, bool>>& sizes) {
+  if (!sizes) return {};
+  const auto& [temporal, height, width, interleaved] = *sizes;
+  return {.temporal = temporal, .height = height, .width = width, .interleaved = interleaved};
 }
 
 NormGradients gradients(const View* x, const View* weight, const View* bias) {
@@ -21,6 +26,13 @@ NormGradients gradients(const View* x, const View* weight, const View* bias) {
 }
 
 }  // namespace
+
+RopeStyle parse_style(const std::string& name) {
+  for (const RopeStyle style : {RopeStyle::halves, RopeStyle::pairs}) {
+    if (name == to_string(style)) return style;
+  }
+  raise(PyExc_ValueError, "style is \"" + name + "\", must be one of halves, pairs");
+}
 
 void bind_rowwise(nb::module_& module) {
   using nb::arg;
@@ -83,12 +95,13 @@ void bind_rowwise(nb::module_& module) {
       arg("context"), arg("grad_out"), arg("out"), arg("grad_x"), arg("scale"));
   module.def(
       "rope_table",
-      [](Context& context, const View& positions, const View& cos, const View& sin, double theta) {
+      [](Context& context, const View& positions, const View& cos, const View& sin, double theta,
+         const std::optional<std::tuple<int64_t, int64_t, int64_t, bool>>& axes) {
         run([&, c = cos.output("cos"), s = sin.output("sin")] {
-          return rope_table(context, positions.input(), c, s, {.theta = theta});
+          return rope_table(context, positions.input(), c, s, {.theta = theta, .sections = sections(axes)});
         });
       },
-      arg("context"), arg("positions"), arg("cos"), arg("sin"), arg("theta"));
+      arg("context"), arg("positions"), arg("cos"), arg("sin"), arg("theta"), arg("sections").none());
   module.def(
       "rope",
       [](Context& context, const View& x, const View& cos, const View& sin, const View& out, const std::string& style,
@@ -97,6 +110,18 @@ void bind_rowwise(nb::module_& module) {
         run([&, y = out.output("out")] { return rope(context, x.input(), cos.input(), sin.input(), y, options); });
       },
       arg("context"), arg("x"), arg("cos"), arg("sin"), arg("out"), arg("style"), arg("inverse"));
+  module.def(
+      "rope_cached",
+      [](Context& context, const View& x, const View& positions, const View& cos_cache, const View& sin_cache,
+         const View& out, const std::string& style, bool inverse,
+         const std::optional<std::tuple<int64_t, int64_t, int64_t, bool>>& axes) {
+        const RopeCachedOptions options = {.style = parse_style(style), .inverse = inverse, .sections = sections(axes)};
+        run([&, y = out.output("out")] {
+          return rope_cached(context, x.input(), positions.input(), cos_cache.input(), sin_cache.input(), y, options);
+        });
+      },
+      arg("context"), arg("x"), arg("positions"), arg("cos_cache"), arg("sin_cache"), arg("out"), arg("style"),
+      arg("inverse"), arg("sections").none());
   module.def(
       "swiglu",
       [](Context& context, const View& gate, const View& up, const View& out) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "opst/context.h"
+#include "opst/kv_cache.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
@@ -78,6 +79,11 @@ inline std::optional<Tensor> optional_output(const View* view, const char* name)
   if (view == nullptr) return std::nullopt;
   return view->output(name);
 }
+
+// "norm" or "panel32".
+PageLayout parse_layout(const std::string& name);
+// "halves" or "pairs".
+RopeStyle parse_style(const std::string& name);
 
 // What each room adds to the module.
 void bind_view(nb::module_& module);

@@ -49,6 +49,8 @@ def view(array: Any) -> View:
         return array
     if isinstance(array, Tagged):
         return View(array.array, array.dtype)
+    if _is_jax(array):
+        array = np.asarray(array)  # the same memory, and read-only, which JAX's DLPack does not say
     if _is_ml_bfloat16(array):
         return View(array.view(np.uint16), "bf16")
     if _is_torch(array) and array.requires_grad:
@@ -67,9 +69,25 @@ def integers(values: Any) -> View:
     return view(values)
 
 
+def int64(values: Any) -> View:
+    """The same where only 64 bits are taken."""
+    tensor = integers(values)
+    return view(np.asarray(values, dtype=np.int64)) if tensor.dtype == "i32" else tensor
+
+
+def offsets(ends: Any) -> View:
+    """Where sequences begin, of where they end: a zero in front."""
+    return integers(np.concatenate([[0], np.asarray(ends, dtype=np.int64).reshape(-1)]))
+
+
 def _is_torch(array: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _is_jax(array: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.Array)
 
 
 _NUMPY = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "i8": np.int8, "u8": np.uint8, "i32": np.int32,

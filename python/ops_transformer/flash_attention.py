@@ -16,10 +16,12 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ._arrays import Tagged, default_context, empty, integers, optional_view, view
+from . import _core
+from ._arrays import Tagged, default_context, empty, integers, offsets, optional_view, view
 from ._core import UNBOUNDED, AttentionCall, Context, View
 
-__all__ = ["UNBOUNDED", "AttentionScore", "flash_attention", "flash_attention_grad", "flash_attention_score"]
+__all__ = ["UNBOUNDED", "AttentionScore", "MergedAttention", "flash_attention", "flash_attention_grad",
+           "flash_attention_score", "merge_attention"]
 
 # The axes of each layout. H holds heads and their elements, N * D.
 _AXES = {"BNSD": "BNSD", "BSND": "BSND", "BSH": "BSH", "SBH": "SBH", "TND": "TND"}
@@ -85,8 +87,8 @@ class _Problem:
         if input_layout == "TND":
             if actual_seq_qlen is None or actual_seq_kvlen is None:
                 raise ValueError("input_layout TND needs actual_seq_qlen and actual_seq_kvlen, where each sequence ends")
-            call.cu_seqlens_q = _offsets(actual_seq_qlen)
-            call.cu_seqlens_k = _offsets(actual_seq_kvlen)
+            call.cu_seqlens_q = offsets(actual_seq_qlen)
+            call.cu_seqlens_k = offsets(actual_seq_kvlen)
         elif actual_seq_qlen is not None or actual_seq_kvlen is not None:
             raise ValueError(f"actual_seq_qlen and actual_seq_kvlen go with input_layout TND, not {input_layout}")
         call.alignment = "top_left"
@@ -116,11 +118,6 @@ class _Problem:
         batch, heads, length, _ = q
         return {"BNSD": (batch, heads, length, width), "BSND": (batch, length, heads, width),
                 "BSH": (batch, length, heads * width), "SBH": (length, batch, heads * width)}[self.layout]
-
-
-def _offsets(ends: Any) -> View:
-    """Where sequences begin, of where they end: a zero in front."""
-    return integers(np.concatenate([[0], np.asarray(ends, dtype=np.int64).reshape(-1)]))
 
 
 def _visible(mask: Any, padding_mask: Any) -> Optional[View]:
@@ -235,13 +232,51 @@ def flash_attention_grad(
     return tuple(gradients)
 
 
-def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, context: Optional[Context] = None) -> Any:
-    """softmax(q k^T / sqrt(D)) v for [batch, heads, length, D]; causal: query i sees keys 0 to i."""
-    call = AttentionCall(view(q), view(k), view(v))
-    call.causal, call.alignment = causal, "top_left"
-    query = view(q)
+def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse: bool = False,
+                    context: Optional[Context] = None) -> Any:
+    """softmax(q k^T / sqrt(D)) v for [batch, heads, length, D]; causal: query i sees keys 0 to i.
+
+    k and v may have fewer heads, each for as many of q's; the result is as wide as v. return_lse: (out, softmax_lse),
+    the latter float32 (float64) [batch, heads, length], natural logarithm, -inf where no key is seen.
+    """
+    query, value = view(q), view(v)
     if len(query.shape) != 4:
         raise ValueError(f"q must be [batch, heads, length, head_dim], but its shape is {list(query.shape)}")
-    out = empty(q, (*query.shape[:3], view(v).shape[-1]), query.dtype)
-    call.forward(context or default_context(), view(out))
-    return out
+    call = AttentionCall(query, view(k), value)
+    call.causal, call.alignment = causal, "top_left"
+    out = empty(q, (*query.shape[:3], value.shape[-1]), query.dtype)
+    lse = empty(q, query.shape[:3], "f64" if query.dtype == "f64" else "f32") if return_lse else None
+    call.forward(context or default_context(), view(out), optional_view(lse))
+    return (out, lse) if return_lse else out
+
+
+class MergedAttention(NamedTuple):
+    """Attention over all keys, of which the parts had some each."""
+
+    attention_out: Any
+    softmax_lse: Any  # of the form with softmax_lse, else None
+    softmax_max: Any = None  # of the form with softmax_max and softmax_sum, else None
+    softmax_sum: Any = None
+
+
+def merge_attention(attention_out: Any, softmax_lse: Any = None, softmax_max: Any = None, softmax_sum: Any = None, *,
+                    dtype: Optional[str] = None, context: Optional[Context] = None) -> MergedAttention:
+    """Joins attention over parts of the keys into attention over all of them.
+
+    attention_out [parts, .., D], float32 or float64, up to four more dimensions. Either softmax_lse, or softmax_max and
+    softmax_sum, of its dtype and of its shape without D; the result has the same form. A part whose lse is -inf or +inf
+    (max -inf, sum 0) has seen no key and adds nothing. dtype of the result: "f32", "bf16", "f16", "f64"; default that of
+    the parts. ValueError for shapes that disagree, and where neither form or both are given.
+    """
+    if (softmax_lse is None) == (softmax_max is None) or (softmax_max is None) != (softmax_sum is None):
+        raise ValueError("merge_attention takes softmax_lse, or softmax_max and softmax_sum")
+    parts = view(attention_out)
+    if len(parts.shape) < 2:
+        raise ValueError(f"attention_out must be [parts, .., D], but its shape is {list(parts.shape)}")
+    out = empty(attention_out, parts.shape[1:], dtype or parts.dtype)
+    lse, largest, total = (None if part is None else empty(part, parts.shape[1:-1], parts.dtype)
+                           for part in (softmax_lse, softmax_max, softmax_sum))
+    _core.merge_attention(context or default_context(), parts, optional_view(softmax_lse), optional_view(softmax_max),
+                          optional_view(softmax_sum), view(out), optional_view(lse), optional_view(largest),
+                          optional_view(total))
+    return MergedAttention(out, lse, largest, total)

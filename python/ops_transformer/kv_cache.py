@@ -1,51 +1,158 @@
 """A paged cache of keys and values, and attention that reads it.
 
-key_cache is [num_blocks, block_size, num_kv_heads, head_dim], value_cache likewise; slot = block * block_size + row.
+    key_cache, value_cache = new_pages(num_blocks=100, block_size=32, num_kv_heads=8, head_dim=64)
+    pool = BlockPool(100)
+    blocks = pool.allocate(3)                                  # a sequence's pages
+    slots = [blocks[p // 32] * 32 + p % 32 for p in range(70)]
+    scatter_pa_kv_cache(key, value, slots, key_cache, value_cache)
+    out = paged_attention(query, key_cache, value_cache, np.array([blocks]), [70])
+
+A cache is two arrays over memory of yours, in float32, bfloat16 or float16. Token p of a sequence is row p % block_size of
+the block that its row of block_table names at p / block_size; slot = block * block_size + row. Page layouts:
+
+    "norm"     [num_blocks, block_size, num_kv_heads, head_dim], any strides
+    "panel32"  what attention multiplies without packing: float32 or bfloat16, block_size a multiple of 32; new_pages has
+               its shapes
+
+Integer arguments are int32 or int64 arrays, or sequences of numbers. A call that is refused raises ValueError with the
+argument, the place and both values, and has written nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from . import _core
-from ._arrays import default_context, empty, integers, view
-from ._core import AttentionCall, Context
+from ._arrays import default_context, empty, integers, offsets, optional_view, view
+from ._core import UNBOUNDED, AttentionCall, BlockPool, Context
 
-__all__ = ["gather_pa_kv_cache", "paged_attention", "scatter_pa_kv_cache"]
+__all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "convert_pages", "gather_pa_kv_cache", "new_pages", "paged_attention",
+           "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
 
 
-def scatter_pa_kv_cache(key: Any, value: Any, slot_mapping: Any, key_cache: Any, value_cache: Any, *,
+def new_pages(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, value_head_dim: Optional[int] = None, *,
+              dtype: str = "f32", layout: str = "norm", like: Any = None) -> Tuple[Any, Any]:
+    """(key_cache, value_cache) of zeros: dtype "f32", "bf16" or "f16"; arrays of the kind of `like`, NumPy's without it.
+
+    ValueError for sizes below 0; RuntimeError where the layout cannot hold such blocks.
+    """
+    shapes = _core.page_shapes(layout, dtype, num_blocks, block_size, num_kv_heads, head_dim,
+                               head_dim if value_head_dim is None else value_head_dim)
+    pages = tuple(empty(like, shape, dtype) for shape in shapes)
+    for array in pages:
+        bits = getattr(array, "array", array)
+        bits[...] = 0
+    return pages
+
+
+def scatter_pa_kv_cache(key: Any, value: Any, slot_mapping: Any, key_cache: Any, value_cache: Any, *, layout: str = "norm",
                         context: Optional[Context] = None) -> None:
-    """Writes the keys and values [tokens, num_kv_heads, ..] of new tokens into the cache; slot -1 skips a token."""
+    """Writes new tokens into the cache, rounded once to its dtype.
+
+    key [tokens, num_kv_heads, head_dim], value [tokens, num_kv_heads, value_head_dim], slot_mapping [tokens]; slot -1
+    skips a token, and of several tokens with one slot the last wins.
+    """
     _core.scatter_pa_kv_cache(context or default_context(), view(key), view(value), integers(slot_mapping),
-                              view(key_cache), view(value_cache))
+                              view(key_cache), view(value_cache), layout)
+
+
+def rope_scatter_pa_kv_cache(query: Any, key: Any, value: Any, cos: Any, sin: Any, slot_mapping: Any, key_cache: Any,
+                             value_cache: Any, *, query_weight: Any = None, key_weight: Any = None, eps: float = 1e-5,
+                             style: str = "halves", layout: str = "norm", out: Any = None,
+                             context: Optional[Context] = None) -> Any:
+    """What a decoder does between its projections and attention, in one pass; gives the turned queries.
+
+        query_out = rope(rms_norm(query, query_weight))        cache[slot] = rope(rms_norm(key, key_weight)), value
+
+    query [tokens, num_heads, head_dim]; key, value and slot_mapping as in scatter_pa_kv_cache; cos and sin float32
+    [tokens, half] of rowwise.rope_table, 2 * half <= head_dim; weights float32 [head_dim], without one there is no norm.
+    `out` may be query itself. Arithmetic in float32; for float32 the same bits as the operators one after the other.
+    """
+    tensor = view(query)
+    if out is None:
+        out = empty(query, tensor.shape, tensor.dtype)
+    _core.rope_scatter_pa_kv_cache(
+        context or default_context(), tensor, view(key), view(value), view(cos), view(sin), integers(slot_mapping),
+        optional_view(query_weight), optional_view(key_weight), view(out), view(key_cache), view(value_cache), layout, style,
+        eps)
+    return out
+
+
+def convert_pages(from_key: Any, from_value: Any, to_key: Any, to_value: Any, *, from_layout: str = "norm",
+                  to_layout: str = "panel32", context: Optional[Context] = None) -> None:
+    """Copies all pages of a cache into another one of the same sizes, between layouts and dtypes, rounded once.
+
+    Slices of dimension 0 copy some blocks, also within one pool (what BlockPool.prepare_write asks for).
+    """
+    _core.convert_pages(context or default_context(), view(from_key), view(from_value), view(to_key), view(to_value),
+                        from_layout, to_layout)
 
 
 def gather_pa_kv_cache(key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *, seq_offset: Any = None,
+                       head_indices: Any = None, cumulative_lengths: bool = False, zero_fill: bool = False,
                        context: Optional[Context] = None) -> Tuple[Any, Any]:
-    """(key, value) [tokens, num_kv_heads, ..] of sequences one after the other, read out of the cache."""
-    tokens = int(np.asarray(kv_lengths).sum())
+    """(key, value) [tokens, heads, ..] of sequences one after the other, read out of a cache in the norm layout.
+
+    block_table [batch, max_blocks]; kv_lengths [batch], or with cumulative_lengths [batch + 1] from 0 on. seq_offset
+    [batch]: the position of each sequence's first token to read. head_indices: the KV heads to read, in this order.
+    zero_fill: rows past the table or in no block of the cache become zeros, where they would be refused.
+    """
+    lengths = np.asarray(kv_lengths)
+    tokens = int(lengths[-1]) if cumulative_lengths else int(lengths.sum())
     keys, values = view(key_cache), view(value_cache)
-    key = empty(key_cache, (tokens, *keys.shape[2:]), keys.dtype)
-    value = empty(value_cache, (tokens, *values.shape[2:]), values.dtype)
-    _core.gather_pa_kv_cache(context or default_context(), keys, values, view(block_table), integers(kv_lengths), view(key),
-                             view(value), None if seq_offset is None else integers(seq_offset))
+    head_view = None if head_indices is None else integers(head_indices)
+    heads = keys.shape[2:3] if head_view is None else head_view.shape
+    # Lengths that make no sense are the core's to refuse.
+    shape = (max(tokens, 0), *heads)
+    key = empty(key_cache, (*shape, *keys.shape[3:]), keys.dtype)
+    value = empty(value_cache, (*shape, *values.shape[3:]), values.dtype)
+    _core.gather_pa_kv_cache(context or default_context(), keys, values, integers(block_table), integers(kv_lengths),
+                             view(key), view(value), None if seq_offset is None else integers(seq_offset), head_view,
+                             "norm", cumulative_lengths, zero_fill)
     return key, value
 
 
-def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *,
-                    scale_value: Optional[float] = None, causal: bool = True, context: Optional[Context] = None) -> Any:
-    """Attention of query [batch, num_heads, query_len, head_dim] over cached keys.
+class PagedAttention(NamedTuple):
+    """What paged_attention gives with return_lse."""
 
-    block_table int32 or int64 [batch, max_blocks]; kv_lengths [batch]: keys of each sequence. causal: the last query
-    sees every key of its sequence, the one before it all but the last, and so on.
+    out: Any
+    softmax_lse: Any  # float32 [batch, num_heads, query_len], or [num_heads, tokens]; -inf where no key is seen
+
+
+def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *,
+                    scale_value: Optional[float] = None, causal: bool = True, actual_seq_qlen: Any = None,
+                    window_left: int = UNBOUNDED, softcap: float = 0.0, sinks: Any = None, layout: str = "norm",
+                    return_lse: bool = False, context: Optional[Context] = None) -> Any:
+    """Attention of query [batch, num_heads, query_len, head_dim] over cached keys; the result is as wide as a value.
+
+    block_table [batch, max_blocks]; kv_lengths [batch]: keys of each sequence. num_heads is a multiple of num_kv_heads.
+    causal: the last query sees every key of its sequence, the one before it all but the last, and so on. window_left: and
+    only so many keys before its own. sinks float32 [num_heads]: one more score of each row.
+
+    Prompts and decoded tokens in one call: with actual_seq_qlen, where each sequence's queries end (lengths 2, 0, 3 ->
+    [2, 2, 5]), query and result are [tokens, num_heads, head_dim].
     """
-    call = AttentionCall(view(query), view(key_cache), view(value_cache))
-    call.block_table, call.kv_lengths = view(block_table), integers(kv_lengths)
-    call.softmax_scale, call.causal = scale_value, causal
     tensor = view(query)
-    out = empty(query, (*tensor.shape[:3], view(value_cache).shape[-1]), tensor.dtype)
-    call.forward(context or default_context(), view(out))
-    return out
+    call = AttentionCall(tensor, view(key_cache), view(value_cache))
+    call.block_table, call.kv_lengths, call.page_layout = integers(block_table), integers(kv_lengths), layout
+    call.softmax_scale, call.causal, call.window_left, call.softcap = scale_value, causal, window_left, softcap
+    call.sinks = optional_view(sinks)
+    rank = 4
+    if actual_seq_qlen is not None:
+        call.cu_seqlens_q = offsets(actual_seq_qlen)
+        rank = 3
+    if len(tensor.shape) != rank:
+        raise ValueError(f"query has {len(tensor.shape)} dimensions, must have {rank}"
+                         f" {'with' if rank == 3 else 'without'} actual_seq_qlen")
+    values = view(value_cache).shape
+    # A panel of bfloat16 holds the values of two rows beside each other.
+    width = values[-1] // 2 if layout == "panel32" and view(value_cache).dtype == "bf16" else values[-1]
+    out = empty(query, (*tensor.shape[:-1], width), tensor.dtype)
+    lse = None
+    if return_lse:
+        shape = tensor.shape[:3] if rank == 4 else (tensor.shape[1], tensor.shape[0])
+        lse = empty(query, shape, "f32")
+    call.forward(context or default_context(), view(out), optional_view(lse))
+    return PagedAttention(out, lse) if return_lse else out

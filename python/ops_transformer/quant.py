@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, optional_view, view
+from ._arrays import default_context, empty, int64, optional_view, view
 from ._core import Context
 
-__all__ = ["dequantize", "dequantize_blocks", "dynamic_quant", "quantize"]
+__all__ = ["dequantize", "dequantize_blocks", "dynamic_quant", "lookup_rows", "quantize"]
 
 
 def _integers_for(x: Any, bits: int) -> Any:
@@ -22,17 +22,25 @@ def _integers_for(x: Any, bits: int) -> Any:
     return empty(x, (*shape[:-1], shape[-1] // 2), "u8")
 
 
-def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = False,
+def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = False, scales: Any = None, zeros: Any = None,
              context: Optional[Context] = None) -> Tuple[Any, Any, Any]:
     """(q, scales, zeros) of x [rows, cols]: x is about (q - zero) * scale, by groups of cols / groups along a row.
 
     q int8 [rows, cols], or for bits = 4 uint8 [rows, cols / 2] with two values a byte, the lower half first; scales
-    float32 [rows, groups]; zeros int8 likewise, None without zero_points.
+    float32 [rows, groups]; zeros int8 likewise, None without zero_points. Rounded to nearest, ties to even.
+
+    With `scales` (and `zeros`) given, any strides, these are taken: static quantisation, values beyond the range become
+    its ends. groups and zero_points then say nothing.
     """
-    rows = view(x).shape[0]
-    q, scales = _integers_for(x, bits), empty(x, (rows, groups), "f32")
-    zeros = empty(x, (rows, groups), "i8") if zero_points else None
-    _core.quantize(context or default_context(), view(x), view(q), view(scales), optional_view(zeros))
+    given = scales is not None
+    q = _integers_for(x, bits)
+    if not given:
+        if zeros is not None:
+            raise ValueError("zeros are given without scales")
+        rows = view(x).shape[0]
+        scales = empty(x, (rows, groups), "f32")
+        zeros = empty(x, (rows, groups), "i8") if zero_points else None
+    _core.quantize(context or default_context(), view(x), view(q), view(scales), optional_view(zeros), given)
     return q, scales, zeros
 
 
@@ -56,4 +64,15 @@ def dequantize_blocks(blocks: Any, format: str, rows: int, cols: int, *, context
     """Float32 [rows, cols] of a GGUF matrix: uint8 blocks of a format such as "q4_1"."""
     out = empty(blocks, (rows, cols), "f32")
     _core.dequantize_blocks(context or default_context(), view(blocks), format, rows, cols, view(out))
+    return out
+
+
+def lookup_rows(blocks: Any, format: str, rows: int, cols: int, indices: Any, *, context: Optional[Context] = None) -> Any:
+    """Float32 [count, cols]: the rows `indices` [count] of a GGUF matrix [rows, cols] (dequantize_blocks), an embedding.
+
+    ValueError for an index out of range.
+    """
+    where = int64(indices)
+    out = empty(blocks, (*where.shape, cols), "f32")
+    _core.dequantize_rows(context or default_context(), view(blocks), format, rows, cols, where, view(out))
     return out

@@ -6,14 +6,14 @@ be an input itself (in place).
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, integers, optional_view, view
+from ._arrays import default_context, empty, int64, optional_view, view
 from ._core import Context
 
-__all__ = ["add", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "rope", "rope_table",
-           "softmax", "softmax_backward", "swiglu", "swiglu_backward"]
+__all__ = ["add", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "rope", "rope_cached",
+           "rope_table", "RopeSections", "softmax", "softmax_backward", "swiglu", "swiglu_backward"]
 
 
 def _like(x: Any, out: Any = None) -> Any:
@@ -77,20 +77,51 @@ def softmax_backward(grad_out: Any, out: Any, scale: float = 1.0, *, context: Op
     return grad_x
 
 
-def rope_table(positions: Any, half: int, theta: float = 10000.0, *, context: Optional[Context] = None) -> Tuple[Any, Any]:
-    """(cos, sin) float32 [tokens, half] of positions * theta^(-i / half); positions are int64 [tokens]."""
-    tokens = integers(positions)
-    shape = (tokens.shape[0], half)
+class RopeSections(NamedTuple):
+    """Positions in three axes: how many pairs of a head turn by each. Together they are all of them.
+
+    In turn: the first `temporal` pairs by the first axis, the next `height` by the second, the others by the third.
+    interleaved: pairs 1, 4, 7 .. by the second, 2, 5, 8 .. by the third, the others by the first.
+    """
+
+    temporal: int
+    height: int
+    width: int
+    interleaved: bool = False
+
+
+def rope_table(positions: Any, half: int, theta: float = 10000.0, *, sections: Optional[RopeSections] = None,
+               context: Optional[Context] = None) -> Tuple[Any, Any]:
+    """(cos, sin) float32 [tokens, half] of positions * theta^(-i / half); positions int64 [tokens], with sections
+    [3, tokens]. Computed in float64."""
+    tokens = int64(positions)
+    shape = (tokens.shape[-1], half)
     cos, sin = empty(positions, shape, "f32"), empty(positions, shape, "f32")
-    _core.rope_table(context or default_context(), tokens, view(cos), view(sin), theta)
+    _core.rope_table(context or default_context(), tokens, view(cos), view(sin), theta, sections)
     return cos, sin
 
 
 def rope(x: Any, cos: Any, sin: Any, *, style: str = "halves", inverse: bool = False, out: Any = None,
          context: Optional[Context] = None) -> Any:
-    """Turns pairs of elements of x [tokens, num_heads, head_dim]: i and i + half ("halves") or 2i and 2i + 1 ("pairs")."""
+    """Turns pairs of elements of x [tokens, num_heads, head_dim]: i and i + half ("halves") or 2i and 2i + 1 ("pairs").
+
+    cos and sin float32 [tokens, half], 2 * half <= head_dim; elements behind are copied. inverse turns back, and turns the
+    gradient of the result into that of x.
+    """
     out = _like(x, out)
     _core.rope(context or default_context(), view(x), view(cos), view(sin), view(out), style, inverse)
+    return out
+
+
+def rope_cached(x: Any, positions: Any, cos_cache: Any, sin_cache: Any, *, style: str = "halves", inverse: bool = False,
+                sections: Optional[RopeSections] = None, out: Any = None, context: Optional[Context] = None) -> Any:
+    """rope with the angles of all positions in a cache [max_positions, half], float32 or of the dtype of x.
+
+    positions int64 [tokens], with sections [3, tokens]; ValueError for one that the cache does not have.
+    """
+    out = _like(x, out)
+    _core.rope_cached(context or default_context(), view(x), int64(positions), view(cos_cache), view(sin_cache), view(out),
+                      style, inverse, sections)
     return out
 
 

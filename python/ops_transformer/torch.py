@@ -17,7 +17,6 @@ device go to torch as they are.
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 import warnings
 from typing import Any, Iterator, NamedTuple, Optional, Tuple
@@ -34,8 +33,7 @@ __all__ = ["Explanation", "FlashAttention", "FlashCrossAttention", "disable_sdpa
 # torch's own, whatever F.scaled_dot_product_attention is now.
 _torch_sdpa = torch._C._nn.scaled_dot_product_attention
 _to_dlpack = torch.utils.dlpack.to_dlpack
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_EVERYDAY_DTYPES = frozenset(_DTYPES) - {torch.float64}
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _MAX_HEAD_DIM = 768
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
@@ -162,7 +160,6 @@ def _backward(ctx, grad_out, _):
 
 
 torch.library.register_autograd("ops_transformer::sdpa", _backward, setup_context=_save, lib=_library)
-
 
 
 def _second_derivative(ctx, *_):
@@ -294,14 +291,10 @@ def _is_everyday(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     return (
         len(q) == 4 and k == value.shape and len(k) == 4 and q[0] == k[0] and q[3] == k[3] and 1 <= q[3] <= _MAX_HEAD_DIM
         and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))
-        and dtype in _EVERYDAY_DTYPES and dtype == key.dtype and dtype == value.dtype
+        and dtype in _DTYPES and dtype == key.dtype and dtype == value.dtype
         and not torch.is_autocast_enabled("cpu") and torch._C._functorch.peek_interpreter_stack() is None
         and _is_plain(query, key, value)
     )
-
-
-def _float32(x: float) -> float:
-    return struct.unpack("f", struct.pack("f", x))[0]
 
 
 def scaled_dot_product_attention(
@@ -347,11 +340,6 @@ def scaled_dot_product_attention(
 
     q, k, v = (_four(tensor, dims) for tensor, dims in zip((query, key, value), lead))
     seed = torch.randint(-(2**63), 2**63 - 1, (1,)) if 0 < dropout_p < 1 else None
-    if scale is not None and q.dtype == torch.float64:
-        # The core takes a scale of 24 bits.
-        rounded = _float32(scale)
-        if rounded != scale:
-            q, scale = q * (scale / rounded), rounded
     arguments = q, k, v, attn_mask, seed, float(dropout_p), bool(is_causal), scale
     out = _forward(*arguments) if _is_plain(q, k, v, attn_mask) else _operator(*arguments)[0]
     if len(lead[0]) == 2:

@@ -1,6 +1,7 @@
 """Which arrays are taken, that none is copied, and what is refused in which words."""
 
 import array
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -158,3 +159,29 @@ def test_number_of_threads(rng):
         assert all((a == b).all() for a, b in zip(got, want))
     finally:
         ops_transformer.set_num_threads(0)
+
+
+JAX = """
+import jax, numpy as np
+from ops_transformer._arrays import view
+from ops_transformer.flash_attention import flash_attention
+
+rng = np.random.default_rng(7)
+arrays = [jax.numpy.asarray(rng.standard_normal((1, 2, 33, 16), dtype=np.float32)) for _ in "qkv"]
+assert view(arrays[0]).read_only and np.asarray(arrays[0]).ctypes.data == arrays[0].unsafe_buffer_pointer()
+out = flash_attention(*arrays, causal=True)
+assert type(out) is np.ndarray and (out == flash_attention(*map(np.asarray, arrays), causal=True)).all()
+halves = [a.astype(jax.numpy.bfloat16) for a in arrays]
+assert view(halves[0]).dtype == "bf16"
+rounded = flash_attention(*(np.asarray(a, dtype=np.float32) for a in halves), causal=True)
+assert np.abs(flash_attention(*halves, causal=True).astype(np.float32) - rounded).max() < 2e-2
+print("agrees")
+"""
+
+
+def test_arrays_of_jax():
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
+    # In a process of its own: JAX's threads do not like this one's forks.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    assert subprocess.check_output([sys.executable, "-c", JAX], text=True, env=environment) == "agrees\n"

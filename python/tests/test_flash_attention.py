@@ -6,7 +6,7 @@ from conftest import assert_near, attention_gradients, attention_reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ops_transformer.flash_attention import flash_attention, flash_attention_grad, flash_attention_score
+from ops_transformer.flash_attention import flash_attention, flash_attention_grad, flash_attention_score, merge_attention
 
 LAYOUTS = ["BNSD", "BSND", "BSH", "SBH"]
 
@@ -121,6 +121,138 @@ def test_drop_mask_of_ones_changes_no_bit(rng):
     bits = np.full((2 * 4 * 19 * 33 + 7) // 8, 255, np.uint8)
     plain = flash_attention_score(q, k, v, input_layout="BNSD").attention_out
     assert (flash_attention_score(q, k, v, bits, input_layout="BNSD").attention_out == plain).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_parts_of_the_keys_are_merged_in_both_forms(rng, dtype):
+    q, k, v, _ = problem(rng, dtype=dtype)
+    cuts = [(0, 10), (10, 11), (11, 33)]
+    parts = [flash_attention_score(q, k[:, :, a:b], v[:, :, a:b], input_layout="BNSD") for a, b in cuts]
+    out, largest, total = (np.stack(x) for x in zip(*parts))
+    want = flash_attention_score(q, k, v, input_layout="BNSD")
+    merged = merge_attention(out, softmax_max=largest, softmax_sum=total)
+    assert merged.softmax_lse is None
+    name = np.dtype(dtype).name
+    for got, reference in ((merged.attention_out, want.attention_out), (merged.softmax_max, want.softmax_max),
+                           (merged.softmax_sum, want.softmax_sum)):
+        assert got.dtype == dtype
+        assert_near(got, reference, name)
+    lse = largest + np.log(total)
+    merged = merge_attention(out, lse)
+    assert merged.softmax_max is None
+    assert_near(merged.attention_out, want.attention_out, name)
+    assert_near(merged.softmax_lse, want.softmax_max + np.log(want.softmax_sum), name)
+    assert_near(flash_attention(q, k, v, return_lse=True)[1], merged.softmax_lse, name)
+    if dtype is np.float32:
+        assert merge_attention(out, lse, dtype="f16").attention_out.dtype == np.float16
+
+
+def test_merge_refuses_what_is_neither_form(rng):
+    out, lse = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)
+    for options in ({}, dict(softmax_max=lse), dict(softmax_lse=lse, softmax_max=lse, softmax_sum=lse)):
+        with pytest.raises(ValueError, match="takes softmax_lse, or softmax_max and softmax_sum"):
+            merge_attention(out, **options)
+    with pytest.raises(ValueError, match="merge_attention: .*softmax_lse"):
+        merge_attention(out, lse[:, :2])
+
+
+# ---- reported cases --------------------------------------------------------------------------------------------------
+
+
+def test_case_b09_no_keys_at_all(rng):
+    q = rng.standard_normal((1, 2, 3, 8), dtype=np.float32)
+    out, lse = flash_attention(q, q[:, :, :0], q[:, :, :0], return_lse=True)
+    assert (out == 0).all() and (lse == -np.inf).all()
+
+
+def test_case_b10_merge_of_empty_parts(rng):
+    full, lse = rng.standard_normal((1, 4, 64), dtype=np.float32), np.float32([[1, 2, 3, 4]])
+    empty, nothing = np.zeros_like(full), np.full((1, 4), -np.inf, np.float32)
+    both = merge_attention(np.stack([empty, empty]), np.stack([nothing, nothing]))
+    assert (both.attention_out == 0).all() and (both.softmax_lse == -np.inf).all()
+    for absent in (nothing, -nothing):
+        for order in (0, 1):
+            outs, lses = [full, empty], [lse, absent]
+            got = merge_attention(np.stack(outs[:: 1 - 2 * order]), np.stack(lses[:: 1 - 2 * order]))
+            assert (got.attention_out == full).all() and (got.softmax_lse == lse).all()
+
+
+def test_case_b11_the_lse_is_a_natural_logarithm():
+    k = np.ones((1, 1, 5, 4), np.float32)
+    assert flash_attention(k[:, :, :1] * 0, k, k, return_lse=True)[1].item() == pytest.approx(np.log(5), abs=1e-6)
+
+
+def probe(query_len, kv_len):
+    """Every visible key weighs the same, and result * count is the set of those as bits."""
+    q, k = np.zeros((1, query_len, 1, 1), np.float64), np.zeros((1, kv_len, 1, 1), np.float64)
+    return q, k, (2.0 ** np.arange(kv_len)).reshape(1, kv_len, 1, 1)
+
+
+def test_case_b21_a_window_counts_both_ends():
+    def row(**options):
+        return flash_attention_score(*probe(10, 10), input_layout="BSND", **options).attention_out[0, :, 0, 0]
+
+    assert row(pre_tokens=4, next_tokens=0)[9] * 5 == sum(2**j for j in range(5, 10))
+    causal = row(next_tokens=0)
+    assert (row(pre_tokens=9, next_tokens=0) == causal).all() and (row(pre_tokens=10, next_tokens=0) == causal).all()
+
+
+def test_case_b28_sequences_of_one_query_and_none(rng):
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 9, 64), (8, 3, 64), (8, 3, 64)))
+    out = flash_attention_score(q, k, v, input_layout="TND", actual_seq_qlen=[1, 1, 2], actual_seq_kvlen=[3, 3, 8],
+                                scale_value=1.0).attention_out
+    for t, (a, b) in enumerate([(0, 3), (3, 8)]):
+        part = [x.transpose(1, 0, 2)[None] for x in (q[t : t + 1], k[a:b], v[a:b])]
+        assert_near(out[t], attention_reference(*part, scale=1.0)[0][0, :, 0])
+
+
+def test_case_b29_more_queries_than_keys(rng):
+    q, g = (3 * rng.standard_normal((256, 1, 32)).astype(np.float16) for _ in "qg")
+    k, v = (3 * rng.standard_normal((3, 1, 32)).astype(np.float16) for _ in "kv")
+    g[:] = 1
+    options = dict(input_layout="TND", actual_seq_qlen=[76, 110, 256], actual_seq_kvlen=[1, 2, 3], next_tokens=0)
+    out, largest, total = flash_attention_score(q, k, v, **options)
+    grad_q, grad_k, grad_v = flash_attention_grad(q, k, v, g, largest, total, out, **options)
+    assert (grad_q == 0).all() and (grad_k == 0).all()
+    assert (grad_v == np.float16([76, 34, 146]).reshape(3, 1, 1)).all()
+
+
+def test_case_b31_rows_behind_the_last_sequence(rng):
+    q, g = (rng.standard_normal((7, 2, 8), dtype=np.float32) for _ in "qg")
+    options = dict(input_layout="TND", actual_seq_qlen=[2, 5], actual_seq_kvlen=[2, 5])
+    out, largest, total = flash_attention_score(q, q, q, **options)
+    gradients = flash_attention_grad(q, q, q, g, largest, total, out, **options)
+    assert all((x[5:] == 0).all() and np.isfinite(x).all() for x in (out, *gradients))
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 7, 40, 63, 80, 160])
+@pytest.mark.parametrize("length", [63, 100])
+def test_case_b54_odd_head_dims(rng, head_dim, length):
+    q, k, v, g = problem(rng, 1, 2, 1, length, length, head_dim, head_dim)
+    out, largest, total = flash_attention_score(q, k, v, input_layout="BNSD", kv_head_num=1)
+    assert_near(out, attention_reference(q, k, v)[0])
+    gradients = flash_attention_grad(q, k, v, g, largest, total, out, input_layout="BNSD", kv_head_num=1)
+    for got, want in zip(gradients, attention_gradients(q, k, v, g)):
+        assert_near(got, want, factor=4)
+
+
+def test_case_b89_the_same_bits_every_time(rng):
+    from ops_transformer import Context
+
+    q, k, v, g = problem(rng, 2, 4, 2, 130, 130, 64, 64)
+    options = dict(input_layout="BNSD", next_tokens=0)
+
+    def step(context):
+        out = flash_attention_score(q, k, v, context=context, **options)
+        return (*out, *flash_attention_grad(q, k, v, g, *out[1:], out[0], context=context, **options))
+
+    want = step(Context(num_threads=1))
+    four = Context(num_threads=4)
+    for _ in range(20):
+        assert all((a == b).all() for a, b in zip(step(four), want))
+
+
+# ---- layouts that contradict -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout, shape, options, message", [

@@ -90,6 +90,31 @@ def test_rope_turns_and_turns_back(rng):
         rowwise.rope(x, cos, sin, style="thirds")
 
 
+def test_rope_with_a_cache_of_angles(rng):
+    x, positions = random(rng, 5, 2, 16), np.array([3, 0, 7, 3, 1], np.int32)
+    cos_cache, sin_cache = rowwise.rope_table(range(8), 6)
+    want = rowwise.rope(x, cos_cache[positions], sin_cache[positions], style="pairs")
+    assert (rowwise.rope_cached(x, positions, cos_cache, sin_cache, style="pairs") == want).all()
+    turned = x.copy()
+    assert rowwise.rope_cached(turned, positions, cos_cache, sin_cache, out=turned) is turned
+    assert_near(rowwise.rope_cached(turned, positions.tolist(), cos_cache, sin_cache, inverse=True), x)
+    with pytest.raises(ValueError, match=r"rope_cached: position.* 8"):
+        rowwise.rope_cached(x, [0, 1, 2, 3, 8], cos_cache, sin_cache)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_in_three_axes(rng, interleaved):
+    x, positions = random(rng, 4, 2, 16), rng.integers(0, 50, (3, 4))
+    sections = rowwise.RopeSections(4, 2, 2, interleaved)
+    axis = [0, 1, 2, 0, 1, 2, 0, 0] if interleaved else [0, 0, 0, 0, 1, 1, 2, 2]
+    angles = positions[axis].T * 10000.0 ** (-np.arange(8) / 8)
+    cos, sin = rowwise.rope_table(positions, 8, sections=sections)
+    assert_near(cos, np.cos(angles))
+    assert_near(sin, np.sin(angles))
+    cache = rowwise.rope_table(range(50), 8)
+    assert (rowwise.rope_cached(x, positions, *cache, sections=sections) == rowwise.rope(x, cos, sin)).all()
+
+
 def test_swiglu_and_add_in_place(rng):
     gate, up = random(rng, 4, 7), random(rng, 4, 7)
     want = silu(gate.astype(np.float64)) * up
@@ -142,6 +167,24 @@ def test_quantised_weights(rng, bits, zero_points):
     assert_near(matmul.matmul_int(xq, packed, x_scales=x_scales), want, factor=4)
 
 
+def test_static_quantisation(rng):
+    x = random(rng, 4, 12)
+    scales, zeros = np.float32([[0.1, 0.2]] * 4), np.int8([[3, -2]] * 4)
+    scales.flags.writeable = False
+    step, zero = scales.repeat(6, axis=1), zeros.repeat(6, axis=1)
+    q, same, same_zeros = quant.quantize(x, scales=scales, zeros=zeros)
+    assert same is scales and same_zeros is zeros
+    assert (q == np.clip(np.round(x / step) + zero, -128, 127)).all()
+    q, _, none = quant.quantize(100 * x, scales=scales)
+    assert none is None and (q == np.clip(np.round(100 * x / step), -128, 127)).all() and abs(q.astype(int)).max() > 126
+    q, _, _ = quant.quantize(x, bits=4, scales=scales)
+    assert_near(quant.dequantize(q, scales), np.clip(np.round(x / step), -8, 7) * step)
+    with pytest.raises(ValueError, match="zeros are given without scales"):
+        quant.quantize(x, zeros=zeros)
+    with pytest.raises(ValueError, match="scales"):
+        quant.quantize(x, scales=scales[:3])
+
+
 def test_blocks_of_gguf(rng):
     scale, q = np.float16(0.25), rng.integers(-127, 128, (2, 32), dtype=np.int8)
     blocks = np.concatenate([np.full((2, 1), scale).view(np.uint8).reshape(2, 2), q.view(np.uint8)], axis=1)
@@ -151,6 +194,10 @@ def test_blocks_of_gguf(rng):
     assert_near(matmul.matmul(x, matmul.pack_blocks(blocks, "q8_0", 2, 32)), x.astype(np.float64) @ want.T, factor=4)
     with pytest.raises(ValueError, match="format"):
         quant.dequantize_blocks(blocks, "q9", 2, 32)
+    assert (quant.lookup_rows(blocks, "q8_0", 2, 32, [1, 0, 1]) == want[[1, 0, 1]]).all()
+    assert (quant.lookup_rows(blocks, "q8_0", 2, 32, np.int32([1])) == want[1:]).all()
+    with pytest.raises(ValueError, match="2"):
+        quant.lookup_rows(blocks, "q8_0", 2, 32, [0, 2])
 
 
 def test_paged_cache_and_attention_over_it(rng):
@@ -171,6 +218,184 @@ def test_paged_cache_and_attention_over_it(rng):
         frozen = key_cache.copy()
         frozen.flags.writeable = False
         kv_cache.scatter_pa_kv_cache(k, v, list(range(10)), frozen, value_cache)
+
+
+def paged(rng, lengths, block, dtype="f32", layout="norm", heads=2, dim=8, width=6):
+    """(keys, values by sequence, the caches that hold them in blocks of a shuffled pool, block_table)"""
+    pool = kv_cache.BlockPool(sum(-(-n // block) for n in lengths) + 2)
+    pool.free(pool.allocate(2)[::-1])
+    keys, values = ([random(rng, n, heads, size) for n in lengths] for size in (dim, width))
+    caches = kv_cache.new_pages(pool.num_blocks, block, heads, dim, width, dtype=dtype, layout=layout)
+    table = np.full((len(lengths), max(-(-n // block) for n in lengths)), -7, np.int32)
+    slots = []
+    for b, n in enumerate(lengths):
+        blocks = pool.allocate(-(-n // block))
+        table[b, : len(blocks)] = blocks
+        slots += [blocks[p // block] * block + p % block for p in range(n)]
+    kv_cache.scatter_pa_kv_cache(np.concatenate(keys), np.concatenate(values), slots, *caches, layout=layout)
+    return keys, values, caches, table
+
+
+def attention_of_sequence(q, k, v, **options):
+    """The reference for one sequence, causal from the bottom right: [heads, query_len, ..], [kv_len, heads, ..]."""
+    k, v = k.transpose(1, 0, 2)[None], v.transpose(1, 0, 2)[None]
+    i, j = np.arange(q.shape[1])[:, None] + k.shape[2] - q.shape[1], np.arange(k.shape[2])[None]
+    window = options.pop("window", 10**6)
+    return attention_reference(q[None], k, v, mask=(j <= i) & (j >= i - window), **options)[0][0]
+
+
+@pytest.mark.parametrize("layout", ["norm", "panel32"])
+def test_prompts_and_decoded_tokens_in_one_call(rng, layout):
+    lengths, ends = [70, 3, 40], [5, 5, 6]
+    keys, values, caches, table = paged(rng, lengths, 32, layout=layout)
+    q = random(rng, 6, 4, 8)
+    out, lse = kv_cache.paged_attention(q, *caches, table, lengths, actual_seq_qlen=ends, layout=layout, window_left=20,
+                                        return_lse=True)
+    assert out.shape == (6, 4, 6) and lse.shape == (4, 6)
+    for k, v, begin, end in zip(keys, values, [0] + ends, ends):
+        want = attention_of_sequence(q[begin:end].transpose(1, 0, 2), k, v, window=20)
+        assert_near(out[begin:end], want.transpose(1, 0, 2))
+    with pytest.raises(ValueError, match="query has 3 dimensions, must have 4"):
+        kv_cache.paged_attention(q, *caches, table, lengths)
+    with pytest.raises(ValueError, match="page_layout"):
+        kv_cache.paged_attention(q[None], *caches, table, lengths, layout="rows")
+
+
+def test_rope_scatter_is_the_operators_one_after_the_other(rng):
+    query, key, value = random(rng, 3, 4, 8), random(rng, 3, 2, 8), random(rng, 3, 2, 6)
+    wq, wk = random(rng, 8), random(rng, 8)
+    cos, sin = rowwise.rope_table([4, 9, 2], 4)
+    caches, same = (kv_cache.new_pages(2, 4, 2, 8, 6) for _ in "ab")
+    out = kv_cache.rope_scatter_pa_kv_cache(query, key, value, cos, sin, [5, -1, 0], *caches, query_weight=wq, key_weight=wk)
+    assert (out == rowwise.rope(rowwise.rms_norm(query, wq), cos, sin)).all()
+    turned = rowwise.rope(rowwise.rms_norm(key, wk), cos, sin)
+    kv_cache.scatter_pa_kv_cache(turned, value, [5, -1, 0], *same)
+    assert all((a == b).all() for a, b in zip(caches, same))
+    assert kv_cache.rope_scatter_pa_kv_cache(query, key, value, cos, sin, [5, -1, 0], *caches, out=query) is query
+    with pytest.raises(ValueError, match="rope_scatter_pa_kv_cache: .*8"):
+        kv_cache.rope_scatter_pa_kv_cache(query, key, value, cos, sin, [5, -1, 8], *caches)
+
+
+def test_pages_change_their_layout_and_dtype(rng):
+    lengths = [70, 33]
+    keys, values, caches, table = paged(rng, lengths, 32)
+    panels = kv_cache.new_pages(caches[0].shape[0], 32, 2, 8, 6, layout="panel32")
+    kv_cache.convert_pages(*caches, *panels)
+    q = random(rng, 2, 4, 1, 8)
+    out = kv_cache.paged_attention(q, *panels, table, lengths, layout="panel32")
+    assert_near(out, kv_cache.paged_attention(q, *caches, table, lengths))
+    halves = kv_cache.new_pages(caches[0].shape[0], 32, 2, 8, 6, dtype="f16")
+    kv_cache.convert_pages(*panels, *halves, from_layout="panel32", to_layout="norm")
+    assert halves[0].dtype == np.float16 and (halves[0] == caches[0].astype(np.float16)).all()
+    bits = kv_cache.new_pages(caches[0].shape[0], 32, 2, 8, 6, dtype="bf16", layout="panel32", like=Tagged(None, "bf16"))
+    kv_cache.convert_pages(*caches, *bits)
+    out = kv_cache.paged_attention(q, *bits, table, lengths, layout="panel32")
+    assert_near(out, kv_cache.paged_attention(q, *caches, table, lengths), "bfloat16")
+    with pytest.raises(RuntimeError, match="32"):
+        kv_cache.new_pages(4, 16, 2, 8, layout="panel32")
+    with pytest.raises(ValueError, match="head_dim is -1"):
+        kv_cache.new_pages(4, 16, 2, -1)
+
+
+def test_gather_of_some_heads_and_positions(rng):
+    lengths = [7, 3]
+    keys, values, caches, table = paged(rng, lengths, 4)
+    key, value = kv_cache.gather_pa_kv_cache(*caches, table, [0, 2, 5], cumulative_lengths=True, seq_offset=[4, 0],
+                                             head_indices=[1, 0, 1])
+    assert (key == np.concatenate([keys[0][4:6], keys[1]])[:, [1, 0, 1]]).all()
+    assert (value == np.concatenate([values[0][4:6], values[1]])[:, [1, 0, 1]]).all()
+    with pytest.raises(ValueError, match="gather_pa_kv_cache"):
+        kv_cache.gather_pa_kv_cache(*caches, table, [7, 9])
+    key, _ = kv_cache.gather_pa_kv_cache(*caches, table, [7, 9], zero_fill=True)
+    assert (key[7:10] == keys[1]).all() and (key[11:] == 0).all()
+
+
+def test_block_pool():
+    pool = kv_cache.BlockPool(4)
+    blocks = pool.allocate(3)
+    assert blocks == [0, 1, 2] and (pool.num_blocks, pool.num_free) == (4, 1)
+    pool.fork(blocks)
+    assert [pool.references(b) for b in range(4)] == [2, 2, 2, 0]
+    assert pool.prepare_write(2) == (3, 2)  # shared: a private one, and what to copy into it
+    assert pool.prepare_write(3) == (3, None)
+    with pytest.raises(MemoryError):
+        pool.prepare_write(1)
+    for count in (1, 5):
+        with pytest.raises(MemoryError, match=f"{count} blocks asked for, but 0 of 4 are free"):
+            pool.allocate(count)
+    pool.free(blocks)
+    with pytest.raises(ValueError, match="is free"):
+        pool.free([2, 2])
+    assert pool.references(2) == 0
+    with pytest.raises(ValueError, match="BlockPool"):
+        kv_cache.BlockPool(-1)
+
+
+# ---- reported cases of paged caches ----------------------------------------------------------------------------------
+
+
+def test_case_b18_b23_chunks_of_a_prompt(rng):
+    keys, values, caches, table = paged(rng, [520], 16, heads=1, dim=64, width=64)
+    q = random(rng, 1, 1, 520, 64)
+    chunks = [kv_cache.paged_attention(q[:, :, at : at + 130], *caches, table, [at + 130]) for at in range(0, 520, 130)]
+    assert_near(np.concatenate(chunks, axis=2)[0], attention_of_sequence(q[0], keys[0], values[0]), factor=4)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 39, 70, 127, 129])
+def test_case_b22_b49_decoding_with_any_number_of_keys(rng, length):
+    keys, values, caches, table = paged(rng, [length], 16, dim=64, width=64)
+    # What no token wrote must never be read.
+    used = np.zeros(caches[0].shape[:2], bool)
+    for p in range(length):
+        used[table[0, p // 16], p % 16] = True
+    for cache in caches:
+        cache[~used] = np.nan
+    for rows in (1, 5):
+        q = random(rng, 1, 12, rows, 64)  # 6 query heads for each of the keys'
+        out = kv_cache.paged_attention(q, *caches, table, [length])
+        assert_near(out[0], attention_of_sequence(q[0], keys[0], values[0]))
+
+
+def test_case_b61_lengths_beyond_the_table(rng):
+    _, _, caches, _ = paged(rng, [32, 5], 16)
+    q = random(rng, 2, 2, 1, 8)
+    with pytest.raises(ValueError, match="33.*32|32.*33"):
+        kv_cache.paged_attention(q, *caches, [[0, 1], [2, 0]], [33, 5])
+    with pytest.raises(ValueError, match="-1"):
+        kv_cache.paged_attention(q, *caches, [[0, 1], [2, 0]], [-1, 5])
+    with pytest.raises(ValueError, match="kv_lengths"):
+        kv_cache.paged_attention(q, *caches, [[0, 1], [2, 0]], [3])
+
+
+def test_case_b62_block_ids(rng):
+    keys, _, caches, _ = paged(rng, [40], 16)
+    q = random(rng, 1, 2, 1, 8)
+    for table in ([[0, caches[0].shape[0]]], [[0, -1]]):
+        with pytest.raises(ValueError, match="block"):
+            kv_cache.paged_attention(q, *caches, table, [17])
+    twice = [np.concatenate([cache[1], cache[1]])[:20] for cache in caches]
+    assert_near(kv_cache.paged_attention(q, *caches, [[1, 1]], [20])[0], attention_of_sequence(q[0], *twice))
+
+
+def test_case_b64_the_stale_end_of_a_table(rng):
+    _, _, caches, _ = paged(rng, [48], 16)
+    q = random(rng, 1, 2, 1, 8)
+    for length in (0, 5, 16, 17):
+        used = -(-length // 16)
+        stale = [[2, 1][:used] + [2**30, -7, 2**30, 2**30][: 4 - used]]
+        rows = [np.concatenate([cache[2], cache[1]])[:length] for cache in caches]
+        out = kv_cache.paged_attention(q, *caches, stale, [length])
+        assert_near(out[0], attention_of_sequence(q[0], *rows) if length else np.zeros((2, 1, 6)))
+
+
+@pytest.mark.parametrize("block", [1, 8, 16, 48, 128, 256])
+def test_case_b65_any_size_of_page(rng, block):
+    lengths = [300, 512]
+    keys, values, caches, table = paged(rng, lengths, block, dim=128, width=128)
+    q = random(rng, 2, 12, 1, 128)
+    out = kv_cache.paged_attention(q, *caches, table, lengths)
+    for b in range(2):
+        assert_near(out[b], attention_of_sequence(q[b], keys[b], values[b]))
 
 
 @pytest.fixture(scope="module")

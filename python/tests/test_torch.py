@@ -1,11 +1,15 @@
 """ops_transformer.torch against torch's own scaled_dot_product_attention, and the reported cases of SDPA by number."""
 
+import mmap
+import os
 import threading
 import warnings
 
 import numpy as np
 import pytest
 from conftest import assert_near, attention_reference, required
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 if required("torch"):
     import torch
@@ -129,6 +133,36 @@ def test_compile_without_graph_breaks():
         assert_same(a, b)
 
 
+def test_compile_with_the_default_backend():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    layer = ot.FlashAttention(16, 2, 1, dropout=0.1)
+    x = torch.randn(2, 12, 16, requires_grad=True)
+    mask = torch.rand(12, 12) < 0.8
+
+    def step(function):
+        torch.manual_seed(4)
+        out = function(x) + function(x, mask)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+    layer.eval()
+    for got, want in zip(step(torch.compile(layer, fullgraph=True)), step(layer)):
+        assert_same(got, want, factor=6)
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
+    layer.train()
+    assert torch.compile(layer, fullgraph=True)(x).isfinite().all()
+
+
+def test_compile_with_any_length():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: ours(q, q, q, is_causal=True), fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (5, 9, 33):
+        q = heads(1, 2, length, 8)
+        assert torch.equal(compiled(q), ours(q, q, q, is_causal=True))
+
+
 def test_compile_of_a_model_behind_the_switch():
     q, k, v = (heads(1, 2, 16, 8) for _ in "qkv")
     ot.enable_sdpa()
@@ -236,11 +270,29 @@ def test_the_switch_nests_and_is_taken_back(monkeypatch):
 
 
 def test_explain():
-    q = heads(2, 4, 64, 32)
+    q = heads(2, 4, 64, 32, grad=True)
     told = ot.explain(q, q, q, is_causal=True)
-    assert told.path == "ops_transformer" and "flash" in told.plan + "standard"
-    assert ot.explain(heads(1, 1, 4, 800), heads(1, 1, 4, 800), heads(1, 1, 4, 8)).path == "torch"
-    assert "768" in str(ot.explain(heads(1, 1, 4, 800), heads(1, 1, 4, 800), heads(1, 1, 4, 8)))
+    assert told.path == "ops_transformer" and ("flash" in told.plan or "standard" in told.plan)
+    assert ot.explain(q, q, q, dropout_p=1.0).path == "ops_transformer"
+    assert ot.explain(q, q, q, attn_mask=torch.ones(64, 64, dtype=torch.bool), dropout_p=0.5).plan
+    wide = heads(1, 1, 4, 800)
+    for arguments, path, why in [
+        ((wide, wide, q), "torch", "768"),
+        ((q.to(torch.complex64),) * 3, "torch", "complex64"),
+        ((q, q.double(), q), "torch", "dtype"),
+        ((q.to_sparse(),) * 3, "torch", "sparse"),
+        ((q, q[:, :3], q[:, :3]), "refused", "fit together"),
+        ((q, q, q, torch.ones(64, 64, dtype=torch.bool), 0.0, True), "refused", "is_causal"),
+    ]:
+        told = ot.explain(*arguments)
+        assert told.path == path and why in told.reason and str(told).startswith(path)
+
+
+def test_a_custom_scale_is_taken_in_double():
+    q, k, v = (heads(1, 2, 9, 8, dtype=torch.float64) for _ in "qkv")
+    got, want = ours(q, k, v, scale=0.1), theirs(q, k, v, scale=0.1)
+    assert (got - want).abs().max() < 1e-14
+    assert (ours(q, k, v, scale=float(np.float32(0.1))) - want).abs().max() > 1e-11  # so that the bound means something
 
 
 def test_what_is_not_covered_goes_to_torch_with_one_warning():
@@ -271,6 +323,86 @@ def test_threads_at_once_beside_torch_in_one_process():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_case_b87_fork_after_use_of_both():
+    q = heads(1, 4, 200, 64, grad=True)
+
+    def step():
+        return torch.autograd.grad(ours(q, q, q, is_causal=True).square().sum(), q)[0]
+
+    want = step()
+    torch.mm(torch.ones(300, 300), torch.ones(300, 300))
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # torch's own threads do not outlive a fork
+        os._exit(0 if torch.equal(step(), want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+class OneAttentionEach(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        q = torch.full((1, 2, 70, 16), float(index))
+        return ours(q, q, q)
+
+
+def test_case_b87_workers_of_a_data_loader():
+    ours(*(heads(1, 2, 70, 16) for _ in "qkv"))
+    for loaded in torch.utils.data.DataLoader(OneAttentionEach(), num_workers=2, timeout=300):
+        assert torch.equal(loaded, loaded.mean().expand_as(loaded))
+
+
+# ---- random calls ----------------------------------------------------------------------------------------------------
+
+SIZES = st.sampled_from([1, 2, 3, 7, 16, 17, 33, 70])
+
+
+def strided(tensor, kind):
+    """The same values otherwise in memory."""
+    if kind == "heads beside each other":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "transposed":
+        return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+    if kind == "a part of more":
+        return torch.nn.functional.pad(tensor, (2, 3, 1, 0))[..., 1:, 2:-3]
+    if kind == "every second":
+        return tensor.repeat_interleave(2, -1)[..., ::2]
+    return tensor
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=st.integers(1, 2), kv_heads=st.integers(1, 3), group=st.integers(1, 3), query_len=SIZES, kv_len=SIZES, d=SIZES, dv=SIZES,
+       dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+       kind=st.lists(st.sampled_from(["plain", "heads beside each other", "transposed", "a part of more", "every second"]),
+                     min_size=4, max_size=4),
+       mask=st.sampled_from([None, "causal", "bool", "float", "float32"]), mask_shape=st.sampled_from(["full", "keys", "rows", "heads"]),
+       scale=st.sampled_from([None, 0.3, -0.5]), seed=st.integers(0, 999))
+def test_random_calls_against_float64(batch, kv_heads, group, query_len, kv_len, d, dv, dtype, kind, mask, mask_shape, scale, seed):
+    torch.manual_seed(seed)
+    full = batch, kv_heads * group, query_len, kv_len
+    q, k, v = heads(batch, full[1], query_len, d), heads(batch, kv_heads, kv_len, d), heads(batch, kv_heads, kv_len, dv)
+    inputs = [strided(t.to(dtype), how).detach().requires_grad_() for t, how in zip((q, k, v), kind)]
+    options = dict(scale=scale, enable_gqa=True, is_causal=mask == "causal")
+    wanted = dict(options)
+    if mask in ("bool", "float", "float32"):
+        shape = {"full": full, "keys": full[3:], "rows": (query_len, 1), "heads": (full[1], 1, kv_len)}[mask_shape]
+        if mask == "bool":
+            options["attn_mask"] = wanted["attn_mask"] = torch.rand(shape) < 0.7
+        else:
+            bias = torch.randn(shape).to(dtype if mask == "float" or dtype == torch.float64 else torch.float32)
+            options["attn_mask"], wanted["attn_mask"] = bias, bias.double()
+    out = ours(*inputs, **options)
+    grad = strided(torch.randn(out.shape).to(dtype), kind[3])
+    double = [t.detach().double().requires_grad_() for t in inputs]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = theirs(*double, **wanted)
+    assert_same(out, want.to(dtype))
+    got = torch.autograd.grad(out, inputs, grad)
+    for gradient, reference in zip(got, torch.autograd.grad(want, double, grad.double())):
+        assert_same(gradient, reference.to(dtype), factor=8)
 
 
 # ---- reported cases --------------------------------------------------------------------------------------------------
@@ -422,6 +554,57 @@ def test_case_b34_f16_logits():
     assert ours(q[..., :128] * 12.8, k[..., :128] * 12.8, v).item() == 1
 
 
+@pytest.mark.parametrize("level", ["generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16"])
+def test_case_b38_b90_bf16_at_every_level(level):
+    from ops_transformer import Context
+    from ops_transformer.flash_attention import flash_attention
+
+    q, k, v = (heads(2, 4, 64, 64, dtype=torch.bfloat16) for _ in "qkv")
+    context = Context(isa=level)
+    if context.isa != level:
+        pytest.skip(f"this processor has no {level}")
+    want = in_double(theirs, q, k, v)
+    assert_same(flash_attention(q, k, v, context=context), want.bfloat16())
+
+
+def untouched(elements, dtype):
+    """Memory that takes no room until it is written."""
+    no_reserve = 0x4000  # MAP_NORESERVE, which the module mmap does not name
+    memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "heads", "rows"])
+def test_case_b43_strides_beyond_32_bits(axis):
+    shape = [1, 1, 3, 8]
+    shape[axis] = 3
+    values = [heads(*shape) for _ in "qkv"]
+    stride = [64, 64, 8, 1]
+    stride[axis] = 1_100_000_000  # the third begins behind 2^31
+    far = []
+    for value in values:
+        tensor = untouched(2 * stride[axis] + 100, torch.float32).as_strided(shape, stride)
+        tensor.copy_(value)
+        far.append(tensor.requires_grad_())
+    near = [value.requires_grad_() for value in values]
+    outs = [ours(*tensors, is_causal=True) for tensors in (far, near)]
+    assert torch.equal(*outs)
+    grads = [torch.autograd.grad(out.square().sum(), tensors) for out, tensors in zip(outs, (far, near))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_case_b45_rows_of_a_mask_beyond_32_bits(dtype):
+    keys = 200
+    stride = (2**32 + 64) // dtype.itemsize
+    mask = untouched(stride + keys, dtype).as_strided((2, keys), (stride, 1))
+    mask.copy_(torch.rand(2, keys) < 0.5)
+    q, k, v = heads(1, 2, 2, 8, grad=True), heads(1, 2, keys, 8), heads(1, 2, keys, 8)
+    got, want = ours(q, k, v, attn_mask=mask), ours(q, k, v, attn_mask=mask.clone())
+    assert torch.equal(got, want)
+    assert torch.equal(*(torch.autograd.grad(out.square().sum(), q)[0] for out in (got, want)))
+
+
 def test_case_b39_inner_stride():
     base = heads(1, 2, 8, 16)
     q = base.transpose(2, 3)
@@ -499,7 +682,7 @@ def test_case_b56_dropout():
 
 
 def test_case_b57_dropout_keeps_memory_linear():
-    q = heads(1, 1, 16384, 8)
+    q = heads(1, 1, 32768, 8)
 
     def peak():
         with open("/proc/self/status") as status:
@@ -509,7 +692,7 @@ def test_case_b57_dropout_keeps_memory_linear():
         reset.write("5")
     before = peak()
     ours(q, q, q, dropout_p=0.1)
-    assert peak() - before < 64 << 20  # the score matrix alone would be 1 GiB
+    assert peak() - before < 64 << 20  # the score matrix alone would be 4 GiB
 
 
 def test_case_b91_memory_stands_still():
