@@ -1,5 +1,4 @@
-#include "matmul/fixed_point.h"
-
+#include "matmul/fixed_point_matmul.h"
 
 namespace opst::gemm {
 

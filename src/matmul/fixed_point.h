@@ -18,7 +18,6 @@
 
 #include "matmul/int8_blocks.h"
 #include "matmul/kernels.h"
-#include "opst/context.h"
 
 namespace opst {
 namespace gemm {
@@ -52,10 +51,6 @@ struct FewRowsBlockKernels {
   void (*fixed[kNumBlockFormats])(const BlockRows<FixedBlock>& part);
   void (*int8[kNumBlockFormats])(const BlockRows<ActivationBlock>& part);
 };
-const FewRowsBlockKernels& few_rows_block_kernels(Isa isa);
-
-// Rows that are worth fixed point: from three on, decoding weights to floats costs less.
-inline constexpr int64_t kMaxFixedRows = 2;
 
 }  // namespace gemm
 

@@ -1,6 +1,4 @@
 // One and two rows times a quantised weight: the definition in fixed_point.h.
-#include "matmul/fixed_point.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "matmul/fixed_point_matmul.h"
 #include "matmul/reference.h"
 #include "opst/matmul.h"
 #include "quant/random_blocks.h"

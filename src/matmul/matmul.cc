@@ -10,7 +10,7 @@
 #include "machine/context_impl.h"
 #include "machine/float_control.h"
 #include "matmul/call.h"
-#include "matmul/fixed_point.h"
+#include "matmul/fixed_point_matmul.h"
 #include "matmul/int8_blocks_matmul.h"
 #include "matmul/kernels.h"
 #include "matmul/packed_layout.h"
