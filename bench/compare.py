@@ -28,12 +28,12 @@ import statistics
 import sys
 import warnings
 
+from peers import cases, memory, plots, report, timing
+
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def arguments(words):
-    from peers import cases
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=31, help="rounds of each row (default 31)")
@@ -82,11 +82,11 @@ def machine(adapters):
 
 def measure(case, chosen, options):
     """Times and errors of one row."""
-    from peers import adapters, timing
+    from peers import adapters
 
     inputs = adapters.make_inputs(case)
-    calls, refused = {}, {}
-    for peer in chosen:
+    calls, refused = {"ours": adapters.OURS.prepare(case, inputs)}, {}
+    for peer in chosen[1:]:
         call, why = adapters.prepare(peer, case, inputs)
         if call is None:
             refused[peer.name] = why
@@ -107,19 +107,20 @@ def measure(case, chosen, options):
 
 
 def measure_memory(case, chosen, options):
-    from peers import memory
-
-    peaks = {peer.name: memory.growth(case, peer.name, FOLDER) for peer in chosen}
-    return {"case": str(case), "threads": options.threads, "peak_bytes": {n: b for n, b in peaks.items() if b is not None}}
+    grown = {peer.name: memory.growth(case, peer.name, FOLDER) for peer in chosen}
+    return {"case": str(case), "threads": options.threads,
+            "peak_bytes": {name: peak for name, (peak, _) in grown.items() if peak is not None},
+            "refused": {name: why for name, (peak, why) in grown.items() if peak is None}}
 
 
 def run(options):
     bind_to_cores(options.threads)
+    memory.limit()
     try:
         import torch
     except ImportError:
         sys.exit("compare.py: torch is not installed (scripts/requirements-torch.txt)")
-    from peers import adapters, report
+    from peers import adapters  # imports torch, which reads what bind_to_cores set
 
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="(?!ops_transformer)", module=adapters.__name__)  # of paths that refuse a call
@@ -137,8 +138,6 @@ def run(options):
 
 def main(words=None):
     options = arguments(words)
-    from peers import plots, report
-
     result = report.merge([report.read(path) for path in options.report]) if options.report else run(options)
     if options.markdown:
         with open(options.markdown, "w", encoding="utf-8") as file:

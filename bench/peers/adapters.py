@@ -150,17 +150,7 @@ class TorchPath:
         def chosen():
             return sdpa_kernel(getattr(SDPBackend, self.backend))
 
-        if self.backend == "MATH" and not math_fits(case):
-            return None
         return through_torch(torch._C._nn.scaled_dot_product_attention, case, inputs, chosen)
-
-
-def math_fits(case):
-    """Whether the scores, of which there are several copies, take less than half of the memory that is free."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    copies = 6 if case.gradients or "dropout" in case.words else 3
-    return case.batch * case.heads * case.query_len * case.kv_len * 4 * copies < free / 2
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Peak memory of one call, in a process that does nothing else."""
+"""Peak memory of one call, in a process that does nothing else; and a limit, so that a call that needs too much fails."""
 
 import json
+import resource
 import subprocess
 import sys
 
@@ -8,20 +9,32 @@ _MEASURE = "import sys; from peers import memory; memory.report_growth(sys.argv[
 _WARM_UP_LEN = 64
 
 
+def limit():
+    """From here on this process gets at most half of the memory that is free now: a library whose scores do not fit is
+    refused them, and its line ends there."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + free // 2, hard))
+
+
 def growth(case, peer_name, folder, seconds=300):
-    """Bytes by which the resident memory grows at most during one call, its outputs included; None: no such call."""
+    """(bytes, ""): by how much resident memory grows at most during one call, its outputs included; or (None, why not)."""
     command = [sys.executable, "-c", _MEASURE, str(case), peer_name]
     try:
         child = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return None
-    return json.loads(child.stdout.splitlines()[-1]) if child.returncode == 0 and child.stdout else None
+        return None, f"took more than {seconds} s"
+    if child.returncode != 0:
+        return None, (child.stderr.strip().splitlines() or [f"ended by signal {-child.returncode}"])[-1][:200]
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def report_growth(text, peer_name):
     """In the child: prints what `growth` returns."""
     from . import adapters, cases
 
+    limit()
     case = cases.parse(text)
     peer = next(p for p in (adapters.OURS, *adapters.PEERS) if p.name == peer_name)
     # What a library sets up at its first call is not the call's.
@@ -29,15 +42,14 @@ def report_growth(text, peer_name):
     adapters.prepare(peer, small, adapters.make_inputs(small))
     call = peer.prepare(case, adapters.make_inputs(case))
     if call is None:
-        print("null")
+        print(json.dumps((None, "has no such call")))
         return
     with call.chosen():
         _forget_peak()
         before = _status("VmRSS")
-        value = call.run()
+        _value = call.run()  # its outputs live until the peak is read
         peak = _status("VmHWM")
-    del value
-    print(json.dumps(peak - before))
+    print(json.dumps((peak - before, "")))
 
 
 def _forget_peak():

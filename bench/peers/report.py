@@ -51,28 +51,21 @@ def text_of(ratio):
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} - {ratio['high']:.2f})"
 
 
-_HEAD = ("call", "threads", "ours, ms", "best peer", "its time over ours", "", "bar", "the other peers", "error of ours; of the others",
-         "peak MiB of ours; of the others")
+_HEAD = ("call", "threads", "ours, ms", "best peer", "its time over ours", "", "bar", "the other peers", "error: ours, largest",
+         "peak MiB: ours, others")
 
 
 def cells(row, amx):
     best = best_peer(row)
     judged = judge(row, amx)
-    others = [f"{name} {text_of(ratio)}" for name, ratio in sorted(row.get("ratio", {}).items(), key=lambda i: i[1]["median"])
-              if not best or name != best[0]]
+    others = sorted((r["median"], name) for name, r in row.get("ratio", {}).items() if not best or name != best[0])
+    errors, peaks = row.get("error", {}), {name: f"{b / 2**20:.1f}" for name, b in row.get("peak_bytes", {}).items()}
     return [row["case"], str(row["threads"]), f"{row['ms']['ours']:.3f}" if "ms" in row else "", best[0] if best else "none",
             text_of(best[1]) if best else "", verdict(best[1]) if best else "",
             f"{'torch ' if judged[0].against == 'torch' else ''}{judged[0].least:g}: {judged[3]}" if judged else "",
-            "; ".join(others), _beside(row.get("error", {}), "{:.1e}"),
-            _beside({n: b / 2**20 for n, b in row.get("peak_bytes", {}).items()}, "{:.1f}")]
-
-
-def _beside(values, form):
-    """Ours; each other's."""
-    if "ours" not in values:
-        return ""
-    others = [f"{name} {form.format(value)}" for name, value in values.items() if name != "ours"]
-    return "; ".join([form.format(values["ours"]), *others])
+            "; ".join(f"{name} {median:.2f}" for median, name in others),
+            f"{errors['ours']:.1e}, {max(errors.values()):.1e}" if errors else "",
+            "; ".join([peaks.pop("ours"), *(f"{name} {peak}" for name, peak in peaks.items())]) if "ours" in peaks else ""]
 
 
 def table(report):

@@ -5,9 +5,12 @@ import math
 import statistics
 import time
 
-_SHORT_CALL = 0.05  # below it each turn starts with a call that is not timed: inputs in the caches, threads awake
-_BURST = 0.0005  # calls of one turn take at least so long together
-_REST = 0.005  # before a turn on several threads: those of the library before may still spin
+_SHORT_CALL = 0.05  # below it each turn starts with a call that is not timed, so that inputs are in the caches
+_BURST = 0.001  # calls of one turn take at least so long together
+# On several threads, before each turn: so long do threads of the library before spin,
+_REST = 0.02
+# and so long are calls not timed, until this library's threads are awake and on cores of their own.
+_AWAKE = 0.005
 
 
 def time_in_turns(calls, pairs, seconds, threads):
@@ -28,11 +31,12 @@ def time_in_turns(calls, pairs, seconds, threads):
 
 class _Turn:
     def __init__(self, call, threads):
-        self.call, self.rest = call, _REST if threads > 1 else 0
+        self.call = call
+        self.rest = _REST if threads > 1 else 0
         with call.chosen():
             call.run()
             once = min(self._timed(1) for _ in range(2))
-        self.warm_up = once < _SHORT_CALL
+        self.warm_ups = 0 if once > _SHORT_CALL else math.ceil(_AWAKE / once) if threads > 1 else 1
         self.burst = max(1, math.ceil(_BURST / once))
 
     def _timed(self, burst):
@@ -48,7 +52,7 @@ class _Turn:
         try:
             with self.call.chosen():
                 time.sleep(self.rest)
-                if self.warm_up:
+                for _ in range(self.warm_ups):
                     self.call.run()
                 return self._timed(self.burst)
         finally:

@@ -90,7 +90,7 @@ def test_losing_rows_are_shown():
     row = _row("f32 forward 1x8x64x64", ms={"ours": 1}, ratio={"JAX": _ratio(0.5)}, error={"ours": 1e-7, "JAX": 2e-7})
     table = report.table({"machine": {}, "commands": [], "rows": [row]})
     assert "| JAX | 0.50 (0.49 - 0.51) | lost | 1.2: missed |" in table
-    assert "1.0e-07; JAX 2.0e-07" in table
+    assert "| 1.0e-07, 2.0e-07 |" in table
 
 
 def test_plot_of_three_lengths(tmp_path):
