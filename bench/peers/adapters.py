@@ -339,10 +339,10 @@ class Jax:
         if "backward" in case.words:
             _, pullback = jax.vjp(attention, *arrays)
             gradients = jax.jit(lambda pullback, grad: pullback(grad))
-            run = lambda: jax.block_until_ready(gradients(pullback, grad))  # noqa: E731
+            run = lambda: jax.block_until_ready(gradients(pullback, grad))
         else:
             forward = jax.jit(attention)
-            run = lambda: (jax.block_until_ready(forward(*arrays)),)  # noqa: E731
+            run = lambda: (jax.block_until_ready(forward(*arrays)),)
 
         def outputs(values):
             return tuple(torch.from_dlpack(value).transpose(1, 2) for value in values)
