@@ -39,6 +39,16 @@ struct Call {
   }
 };
 
+// The queries of both sequences one after the other.
+void make_varlen(Call& c, std::vector<int32_t> offsets) {
+  c.in.query = ConstTensor::contiguous(DType::f32, {6, 4, 8}, c.memory.data());
+  c.saved.out = c.saved.grad_out = ConstTensor::contiguous(DType::f32, {6, 4, 5}, c.memory.data());
+  c.saved.softmax_lse = c.saved.grad_lse = ConstTensor::contiguous(DType::f32, {4, 6}, c.memory.data());
+  c.grads.grad_query = Tensor::contiguous(DType::f32, {6, 4, 8}, c.out_memory.data());
+  c.integers = std::move(offsets);
+  c.in.cu_seqlens_q = ConstTensor::contiguous(DType::i32, {3}, c.integers.data());
+}
+
 struct Refusal {
   const char* name;
   std::function<void(Call&)> spoil;
@@ -110,6 +120,29 @@ const Refusal kRefusals[] = {
      "kv_lengths[1] is 8, must be 0 to 7 (kv_len of key)"},
     {"bias_shape", [](Call& c) { c.in.bias.shape[2] = c.grads.grad_bias.shape[2] = 5; },
      "bias dim 2 is 5, but must be 1 or kv_len = 7"},
+    {"mask_shape",
+     [](Call& c) {
+       c.in.mask = ConstTensor::contiguous(DType::boolean, {4, 1, 6}, c.memory.data());
+     },
+     "mask dim 2 is 6, but must be 1 or kv_len = 7"},
+    {"offsets_decrease",
+     [](Call& c) {
+       make_varlen(c, {0, 4, 3});
+     },
+     "cu_seqlens_q[2] is 3, less than cu_seqlens_q[1] = 4"},
+    {"offsets_beyond_query",
+     [](Call& c) {
+       make_varlen(c, {0, 4, 7});
+     },
+     "cu_seqlens_q[2] is 7, but query has 6 rows"},
+    {"prefix_beyond_the_keys",
+     [](Call& c) {
+       c.lengths[1] = 8;
+       c.in.prefix = ConstTensor::contiguous(DType::i32, {2}, c.lengths.data());
+     },
+     "prefix[1] is 8, must be 0 to 7 (keys of sequence 1)"},
+    {"drop_mask_too_short", [](Call& c) { c.in.drop_mask = ConstTensor::contiguous(DType::u8, {20}, c.memory.data()); },
+     "drop_mask has 20 bytes, but 168 weights need 21"},
     {"scale_nan", [](Call& c) { c.options.softmax_scale = std::numeric_limits<float>::quiet_NaN(); },
      "softmax_scale is nan, must be finite"},
     {"keep_prob", [](Call& c) { c.options.dropout.keep_prob = 0; },
