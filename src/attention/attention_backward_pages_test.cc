@@ -5,7 +5,6 @@
 #include <set>
 
 #include "attention/attention_backward_call.h"
-#include "testing/count_allocations.h"
 
 namespace opst::test {
 namespace {
@@ -292,27 +291,6 @@ TEST(AttentionBackwardPages, ScratchGrowsWithSharedPagesNotWithTheirSequences) {
   };
   EXPECT_EQ(bytes(100, 512) - bytes(100, 0), 1000 * 8 + 512 * 16 * 4 * (64 + 64) * 4);
   EXPECT_EQ(bytes(100, 512), bytes(1000, 512));
-}
-
-TEST(AttentionBackwardPages, ASecondCallAllocatesNothing) {
-  Random random(seed() + 4);
-  Draw d = paged_draw(kTypes[0], 8);
-  d.share_pages = true;
-  DrawnCall call(d, random);
-  BackwardCallData data(call, {}, random);
-  for (const int threads : {1, 3}) {
-    Context context = fresh_context(threads);
-    BackwardCallData::Outcome r = data.run(context);
-    ASSERT_EQ(r.status.message(), "");
-    const AttentionSaved saved = data.saved(r.forward);
-    ASSERT_TRUE(flash_attention_backward(context, call.inputs, saved, r.tensors, d.options).ok());
-    const int64_t heap_before = num_allocations.load(), workspaces_before = context.workspace_allocations();
-    const bool second_ok = flash_attention_backward(context, call.inputs, saved, r.tensors, d.options).ok();
-    const int64_t heap_after = num_allocations.load();
-    ASSERT_TRUE(second_ok);
-    EXPECT_EQ(heap_after, heap_before);
-    EXPECT_EQ(context.workspace_allocations(), workspaces_before);
-  }
 }
 
 TEST(AttentionBackwardPages, NoSequencesNoKeysAndGradientsThatAreNotWanted) {
