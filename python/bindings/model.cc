@@ -63,8 +63,9 @@ class Model {
     return value_or_raise(model::chat_prompt(file_, tokenizer_, messages));
   }
 
-  nb::tuple generate(const Ids& prompt, int64_t max_tokens, bool greedy, int64_t top_k, double top_p,
-                     double temperature, uint64_t seed, nb::object on_text) {
+  nb::typed<nb::tuple, std::string, Ids, std::string> generate(const Ids& prompt, int64_t max_tokens, bool greedy,
+                                                               int64_t top_k, double top_p, double temperature,
+                                                               uint64_t seed, nb::object on_text) {
     model::GenerateOptions options;
     options.max_tokens = max_tokens;
     options.sampling = {.greedy = greedy, .top_k = top_k, .top_p = top_p, .temperature = temperature, .seed = seed};

@@ -184,7 +184,7 @@ void bind_view(nb::module_& module) {
   const auto sizes = [](const Tensor& t, const int64_t* from) {
     nb::list list;
     for (int i = 0; i < t.rank; ++i) list.append(from[i]);
-    return nb::tuple(list);
+    return nb::typed<nb::tuple, int64_t, nb::ellipsis>(nb::tuple(list));
   };
   nb::class_<View>(module, "View", "A tensor that lives in Python, as the library sees it; nothing is copied.")
       .def(nb::init<nb::handle, const std::optional<std::string>&>(), nb::arg("array"), nb::arg("dtype") = nb::none())

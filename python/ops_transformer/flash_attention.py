@@ -68,9 +68,11 @@ def _check_heads(layout: str, query: View, num_heads: Optional[int], head_dim: O
 class _Problem:
     """One call's tensors, in the meaning [batch, N, length, D]."""
 
-    def __init__(self, query, key, value, attn_head_num, attn_dim_per_head, kv_head_num, scale_value, input_layout,
-                 drop_mask, padding_mask, seed, pre_tokens, next_tokens, keep_prob, mask, bias, alibi_slopes, sinks,
-                 softcap, prefix, actual_seq_qlen, actual_seq_kvlen):
+    def __init__(self, query: Any, key: Any, value: Any, attn_head_num: Optional[int], attn_dim_per_head: Optional[int],
+                 kv_head_num: Optional[int], scale_value: Optional[float], input_layout: str, drop_mask: Any,
+                 padding_mask: Any, seed: int, pre_tokens: int, next_tokens: int, keep_prob: float, mask: Any, bias: Any,
+                 alibi_slopes: Any, sinks: Any, softcap: float, prefix: Optional[Sequence[int]],
+                 actual_seq_qlen: Optional[Sequence[int]], actual_seq_kvlen: Optional[Sequence[int]]) -> None:
         if input_layout not in _AXES:
             raise ValueError(f'input_layout is "{input_layout}", must be one of {", ".join(_AXES)}')
         self.layout = input_layout

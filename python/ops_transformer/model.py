@@ -27,7 +27,7 @@ class Model:
     print(model.generate("What is the capital of France?", chat=True).text)
     """
 
-    def __init__(self, path: Union[str, os.PathLike], *, max_context: int = 0, context: Optional[Context] = None):
+    def __init__(self, path: Union[str, "os.PathLike[str]"], *, max_context: int = 0, context: Optional[Context] = None):
         """max_context: tokens of prompt and answer together; 0: 4096, at most the model's own."""
         self._model = _core.Model(context or default_context(), os.fspath(path), max_context)
 
