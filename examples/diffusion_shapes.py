@@ -13,6 +13,8 @@ resident before the call, the result included. Every result is compared with tor
 """
 
 import argparse
+import contextlib
+import ctypes
 import gc
 import json
 import statistics
@@ -45,8 +47,11 @@ def from_proc(file, name):
 
 def peak(function, *tensors):
     """(result, bytes at the peak beyond what was resident before)"""
-    default_context().trim()  # no scratch memory is left of the call before
+    # Nothing is left of the call before: neither scratch memory nor what was freed, but not given back.
+    default_context().trim()
     gc.collect()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
     before = from_proc("self/status", "VmRSS")
@@ -61,11 +66,11 @@ def row(head_dim, length, keys, repeats):
     scores = 4 * heads * length * keys
     kinds = [kind for kind in KINDS if kind != "standard" or 3 * scores < from_proc("meminfo", "MemAvailable") // 2]
     found = {"head_dim": head_dim, "heads": heads, "length": length, "keys": keys, "scores_bytes": scores}
-    want = None
+    results = {}
     for kind in kinds:
-        result, found[kind + "_bytes"] = peak(KINDS[kind], q, k, v)
-        want = KINDS["torch"](q, k, v) if want is None else want
-        found["difference"] = max(found.get("difference", 0.0), (result - want).abs().max().item())
+        results[kind], found[kind + "_bytes"] = peak(KINDS[kind], q, k, v)
+    found["difference"] = max((results[kind] - results["torch"]).abs().max().item() for kind in kinds)
+    del results
     seconds = {kind: [] for kind in kinds}
     for _ in range(repeats):
         for kind in kinds:
