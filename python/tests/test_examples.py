@@ -18,7 +18,7 @@ def test_example(name, tmp_path):
             pytest.importorskip(package, reason=f"{package} is not installed (scripts/requirements-examples.txt)")
     plot = tmp_path / "plot.png"
     result = subprocess.run([sys.executable, FOLDER / f"{name}.py", "--quick", "--plot", plot], text=True,
-                            capture_output=True, env={**os.environ, "MPLCONFIGDIR": str(tmp_path)})
+                            capture_output=True, env={**os.environ, "MPLCONFIGDIR": str(tmp_path), "OMP_WAIT_POLICY": "passive"})
     print(result.stdout)
     assert result.returncode == 0, result.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
