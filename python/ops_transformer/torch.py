@@ -151,8 +151,9 @@ def _backward(ctx, grad_out, _):
         return (None,) * 8
     query, key, value, mask, seed, out, lse = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:3]) + [ctx.needs_input_grad[3] and mask.dtype != torch.bool]
-    gradients = torch.ops.ops_transformer.sdpa_backward(
-        grad_out, query, key, value, mask, seed, out, lse, *ctx.options, wanted)
+    arguments = grad_out, query, key, value, mask, seed, out, lse, *ctx.options, wanted
+    direct = _is_eager(*arguments[:6]) and not torch.is_grad_enabled()
+    gradients = _sdpa_backward(*arguments) if direct else torch.ops.ops_transformer.sdpa_backward(*arguments)
     gradients = [gradient if want else None for gradient, want in zip(gradients, wanted)]
     if wanted[3]:
         gradients[3] = gradients[3].to(mask.dtype)
@@ -168,6 +169,19 @@ def _second_derivative(ctx, *_):
 
 torch.library.register_autograd("ops_transformer::sdpa_backward", _second_derivative, lib=_library)
 _operator = torch.ops.ops_transformer.sdpa.default
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradients, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _sdpa(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
 
 # ---- torch's function ------------------------------------------------------------------------------------------------
 
@@ -262,23 +276,33 @@ def _four(tensor: Tensor, lead: Tuple[int, ...]) -> Tensor:
     return tensor.flatten(0, len(lead) - 2)
 
 
-def _is_plain(*tensors: Optional[Tensor]) -> bool:
-    """Whether nobody needs to see the operator: no gradient, no compiler, no mode, no transform. Skips the dispatcher,
-    which costs as much as a short call itself."""
+def _is_eager(*tensors: Optional[Tensor]) -> bool:
+    """Whether nobody needs to see the operator: no compiler, no mode, no transform. Then the dispatcher is left out, which
+    costs as much as a short call itself."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if torch._C._len_torch_dispatch_stack():
         return False
-    grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) is not Tensor or tensor.is_meta or (grad and tensor.requires_grad):
+        if type(tensor) is not Tensor or tensor.is_meta:
             return False
         # The dispatcher makes memory of views that are not what their bytes say.
         if tensor.is_neg() or tensor._is_zerotensor():
             return False
     return True
+
+
+def _attention(query, key, value, mask, seed, dropout_p, is_causal, scale, eager: bool) -> Tensor:
+    """What is left once the arguments are in order."""
+    arguments = query, key, value, mask, seed, dropout_p, is_causal, scale
+    if not eager:
+        return _operator(*arguments)[0]
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad
+                                    or (mask is not None and mask.requires_grad)):
+        return _Differentiable.apply(*arguments)[0]
+    return _forward(*arguments)
 
 
 def _is_everyday(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -293,7 +317,7 @@ def _is_everyday(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))
         and dtype in _DTYPES and dtype == key.dtype and dtype == value.dtype
         and not torch.is_autocast_enabled("cpu") and torch._C._functorch.peek_interpreter_stack() is None
-        and _is_plain(query, key, value)
+        and _is_eager(query, key, value)
     )
 
 
@@ -314,7 +338,7 @@ def scaled_dot_product_attention(
     takes one number from torch's generator, so torch.manual_seed repeats it, but drops other weights than torch does.
     """
     if attn_mask is None and dropout_p == 0 and _is_everyday(query, key, value, enable_gqa):
-        return _forward(query, key, value, None, None, 0.0, bool(is_causal), scale)
+        return _attention(query, key, value, None, None, 0.0, bool(is_causal), scale, eager=True)
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         query, key, value, attn_mask = _autocast((query, key, value, attn_mask))
     reason = _reason_for_torch(query, key, value, attn_mask)
@@ -340,8 +364,7 @@ def scaled_dot_product_attention(
 
     q, k, v = (_four(tensor, dims) for tensor, dims in zip((query, key, value), lead))
     seed = torch.randint(-(2**63), 2**63 - 1, (1,)) if 0 < dropout_p < 1 else None
-    arguments = q, k, v, attn_mask, seed, float(dropout_p), bool(is_causal), scale
-    out = _forward(*arguments) if _is_plain(q, k, v, attn_mask) else _operator(*arguments)[0]
+    out = _attention(q, k, v, attn_mask, seed, float(dropout_p), bool(is_causal), scale, _is_eager(q, k, v, attn_mask))
     if len(lead[0]) == 2:
         return out
     return out.reshape(*lead[0], *out.shape[-2:])
