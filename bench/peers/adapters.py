@@ -29,6 +29,7 @@ class Call(NamedTuple):
     run: Callable[[], Any]  # what is timed
     outputs: Callable[[Any], tuple] = lambda value: value  # run's value as tensors: out, or the gradients
     chosen: Callable[[], Any] = contextlib.nullcontext  # entered around run, not timed
+    kept: Any = None  # memory that run reads and nothing else holds
 
 
 def make_inputs(case, seed=0):
@@ -208,7 +209,7 @@ class OnnxRuntime:
             t = torch.from_numpy(out)
             return (t if self.standard else t.unflatten(-1, (case.heads, -1)).transpose(1, 2),)
 
-        return Call(lambda: session.run_with_iobinding(binding), outputs)
+        return Call(lambda: session.run_with_iobinding(binding), outputs, kept=feed)
 
 
 class OpenVino:
@@ -238,7 +239,7 @@ class OpenVino:
                 return (torch.from_numpy(out.data),)
             return (torch.from_numpy(out.data.view("int16")).view(torch.bfloat16),)
 
-        return Call(request.infer, outputs)
+        return Call(request.infer, outputs, kept=feed)
 
 
 class Vllm:
