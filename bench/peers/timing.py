@@ -7,8 +7,8 @@ import time
 
 _SHORT_CALL = 0.05  # below it each turn starts with a call that is not timed, so that inputs are in the caches
 _BURST = 0.001  # calls of one turn take at least so long together
-# On several threads, before each turn: so long do threads of the library before spin,
-_REST = 0.02
+# On several threads, before each turn: so long do threads of the library before spin (ONNX Runtime's for 20 to 40 ms),
+_REST = 0.05
 # and so long are calls not timed, until this library's threads are awake and on cores of their own.
 _AWAKE = 0.005
 
