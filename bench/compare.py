@@ -82,9 +82,9 @@ def machine(adapters):
 
 def measure(case, chosen, options):
     """Times and errors of one row."""
-    from peers import adapters
+    from peers import adapters, calls as made
 
-    inputs = adapters.make_inputs(case)
+    inputs = made.make_inputs(case)
     calls, refused = {"ours": adapters.OURS.prepare(case, inputs)}, {}
     for peer in chosen[1:]:
         call, why = adapters.prepare(peer, case, inputs)
@@ -94,10 +94,10 @@ def measure(case, chosen, options):
             calls[peer.name] = call
     row = {"case": str(case), "threads": options.threads, "error": {}, "refused": refused}
     if "dropout" not in case.words:
-        want = adapters.exact(case, inputs)
+        want = made.exact(case, inputs)
         for name, call in calls.items():
             with call.chosen():
-                row["error"][name] = adapters.error(call.outputs(call.run()), want)
+                row["error"][name] = made.error(call.outputs(call.run()), want)
     times = timing.time_in_turns(calls, options.pairs, options.seconds, options.threads)
     row["pairs"] = len(times["ours"])
     row["ms"] = {name: 1e3 * statistics.median(values) for name, values in times.items()}
@@ -110,7 +110,7 @@ def measure_memory(case, chosen, options):
     grown = {peer.name: memory.growth(case, peer.name, FOLDER) for peer in chosen}
     return {"case": str(case), "threads": options.threads,
             "peak_bytes": {name: peak for name, (peak, _) in grown.items() if peak is not None},
-            "refused": {name: why for name, (peak, why) in grown.items() if peak is None}}
+            "memory_refused": {name: why for name, (peak, why) in grown.items() if peak is None}}
 
 
 def run(options):
@@ -123,7 +123,7 @@ def run(options):
     from peers import adapters  # imports torch, which reads what bind_to_cores set
 
     torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", message="(?!ops_transformer)", module=adapters.__name__)  # of paths that refuse a call
+    warnings.filterwarnings("ignore", message="(?!ops_transformer)", module="peers")  # of paths that refuse a call
     wanted = [word.lower() for word in options.peers.split(",") if word]
     chosen = [adapters.OURS] + [p for p in adapters.installed() if not wanted or any(w in p.name.lower() for w in wanted)]
     result = {"machine": machine(adapters), "commands": [" ".join(["bench/compare.py", *sys.argv[1:]])], "rows": []}

@@ -83,17 +83,21 @@ GROUPS = {
        "bf16 forward 1x32/8x1/4096x128"],
     "short": _product(["f32"], ["forward", "causal"], _SHORT) + ["f32 forward 8x12x128x64"],
     "long": _product(["f32"], ["forward", "causal"], _LONG) + ["f32 causal 1x12x512x64", "f32 causal 1x32/8x2048x128"],
-    "bf16": _product(["bf16"], ["forward", "causal"], ["1x8x64x64", "1x8x256x64", "1x8x1024x64", "1x4x2048x64", "1x4x2048x128"])
+    "bf16": _product(["bf16"], ["forward", "causal"],
+                     ["1x8x64x64", "1x8x256x64", "1x8x1024x64", "1x4x2048x64", "1x4x2048x128"])
     + ["bf16 causal 1x32/8x2048x128", "bf16 forward 8x12x128x64", "bf16 causal 1x12x512x64"],
     "short_backward": _product(["f32"], ["backward", "causal backward"], _SHORT),
     "backward": _product(["f32"], ["backward", "causal backward"], _BACKWARD)
     + ["f32 causal backward 1x25x1024x64", "f32 backward 1x8/1x2048x128"],
-    "bf16_backward": _product(["bf16"], ["backward", "causal backward"], ["1x8x128x64", "1x8x512x64", "1x4x2048x64", "1x4x2048x128"])
+    "bf16_backward": _product(["bf16"], ["backward", "causal backward"],
+                              ["1x8x128x64", "1x8x512x64", "1x4x2048x64", "1x4x2048x128"])
     + ["bf16 backward 1x8/1x2048x128"],
-    "dropout": _product(["f32", "bf16"], ["dropout", "dropout backward", "dropout training"], ["1x8x512x64", "1x4x1024x128", "1x2x4096x64"]),
+    "dropout": _product(["f32", "bf16"], ["dropout", "dropout backward", "dropout training"],
+                        ["1x8x512x64", "1x4x1024x128", "1x2x4096x64"]),
     "mask": _product(["f32", "bf16"], ["bool_mask", "float_mask"], ["1x8x512x64", "1x8x1024x128", "1x2x4096x64"])
     + ["f32 bool_mask backward 1x8x1024x64"],
-    "head_dims": _product(["f32", "bf16"], ["forward", "causal", "backward"], ["1x8x512x128/64", "1x8x512x64/128", "1x4x2048x192/128"])
+    "head_dims": _product(["f32", "bf16"], ["forward", "causal", "backward"],
+                          ["1x8x512x128/64", "1x8x512x64/128", "1x4x2048x192/128"])
     + _product(["f32"], ["forward"], [f"1x4x1024x{d}" for d in (33, 40, 72, 80, 96, 256)]),
     "decode": _product(["f32", "bf16"], ["forward"], _DECODE),
     "length": _product(["f32"], ["causal"], [f"1x1x{1 << n}x64" for n in range(8, 17)]),

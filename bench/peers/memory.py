@@ -32,15 +32,15 @@ def growth(case, peer_name, folder, seconds=300):
 
 def report_growth(text, peer_name):
     """In the child: prints what `growth` returns."""
-    from . import adapters, cases
+    from . import adapters, calls, cases
 
     limit()
     case = cases.parse(text)
     peer = next(p for p in (adapters.OURS, *adapters.PEERS) if p.name == peer_name)
     # What a library sets up at its first call is not the call's.
     small = case._replace(query_len=min(case.query_len, _WARM_UP_LEN), kv_len=min(case.kv_len, _WARM_UP_LEN))
-    adapters.prepare(peer, small, adapters.make_inputs(small))
-    call = peer.prepare(case, adapters.make_inputs(case))
+    adapters.prepare(peer, small, calls.make_inputs(small))
+    call = peer.prepare(case, calls.make_inputs(case))
     if call is None:
         print(json.dumps((None, "has no such call")))
         return

@@ -14,7 +14,8 @@ def draw(report, folder):
     for row in report["rows"]:
         case = cases.parse(row["case"])
         if case.query_len == case.kv_len:
-            kind = case.dtype, case.mode, case.batch, case.heads, case.kv_heads, case.head_dim, case.value_head_dim, row["threads"]
+            kind = (case.dtype, case.mode, case.batch, case.heads, case.kv_heads, case.head_dim, case.value_head_dim,
+                    row["threads"])
             series.setdefault(kind, []).append((case.query_len, row))
     paths = []
     for kind, rows in series.items():

@@ -51,8 +51,8 @@ def text_of(ratio):
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} - {ratio['high']:.2f})"
 
 
-_HEAD = ("call", "threads", "ours, ms", "best peer", "its time over ours", "", "bar", "the other peers", "error: ours, largest",
-         "peak MiB: ours, others")
+_HEAD = ("call", "threads", "ours, ms", "best peer", "its time over ours", "", "bar", "the other peers",
+         "error: ours, largest", "peak MiB: ours, others")
 
 
 def cells(row, amx):
@@ -76,7 +76,7 @@ def table(report):
     lines += ["| " + " | ".join(cells(row, amx)) + " |" for row in report["rows"]]
     refused = {}
     for row in report["rows"]:
-        for name, why in row.get("refused", {}).items():
+        for name, why in {**row.get("refused", {}), **row.get("memory_refused", {})}.items():
             refused.setdefault((name, why), []).append(row["case"])
     lines += ["", "Not measured:", ""]
     lines += [f"- {name}, {why}: {len(of)} calls, first {of[0]}" for (name, why), of in sorted(refused.items())]
