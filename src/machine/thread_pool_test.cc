@@ -245,6 +245,7 @@ std::atomic<bool> held{false};
 std::atomic<bool> may_go{false};
 
 TEST(ThreadPool, WaitsForNobodyWhoDidNotEnter) {
+  held.store(false), may_go.store(false);
   ThreadPool pool(2);
   Meeting meeting(2);
   std::atomic<pid_t> worker_thread{0};
