@@ -14,6 +14,15 @@ struct Check {
   std::function<void(Draw&)> change;
 };
 
+void with_everything(Draw& d) {
+  d.num_heads = 4, d.num_kv_heads = 2, d.value_head_dim = 2;
+  d.varlen_q = true, d.query_lens = {3, 7}, d.kv_lens = {9, 5}, d.keys = Keys::varlen;
+  d.prefix = d.mask = d.bias = d.alibi = d.sinks = true;
+  d.mask_dims[1] = d.mask_dims[2] = d.mask_dims[3] = d.bias_dims[2] = d.bias_dims[3] = true;
+  d.options.causal = true, d.options.window_left = 4, d.options.softcap = 2, d.options.bias_scale = -0.5f;
+  d.options.dropout = {.keep_prob = 0.7, .seed = 4, .offset = 2};
+}
+
 const Check kChecks[] = {
     {"plain", [](Draw&) {}},
     {"causal_top_left", [](Draw& d) { d.options.causal = true, d.options.alignment = CausalAlignment::top_left; }},
@@ -48,14 +57,17 @@ const Check kChecks[] = {
     {"sinks", [](Draw& d) { d.sinks = true, d.options.causal = true, d.options.window_right = -3; }},
     {"dropout_by_seed", [](Draw& d) { d.options.dropout = {.keep_prob = 0.6, .seed = 9}; }},
     {"drop_mask", [](Draw& d) { d.drop_mask = true, d.options.dropout.keep_prob = 0.5; }},
-    {"everything",
+    {"pages", [](Draw& d) { d.keys = Keys::norm_pages, d.block_size = 2; }},
+    {"shared_pages",
      [](Draw& d) {
-       d.num_heads = 4, d.num_kv_heads = 2, d.value_head_dim = 2;
-       d.varlen_q = true, d.query_lens = {3, 7}, d.kv_lens = {9, 5}, d.keys = Keys::varlen;
-       d.prefix = d.mask = d.bias = d.alibi = d.sinks = true;
-       d.mask_dims[1] = d.mask_dims[2] = d.mask_dims[3] = d.bias_dims[2] = d.bias_dims[3] = true;
-       d.options.causal = true, d.options.window_left = 4, d.options.softcap = 2, d.options.bias_scale = -0.5f;
-       d.options.dropout = {.keep_prob = 0.7, .seed = 4, .offset = 2};
+       d.query_lens = {4, 4, 4}, d.kv_lens = {7, 6, 7};
+       d.keys = Keys::norm_pages, d.block_size = 2, d.share_pages = true;
+     }},
+    {"everything", with_everything},
+    {"everything_on_shared_pages",
+     [](Draw& d) {
+       with_everything(d);
+       d.keys = Keys::norm_pages, d.block_size = 3, d.share_pages = true;
      }},
 };
 
