@@ -65,7 +65,7 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
 
   F32 acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
-  const Piece* const last = panel_of<Piece>(part.panels, pieces, last_vec) + pieces - 1;
+  const Piece* const last = panel_of<Piece>(part.panels, pieces, last_vec) + (pieces > 0 ? pieces - 1 : 0);
   for (int64_t p = 0; p < pieces; ++p) {
     // At a panel's end the next group's panels are fetched.
     const int64_t ahead = p + kAhead < pieces ? p + kAhead : p + kAhead + (kPanels - 1) * pieces;
