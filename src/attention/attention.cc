@@ -12,6 +12,8 @@
 // Sequences with few queries and with many (decoding beside a prompt) are two such loops, each by its own plan.
 #include "opst/attention.h"
 
+#include <cstdlib>
+
 #include "attention/call_memory.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
@@ -40,7 +42,8 @@ class ForwardCall {
         kernels_(kernels_for(machine.isa, plan.product, p_.kv_dtype)),
         memory_(inputs, sequences, plan, geometry_of(machine.isa, plan.product), scratch),
         rules_(inputs, p_),
-        in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages) {}
+        in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages),
+        packed_flash_(plan.path == AttentionPath::flash && !in_place_) {}
 
   void run(ThreadPool& pool) {
     const int64_t wave_heads = plan_.heads_per_wave, tiles_per_head = memory_.layout.tiles_per_head;
@@ -76,10 +79,13 @@ class ForwardCall {
   }
 
  private:
-  // Packs tile [first_key, first_key + count) of a head to `to`; true where its values are finite.
-  bool pack_tile(int64_t head, int64_t first_key, int64_t count, const CallMemory::Worker& w, char* to) const {
+  // Packs the keys of tile [first_key, first_key + count) of a head to `to`.
+  void pack_keys(int64_t head, int64_t first_key, int64_t count, const CallMemory::Worker& w, char* to) const {
     memory_.kv_rows(in_.key, head).locate(first_key, count, w.key_rows);
     kernels_.pack_keys(w.key_rows, in_.key.strides[3], count, p_.head_dim, to);
+  }
+  // The values, behind the keys' place; true where they are finite.
+  bool pack_values(int64_t head, int64_t first_key, int64_t count, const CallMemory::Worker& w, char* to) const {
     memory_.kv_rows(in_.value, head).locate(first_key, count, w.value_rows);
     return kernels_.pack_values(w.value_rows, in_.value.strides[3], count, p_.value_head_dim,
                                 to + memory_.layout.key_tile_bytes);
@@ -90,8 +96,10 @@ class ForwardCall {
     const int64_t count = std::min(plan_.block_kv, visibility.kv_len - first_key);
     if (count <= 0) return;  // a shorter sequence of the batch
     if (!visibility.may_see({first_key, first_key + count}, memory_.rows(head) / memory_.group)) return;
-    memory_.values_finite(head)[tile] =
-        pack_tile(head, first_key, count, memory_.worker(worker), memory_.packed_tile(head, tile));
+    char* packed = memory_.packed_tile(head, tile);
+    const CallMemory::Worker w = memory_.worker(worker);
+    pack_keys(head, first_key, count, w, packed);
+    memory_.values_finite(head)[tile] = pack_values(head, first_key, count, w, packed);
   }
 
   // One block of query rows against one part of the keys.
@@ -102,8 +110,16 @@ class ForwardCall {
     q.rows = std::min(block_rows, memory_.rows(head) - first_row);
     q.head_dim = p_.head_dim;
     q.value_head_dim = p_.value_head_dim;
+    const StackedRows queries = memory_.stacked_rows(in_.query, head);
+    const Visibility visibility = memory_.visibility(head);
+    const bool single_tile = packed_flash_ && plan_.kv_splits == 1 && visibility.kv_len <= plan_.block_kv;
+    const bool in_tensor = single_tile && readable_in_place(queries);
     q.query = w.query;
     q.query_stride = memory_.layout.query_stride;
+    if (in_tensor) {
+      q.query_stride = queries.row_stride();
+      q.query = static_cast<const char*>(queries.data) + first_row * q.query_stride * size_bytes(queries.dtype);
+    }
     q.state = plan_.kv_splits > 1 ? memory_.split_state(head, block, split) : w.state;
     q.acc_stride = memory_.layout.acc_stride;
     q.exponent_scale = rules_.exponent_scale();
@@ -117,15 +133,18 @@ class ForwardCall {
       rules = rules_.of_block(b, head % p_.num_kv_heads, first_row, q.rows, w.rules);
       q.rules = &rules;
     }
-    kernels_.begin_block(memory_.stacked_rows(in_.query, head), first_row, rules_.scale().of_query, w.query, q);
+    const FinishRows finish = finish_of(head, block, &q.state, 1);
+    q.finish = single_tile && writable_in_place(finish.out) ? &finish : nullptr;
+    kernels_.begin_block(queries, first_row, rules_.scale().of_query, in_tensor ? nullptr : w.query, q);
 
-    const Visibility visibility = memory_.visibility(head);
     const int64_t first_key = visibility.prefix > 0 ? 0 : visibility.first_key(first_row / memory_.group);
     const int64_t start = first_key / plan_.block_kv * plan_.block_kv + split * plan_.keys_per_split;
     const KeyInterval part = {start, start + plan_.keys_per_split};
     KvBlocks visible(visibility, first_row, q.rows, memory_.group, part, plan_.block_kv, w.visible_begin,
                      w.visible_end);
-    while (const int64_t n = next_tiles(head, visible, w)) {
+    bool finished = false;
+    while (const int64_t n = next_tiles(head, visible, q, w)) {
+      finished = q.finish != nullptr;
       if (plan_.path == AttentionPath::standard) {
         kernels_.attend_standard(q, w.tiles, n, memory_.score_matrix(head, block), memory_.layout.matrix_stride);
       } else if (plan_.kv_access == KvAccess::in_place) {
@@ -136,12 +155,35 @@ class ForwardCall {
         kernels_.attend(q, w.tiles, n);
       }
     }
-    if (plan_.kv_splits == 1) finish(head, block, &q.state, 1);
+    if (plan_.kv_splits == 1 && !finished) kernels_.finish_rows(finish);
+  }
+
+  // Rows further apart would meet in few sets of L1.
+  static constexpr int64_t kNearBytes = 2048;
+  bool in_accumulator_type(DType dtype) const {
+    return kernels_.step == 1 && size_bytes(dtype) == kernels_.accumulator_bytes;
+  }
+  // Whether the product may read queries where they are.
+  bool readable_in_place(const StackedRows& queries) const {
+    return in_accumulator_type(queries.dtype) && rules_.scale().of_query == 1 && queries.dim_stride == 1 &&
+           queries.evenly_spaced() && std::abs(queries.row_stride()) * size_bytes(queries.dtype) <= kNearBytes;
+  }
+  // Whether the product may write outputs.
+  bool writable_in_place(const StackedRows& out) const {
+    return in_accumulator_type(out.dtype) && out.dim_stride == 1 && out.evenly_spaced() &&
+           p_.value_head_dim % kernels_.lanes == 0;
+  }
+  // Whether the product of the block may read values where they are.
+  bool values_in_place(const QueryBlock& q, const KvBlocks::Tile& tile) const {
+    const int64_t stride = in_.value.strides[2];
+    return q.finish != nullptr && q.rules == nullptr && !tile.partial && !p_.paged &&
+           in_accumulator_type(p_.kv_dtype) && in_.value.strides[3] == 1 && stride > 0 &&
+           stride * size_bytes(p_.kv_dtype) <= kNearBytes;
   }
 
   // Describes up to tiles_per_task of the visible tiles that are left, and packs them where that is the task's own
   // work.
-  int64_t next_tiles(int64_t head, KvBlocks& visible, const CallMemory::Worker& w) const {
+  int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const CallMemory::Worker& w) const {
     const int64_t tile_bytes = memory_.layout.key_tile_bytes + memory_.layout.value_tile_bytes;
     Arena arena = w.tiles_memory;
     int64_t n = 0;
@@ -157,6 +199,7 @@ class ForwardCall {
       t.count = tile.count;
       t.partial = tile.partial;
       if (in_place_) continue;
+      const bool values_stay = plan_.kv_access == KvAccess::packed_per_task && values_in_place(q, tile);
       char* packed;
       if (plan_.kv_access == KvAccess::packed_shared) {
         const int64_t index = tile.first_key / plan_.block_kv;
@@ -164,10 +207,15 @@ class ForwardCall {
         t.values_finite = memory_.values_finite(head)[index];
       } else {
         packed = static_cast<char*>(arena.take_bytes(tile_bytes));
-        t.values_finite = pack_tile(head, tile.first_key, tile.count, w, packed);
+        pack_keys(head, tile.first_key, tile.count, w, packed);
+        if (!values_stay) t.values_finite = pack_values(head, tile.first_key, tile.count, w, packed);
       }
       t.keys = packed;
       t.values = packed + memory_.layout.key_tile_bytes;
+      if (values_stay) {
+        t.values = memory_.kv_rows(in_.value, head).row(tile.first_key);
+        t.values_stride = static_cast<int32_t>(in_.value.strides[2]);
+      }
     }
     if (in_place_ && n > 0) locate_rows(head, n, w);
     return n;
@@ -197,10 +245,10 @@ class ForwardCall {
   void join_splits(int64_t head, int64_t block) const {
     RowState parts[kMaxSplits];
     for (int64_t split = 0; split < plan_.kv_splits; ++split) parts[split] = memory_.split_state(head, block, split);
-    finish(head, block, parts, plan_.kv_splits);
+    kernels_.finish_rows(finish_of(head, block, parts, plan_.kv_splits));
   }
 
-  void finish(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
+  FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
     FinishRows f;
     f.parts = parts;
     f.num_parts = num_parts;
@@ -222,7 +270,7 @@ class ForwardCall {
     f.lse = memory_.stacked_rows(out_.softmax_lse, head);
     f.max = memory_.stacked_rows(out_.softmax_max, head);
     f.sum = memory_.stacked_rows(out_.softmax_sum, head);
-    kernels_.finish_rows(f);
+    return f;
   }
 
   static constexpr int64_t kMaxSplits = 16;  // plan.cc: kWantedTasks
@@ -235,6 +283,7 @@ class ForwardCall {
   const CallMemory memory_;
   const CallRules rules_;
   const bool in_place_;
+  const bool packed_flash_;
   struct Progress {
     Counter packed, attended;
   };

@@ -9,6 +9,7 @@
 //                hide keys of partial tiles
 //                online softmax of MR x block_kv scores, in place
 //                for each panel of columns: O_MR x 32 = alpha O + P V
+//              Where all keys are one tile, the last line is O_MR x 32 = (P V) / rowsum(P), written to the outputs.
 // Memory     at the default f32 tile, block_q 96, block_kv 256, head_dim 128, avx512:
 //              scores [12][272] f32            13 KB   L1
 //              Q row block [12][128] f32        6 KB   L1
@@ -385,6 +386,50 @@ struct Forward {
     }
   }
 
+  // A row block's outputs where its only tile is the last: O = (P V) / sum. Leaves finish_rows nothing to do for it.
+  static OPST_NOINLINE void weigh_and_finish(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+                                             const S* scores, int64_t stride, const char*& prefetch) {
+    const FinishRows& f = *q.finish;
+    const bool hides = tile.partial || (q.rules != nullptr && q.rules->hides());
+    if (span.width == 0 || (hides && !tile.values_finite)) {
+      S* acc = row_of(q.state.acc, rb.first, q.acc_stride);
+      for (int64_t i = 0; i < rb.rows * q.acc_stride; i += kLanes) V::zero().store(acc + i);
+      const S alpha[kTileRows] = {};
+      if (span.width > 0) weigh_visible(q, rb, tile, span, scores, stride, alpha);
+      finish_some(f, rb.first, rb.first + rb.rows);
+      return;
+    }
+    RowEnd ends[kTileRows];
+    S scale[kTileRows];
+    bool empty = false;
+    for (int i = 0; i < rb.rows; ++i) {
+      S weight;
+      ends[i] = end_row(f, rb.first + i, &weight);
+      scale[i] = ends[i].scale;
+      empty |= ends[i].empty;
+    }
+    const int64_t out_stride = f.out.row_stride();
+    S* out = static_cast<S*>(f.out.data) + (f.first_row + rb.first) * out_stride;
+    const int64_t first = span.begin, depth = span.end - first;
+    const Word* p = reinterpret_cast<const Word*>(scores);
+    const Word* values = static_cast<const Word*>(tile.values);
+    const auto full = tile::scaled_product_for<P, kTileVecs>(rb.rows);
+    for (int64_t column = 0; column < q.value_head_dim; column += kPanel) {
+      const bool wide = q.value_head_dim - column > kLanes;
+      const int64_t width = wide ? kPanel : kLanes;
+      const int64_t ldb = tile.values_stride > 0 ? tile.values_stride : width;
+      const Word* b = values + (tile.values_stride > 0 ? column : column * tile.count) + first * ldb;
+      const auto product = wide ? full : tile::scaled_product_for<P, 1>(rb.rows);
+      product(depth, p, stride, b, ldb, out + column, out_stride, scale, prefetch);
+      prefetch += depth / 4 * 64;
+    }
+    for (int i = 0; empty && i < rb.rows; ++i) {  // 0 * Inf among their values
+      for (int64_t d = 0; ends[i].empty && d < q.value_head_dim; d += kLanes) {
+        V::zero().store(out + i * out_stride + d);
+      }
+    }
+  }
+
   // The flash path.
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     if (q.rules == nullptr)
@@ -404,7 +449,12 @@ struct Forward {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
         const KeySpan span = key_span(q, rb, tile, prefix);
-        if (span.width == 0) continue;
+        if (span.width == 0) {
+          if constexpr (P::kStep == 1) {
+            if (q.finish != nullptr) weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
+          }
+          continue;
+        }
         score<kRules>(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
         if constexpr (kRules) {
           shape(q, rb, tile, span, scores, q.scores_stride, row_max);
@@ -415,6 +465,12 @@ struct Forward {
         exponentiate(q, rb, span.width, scores, q.scores_stride, e);
         if constexpr (kRules) {
           if (q.rules->drops()) drop(q, rb, tile, span, scores, q.scores_stride);
+        }
+        if constexpr (P::kStep == 1) {
+          if (q.finish != nullptr) {
+            weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
+            continue;
+          }
         }
         weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
       }
@@ -484,6 +540,13 @@ struct Forward {
     };
     const int64_t size = query.dtype == DType::f64 ? 8 : query.dtype == DType::f32 ? 4 : 2;
     for (int64_t r = 0; r < q.rows; ++r) {
+      *row_of(q.state.max, r, 1) = -__builtin_inff();
+      V::zero().store(row_of(q.state.sums, r, kLanes));
+      if (q.finish == nullptr) {
+        S* acc = row_of(q.state.acc, r, q.acc_stride);
+        for (int64_t d = 0; d < q.acc_stride; d += kLanes) V::zero().store(acc + d);
+      }
+      if (out == nullptr) continue;
       const int64_t offset = offset_of(first_row + r);
       constexpr int64_t kRowsAhead = 8;
       if (r + kRowsAhead < q.rows) {
@@ -505,10 +568,6 @@ struct Forward {
           copy_query(static_cast<const double*>(query.data) + offset, query.dim_stride, q.head_dim, sign, target);
           break;
       }
-      *row_of(q.state.max, r, 1) = -__builtin_inff();
-      V::zero().store(row_of(q.state.sums, r, kLanes));
-      S* acc = row_of(q.state.acc, r, q.acc_stride);
-      for (int64_t d = 0; d < q.acc_stride; d += kLanes) V::zero().store(acc + d);
     }
   }
   template <class T>
@@ -541,44 +600,59 @@ struct Forward {
   }
 
   // Joins the parts in key order, divides once, writes outputs and statistics.
-  static void finish_rows(const FinishRows& f) {
-    const S c = static_cast<S>(f.exponent_scale);
-    for (int64_t r = 0; r < f.rows; ++r) {
-      S max = -__builtin_inff();
-      for (int64_t p = 0; p < f.num_parts; ++p) {
-        const S part_max = *row_of(f.parts[p].max, r, 1);
-        max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
-      }
-      const double reference = reference_of(max, c);
-      S weights[kMaxParts];
-      S sum = 0;
-      for (int64_t p = 0; p < f.num_parts; ++p) {
-        const S part_max = *row_of(f.parts[p].max, r, 1);
-        weights[p] = 1;
-        if (f.num_parts > 1) {
-          const double rest = reference_of(part_max, c) - reference;
-          weights[p] = part_max == -__builtin_inff() ? S(0) : exp2_scalar(static_cast<S>(rest));
-        }
-        sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
-      }
-      const bool empty = sum == 0;
+  static void finish_rows(const FinishRows& f) { finish_some(f, 0, f.rows); }
+  static OPST_NOINLINE void finish_some(const FinishRows& f, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
       const int64_t row = f.first_row + r;
       const int64_t i = row / f.out.group, g = row % f.out.group;
-      double top = static_cast<double>(max) * f.score_scale;
-      // The sum against the maximum itself: times 2^rest, |rest| < 2^-13, e^x = 1 + x + x^2 / 2.
-      const double rest = (reference - static_cast<double>(max) * static_cast<double>(c)) * 0x1.62e42fefa39efp-1;
-      double exact = static_cast<double>(sum) * (1 + rest + rest * rest / 2);
-      if (empty) top = -__builtin_inf(), exact = 0;
-      S scale = empty ? S(0) : S(1) / (sum * static_cast<S>(f.keep_prob));
-      if (f.sinks != nullptr) scale *= add_sink(static_cast<const S*>(f.sinks)[g * f.sinks_stride], top, exact);
-      write_row(f, r, weights, scale, empty, f.out.seq_stride * i + f.out.head_stride * g);
-      if (f.lse.data == nullptr && f.max.data == nullptr && f.sum.data == nullptr) continue;
-      if (exact != exact) top = exact = __builtin_nan("");
-      const bool nothing = exact == 0;
-      if (f.lse.data != nullptr) write_statistic(f.lse, i, g, nothing ? top : top + __builtin_log(exact));
-      if (f.max.data != nullptr) write_statistic(f.max, i, g, top);
-      if (f.sum.data != nullptr) write_statistic(f.sum, i, g, exact);
+      S weights[kMaxParts];
+      const RowEnd row_end = end_row(f, r, weights);
+      write_row(f, r, weights, row_end.scale, row_end.empty, f.out.seq_stride * i + f.out.head_stride * g);
     }
+  }
+  // What a row's accumulators are multiplied by, after the parts' weights; of an empty row they are replaced by 0.
+  struct RowEnd {
+    S scale;
+    bool empty;
+  };
+  // Joins the parts of row r and writes its statistics.
+  static OPST_INLINE RowEnd end_row(const FinishRows& f, int64_t r, S* weights) {
+    const S c = static_cast<S>(f.exponent_scale);
+    S max = -__builtin_inff();
+    for (int64_t p = 0; p < f.num_parts; ++p) {
+      const S part_max = *row_of(f.parts[p].max, r, 1);
+      max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
+    }
+    const double reference = reference_of(max, c);
+    S sum = 0;
+    for (int64_t p = 0; p < f.num_parts; ++p) {
+      const S part_max = *row_of(f.parts[p].max, r, 1);
+      weights[p] = 1;
+      if (f.num_parts > 1) {
+        const double rest = reference_of(part_max, c) - reference;
+        weights[p] = part_max == -__builtin_inff() ? S(0) : exp2_scalar(static_cast<S>(rest));
+      }
+      sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
+    }
+    const bool empty = sum == 0;
+    RowEnd end = {empty ? S(0) : S(1) / (sum * static_cast<S>(f.keep_prob)), empty};
+    const bool statistics = f.lse.data != nullptr || f.max.data != nullptr || f.sum.data != nullptr;
+    if (!statistics && f.sinks == nullptr) return end;
+
+    const int64_t row = f.first_row + r;
+    const int64_t i = row / f.out.group, g = row % f.out.group;
+    double top = static_cast<double>(max) * f.score_scale;
+    // The sum against the maximum itself: times 2^rest, |rest| < 2^-13, e^x = 1 + x + x^2 / 2.
+    const double rest = (reference - static_cast<double>(max) * static_cast<double>(c)) * 0x1.62e42fefa39efp-1;
+    double exact = static_cast<double>(sum) * (1 + rest + rest * rest / 2);
+    if (empty) top = -__builtin_inf(), exact = 0;
+    if (f.sinks != nullptr) end.scale *= add_sink(static_cast<const S*>(f.sinks)[g * f.sinks_stride], top, exact);
+    if (exact != exact) top = exact = __builtin_nan("");
+    const bool nothing = exact == 0;
+    if (f.lse.data != nullptr) write_statistic(f.lse, i, g, nothing ? top : top + __builtin_log(exact));
+    if (f.max.data != nullptr) write_statistic(f.max, i, g, top);
+    if (f.sum.data != nullptr) write_statistic(f.sum, i, g, exact);
+    return end;
   }
   // One more score joins maximum and sum. Returns the share of the sum that the keys keep.
   static OPST_NOINLINE S add_sink(S sink, double& top, double& sum) {

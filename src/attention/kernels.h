@@ -4,7 +4,8 @@
 // visible keys per row. Plain data only; all memory is the caller's.
 //
 // Life of a block:  begin_block, then attend (once or more, tiles ascending), then finish_rows over the states of all
-// splits of the keys. Or attend_standard instead of attend, with the block's part of the score matrix.
+// splits of the keys. Or attend_standard instead of attend, with the block's part of the score matrix. Where all keys
+// are one tile, attend may write the outputs itself (QueryBlock::finish).
 //
 // A "word" is what the product multiplies per lane: f32, f64, or a pair of bf16 (layouts: tile/pack.h). "Accumulator
 // type" is float, or double for f64.
@@ -23,7 +24,13 @@ struct StackedRows {
   DType dtype;
   int64_t seq_stride, head_stride, dim_stride;  // in elements
   int64_t group;
+
+  // Elements between a row and the next, where that is the same for all.
+  bool evenly_spaced() const { return group == 1 || seq_stride == group * head_stride; }
+  int64_t row_stride() const { return group == 1 ? seq_stride : head_stride; }
 };
+
+struct FinishRows;
 
 // Running softmax of `rows` rows, all in the accumulator type.
 struct RowState {
@@ -35,7 +42,7 @@ struct RowState {
 struct QueryBlock {
   int64_t rows;
   int64_t head_dim, value_head_dim;
-  const void* query;     // words [rows][query_stride], written by begin_block
+  const void* query;     // words [rows][query_stride], written by begin_block or the caller's own
   int64_t query_stride;  // in words
   RowState state;
   int64_t acc_stride;     // value_head_dim rounded up to whole vectors
@@ -46,6 +53,10 @@ struct QueryBlock {
   const int64_t* visible_begin;
   const int64_t* visible_end;
   const ScoreRules* rules;  // null: scores are used as they are
+  // Not null: `attend` sees all keys in one tile and writes outputs and statistics, straight from the registers that
+  // hold them; state.acc is scratch. Wants one element per word, outputs of the accumulator type next to each other,
+  // rows evenly spaced, value_head_dim a multiple of the lanes.
+  const FinishRows* finish;
 };
 
 struct KvTile {
@@ -53,6 +64,9 @@ struct KvTile {
   int64_t count;
   bool partial;        // some row of the block does not see some key of the tile
   bool values_finite;  // packed tiles: no NaN or Inf among the values
+  // Not 0: `values` are rows of the tensor, this many words apart. Only with QueryBlock::finish, without rules, and
+  // where not partial.
+  int32_t values_stride;
   // Packed: column panels of the keys and value panels (tile/pack.h).
   const void* keys;
   const void* values;
@@ -87,7 +101,7 @@ struct Kernels {
   int accumulator_bytes;
 
   // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `factor` (0 or a power of two), into `out` as
-  // words and empties the state.
+  // words (unless null) and empties the state.
   void (*begin_block)(const StackedRows& query, int64_t first_row, double factor, void* out, const QueryBlock& block);
 
   // rows[0 .. count): keys (values) -> panels. dim_stride in elements. pack_values returns whether all are finite.

@@ -181,6 +181,21 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
   store_tile<P, MR, NV>(acc, c, ldc);
 }
 
+// C = factor[i] * (A B).
+template <class P, int MR, int NV>
+OPST_NOINLINE void scaled_product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
+                                  int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
+                                  const typename P::V::Scalar* factor, const char* prefetch) {
+  using V = typename P::V;
+  V acc[MR][NV];
+  clear_tile<P, MR, NV>(acc);
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] * V::set1(factor[i]);
+  }
+  store_tile<P, MR, NV>(acc, c, ldc);
+}
+
 template <class P>
 using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::WordB*, int64_t,
                                 typename P::V::Scalar*, int64_t, typename P::V::Scalar*, const char*);
@@ -203,6 +218,14 @@ OPST_INLINE ScaledAccumulate<P> scaled_accumulate_for(int rows) {
     return scaled_accumulate<P, 1, NV>;
   } else {
     return rows == MR ? scaled_accumulate<P, MR, NV> : scaled_accumulate_for<P, NV, MR - 1>(rows);
+  }
+}
+template <class P, int NV, int MR = kTileRows>
+OPST_INLINE ScaledAccumulate<P> scaled_product_for(int rows) {
+  if constexpr (MR == 1) {
+    return scaled_product<P, 1, NV>;
+  } else {
+    return rows == MR ? scaled_product<P, MR, NV> : scaled_product_for<P, NV, MR - 1>(rows);
   }
 }
 
