@@ -43,7 +43,7 @@ class ForwardCall {
         memory_(inputs, sequences, plan, geometry_of(machine.isa, plan.product), scratch),
         rules_(inputs, p_),
         in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages),
-        packed_flash_(plan.path == AttentionPath::flash && !in_place_) {}
+        whole_rows_(plan.path == AttentionPath::flash && plan.kv_access == KvAccess::packed_per_task) {}
 
   void run(ThreadPool& pool) {
     const int64_t wave_heads = plan_.heads_per_wave, tiles_per_head = memory_.layout.tiles_per_head;
@@ -112,7 +112,7 @@ class ForwardCall {
     q.value_head_dim = p_.value_head_dim;
     const StackedRows queries = memory_.stacked_rows(in_.query, head);
     const Visibility visibility = memory_.visibility(head);
-    const bool single_tile = packed_flash_ && plan_.kv_splits == 1 && visibility.kv_len <= plan_.block_kv;
+    const bool single_tile = whole_rows_ && plan_.kv_splits == 1 && visibility.kv_len <= plan_.block_kv;
     const bool in_tensor = single_tile && readable_in_place(queries);
     q.query = w.query;
     q.query_stride = memory_.layout.query_stride;
@@ -199,7 +199,7 @@ class ForwardCall {
       t.count = tile.count;
       t.partial = tile.partial;
       if (in_place_) continue;
-      const bool values_stay = plan_.kv_access == KvAccess::packed_per_task && values_in_place(q, tile);
+      const bool values_stay = values_in_place(q, tile);
       char* packed;
       if (plan_.kv_access == KvAccess::packed_shared) {
         const int64_t index = tile.first_key / plan_.block_kv;
@@ -283,7 +283,9 @@ class ForwardCall {
   const CallMemory memory_;
   const CallRules rules_;
   const bool in_place_;
-  const bool packed_flash_;
+  // All rows of a head are one block, whose queries and outputs may stay in the tensors. Of several blocks these are no
+  // longer in L2 when their turn comes (512 rows of head_dim 64, 8 heads: 0.95 times as fast).
+  const bool whole_rows_;
   struct Progress {
     Counter packed, attended;
   };
