@@ -404,7 +404,8 @@ struct Forward {
     bool empty = false;
     for (int i = 0; i < rb.rows; ++i) {
       S weight;
-      ends[i] = end_row(f, rb.first + i, &weight);
+      const int64_t row = f.first_row + rb.first + i;
+      ends[i] = end_row(f, rb.first + i, row / f.out.group, row % f.out.group, &weight);
       scale[i] = ends[i].scale;
       empty |= ends[i].empty;
     }
@@ -606,7 +607,7 @@ struct Forward {
       const int64_t row = f.first_row + r;
       const int64_t i = row / f.out.group, g = row % f.out.group;
       S weights[kMaxParts];
-      const RowEnd row_end = end_row(f, r, weights);
+      const RowEnd row_end = end_row(f, r, i, g, weights);
       write_row(f, r, weights, row_end.scale, row_end.empty, f.out.seq_stride * i + f.out.head_stride * g);
     }
   }
@@ -615,8 +616,8 @@ struct Forward {
     S scale;
     bool empty;
   };
-  // Joins the parts of row r and writes its statistics.
-  static OPST_INLINE RowEnd end_row(const FinishRows& f, int64_t r, S* weights) {
+  // Joins the parts of row r, query i of head g, and writes its statistics.
+  static OPST_INLINE RowEnd end_row(const FinishRows& f, int64_t r, int64_t i, int64_t g, S* weights) {
     const S c = static_cast<S>(f.exponent_scale);
     S max = -__builtin_inff();
     for (int64_t p = 0; p < f.num_parts; ++p) {
@@ -638,9 +639,6 @@ struct Forward {
     RowEnd end = {empty ? S(0) : S(1) / (sum * static_cast<S>(f.keep_prob)), empty};
     const bool statistics = f.lse.data != nullptr || f.max.data != nullptr || f.sum.data != nullptr;
     if (!statistics && f.sinks == nullptr) return end;
-
-    const int64_t row = f.first_row + r;
-    const int64_t i = row / f.out.group, g = row % f.out.group;
     double top = static_cast<double>(max) * f.score_scale;
     // The sum against the maximum itself: times 2^rest, |rest| < 2^-13, e^x = 1 + x + x^2 / 2.
     const double rest = (reference - static_cast<double>(max) * static_cast<double>(c)) * 0x1.62e42fefa39efp-1;
