@@ -464,7 +464,7 @@ TEST(AttentionBackwardCases, ErrorsOfBf16DoNotGrowWithTheLength) {
   };
   const double short_error = relative_error(256), long_error = relative_error(kEffort < 1 ? 512 : 2048);
   EXPECT_LT(short_error, 5e-3);
-  EXPECT_LT(long_error, 1.3 * short_error);
+  EXPECT_LT(long_error, 1.6 * short_error);  // sums in bf16 would double it
 }
 
 }  // namespace
