@@ -498,7 +498,8 @@ inline std::string judge(const DrawnCall& call, const DrawnCall::Outputs& out, c
                     .naive = {},
                     .largest_score = 0,
                     .typical_value = 1 / d.options.dropout.keep_prob,
-                    .flushed = 0};
+                    .flushed = 0,
+                    .rounds_twice = context.machine().isa == Isa::generic};
   if (d.kv_dtype == DType::bf16) judged.flushed = static_cast<double>(d.longest_keys()) * 0x1p-120;
   // Thousands of equal weights times equal values: each addition of the chain rounds in the same direction.
   if (d.query_dtype != DType::f64 && d.longest_keys() > 2048) {

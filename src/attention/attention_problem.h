@@ -125,6 +125,7 @@ struct JudgedRows {
   std::vector<attention::ReferenceRow> reference, naive;
   double largest_score, typical_value;  // among the reference's maxima; of |value|
   double flushed;                       // what subnormal operands may be worth
+  bool rounds_twice;                    // multiply-adds of the generic level
   std::vector<double> out = {};         // got, [rows][value_head_dim]
   std::vector<double> lse = {}, max = {}, sum = {};
 
@@ -149,6 +150,7 @@ struct JudgedRows {
     options.extra += static_cast<double>(kv_len) *
                      (query_dtype == DType::f64 ? std::numeric_limits<double>::denorm_min() : 0x1p-149);
     const double out_epsilon = epsilon(out_dtype);
+    if (rounds_twice) options.eps_factor *= 2;
     if (out_dtype == DType::bf16 || out_dtype == DType::f16) options.eps_factor = 0.5;  // one rounding, at the end
     if (out_dtype == DType::f16) options.extra += 0x1p-25;
     // P is rounded to bf16, and so is each part of the sum that it is divided by, but not in step.
@@ -372,7 +374,8 @@ class Problem {
                     .naive = naive_[static_cast<size_t>(storage)],
                     .largest_score = largest_score_,
                     .typical_value = typical_value_,
-                    .flushed = flushed_};
+                    .flushed = flushed_,
+                    .rounds_twice = context.machine().isa == Isa::generic};
     for (const int64_t row : rows_) {
       for (int64_t d = 0; d < p_.value_head_dim; ++d) {
         rows.out.push_back(get(r.out->tensor(), row * p_.value_head_dim + d));
