@@ -364,8 +364,7 @@ Result<bool> multiply_few_blocks(Context& context, const ConstTensor& x, const P
 Status multiply_int8_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
                             const MatmulOptions& options) {
   const int64_t m = out.shape[0], width = out.shape[1];
-  const bool direct =
-      out.dtype == DType::f32 && options.activation == Activation::none && !options.residual && !copies_bias(options);
+  const bool direct = out.dtype == DType::f32 && options.activation == Activation::none && !options.residual;
   const int64_t y_stride = round_up(weight.n(), kPanelColumns);  // room for whole vectors
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(wide_x_bytes(x) + bias_copy_bytes(options) +
                                                                  (direct ? 0 : Arena::size_of<float>(m * y_stride)));
