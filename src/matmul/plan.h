@@ -1,5 +1,5 @@
-// How a matmul is cut into tasks: a pure function of the problem and the kernels' granularity, never of the thread
-// count. Every output is one whole sum over k, so the cut never shows in the result.
+// How a matmul is cut into tasks: a pure function of the problem and the kernels' granularity; only plan_few_blocks
+// looks at the number of threads. Every output is one whole sum over k, so the cut never shows in the result.
 #pragma once
 
 #include <cstdint>
