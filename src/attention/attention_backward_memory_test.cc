@@ -170,12 +170,15 @@ TEST(AttentionBackwardMemory, LongCallsTakeLittleMemoryAndGiveTheGradients) {
     const auto row = [&](int tensor, int64_t at) {
       return &memory[static_cast<size_t>(tensor)][static_cast<size_t>(at * kDim)];
     };
-    const auto dot = [&](const float* a, const float* b) {
+    const auto dot = [&](const float* a, const float* b, bool absolute = false) {
       double sum = 0;
-      for (int64_t d = 0; d < kDim; ++d) sum += static_cast<double>(a[d]) * static_cast<double>(b[d]);
+      for (int64_t d = 0; d < kDim; ++d) {
+        const double product = static_cast<double>(a[d]) * static_cast<double>(b[d]);
+        sum += absolute ? std::fabs(product) : product;
+      }
       return sum;
     };
-    // dQ of some rows, in double. dS sums to 0, so that its parts tell the scale.
+    // dQ of some rows, in double. dS is a difference of sums that may cancel: their parts tell the scale of its error.
     for (const int64_t query : {int64_t{1}, len / 3, len - 1}) {
       std::vector<double> p, dp, expected(kDim);
       double sum = 0, delta = 0, scale = 0;
@@ -187,11 +190,11 @@ TEST(AttentionBackwardMemory, LongCallsTakeLittleMemoryAndGiveTheGradients) {
       for (int64_t key = 0; key <= query; ++key) {
         const auto n = static_cast<size_t>(key);
         const double ds = p[n] / sum * (dp[n] - delta / sum) / 8;
-        scale += std::fabs(ds);
+        scale += p[n] / sum * (dot(row(4, query), row(2, key), true) + std::fabs(delta / sum)) / 8;
         for (int64_t d = 0; d < kDim; ++d) expected[static_cast<size_t>(d)] += ds * static_cast<double>(row(1, key)[d]);
       }
       for (int64_t d = 0; d < kDim; ++d) {
-        EXPECT_NEAR(static_cast<double>(row(5, query)[d]), expected[static_cast<size_t>(d)], 1e-5 * scale) << query;
+        EXPECT_NEAR(static_cast<double>(row(5, query)[d]), expected[static_cast<size_t>(d)], 1e-6 * scale) << query;
       }
     }
     // The last key is seen by the last query alone: dV = P dO.
