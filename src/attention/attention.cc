@@ -173,12 +173,17 @@ class ForwardCall {
     return in_accumulator_type(out.dtype) && out.dim_stride == 1 && out.evenly_spaced() &&
            p_.value_head_dim % kernels_.lanes == 0;
   }
-  // Whether the product of the block may read values where they are.
-  bool values_in_place(const QueryBlock& q, const KvBlocks::Tile& tile) const {
+  // Whether the product of the block may read values where they are. Where some are hidden it must not meet an Inf
+  // among them; t.values_finite tells.
+  bool values_in_place(int64_t head, const QueryBlock& q, const CallMemory::Worker& w, KvTile& t) const {
     const int64_t stride = in_.value.strides[2];
-    return q.finish != nullptr && q.rules == nullptr && !tile.partial && !p_.paged &&
-           in_accumulator_type(p_.kv_dtype) && in_.value.strides[3] == 1 && stride > 0 &&
-           stride * size_bytes(p_.kv_dtype) <= kNearBytes;
+    if (q.finish == nullptr || p_.paged || !in_accumulator_type(p_.kv_dtype) || in_.value.strides[3] != 1 ||
+        stride <= 0 || stride * size_bytes(p_.kv_dtype) > kNearBytes) {
+      return false;
+    }
+    if (!t.partial && (q.rules == nullptr || !q.rules->hides())) return true;
+    memory_.kv_rows(in_.value, head).locate(t.first_key, t.count, w.value_rows);
+    return t.values_finite = kernels_.values_finite(w.value_rows, t.count, p_.value_head_dim);
   }
 
   // Describes up to tiles_per_task of the visible tiles that are left, and packs them where that is the task's own
@@ -199,7 +204,7 @@ class ForwardCall {
       t.count = tile.count;
       t.partial = tile.partial;
       if (in_place_) continue;
-      const bool values_stay = values_in_place(q, tile);
+      const bool values_stay = values_in_place(head, q, w, t);
       char* packed;
       if (plan_.kv_access == KvAccess::packed_shared) {
         const int64_t index = tile.first_key / plan_.block_kv;

@@ -57,13 +57,16 @@ OPST_INLINE RowBlock row_block(int64_t rows, int64_t index) {
 
 // Keys of a tile that at least one row of a row block sees: columns [begin, end) of the tile, begin at the start of a
 // panel. Scores are computed for `width` columns from begin on, whole vectors. All rows see the columns
-// [common_begin, common_end), counted from begin; the others are hidden from some row, or padding.
+// [common_begin, common_end), counted from begin; the others are hidden from some row, or padding. Of the panels that
+// all rows see, columns [whole_begin, whole_end), `score` takes the maxima; of the others `hide` does.
 struct KeySpan {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t width = 0;
   int64_t common_begin = 0;
   int64_t common_end = 0;
+  int64_t whole_begin = 0;
+  int64_t whole_end = 0;
 
   OPST_INLINE bool ragged() const { return common_begin > 0 || common_end < width; }
 };
@@ -89,21 +92,13 @@ struct Forward {
   static OPST_INLINE int64_t words(int64_t elements) { return (elements + P::kStep - 1) / P::kStep; }
   static OPST_INLINE S* row_of(void* base, int64_t row, int64_t stride) { return static_cast<S*>(base) + row * stride; }
 
-  // Keys below `prefix` are seen by every row, whatever its interval.
-  static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowBlock rb, const KvTile& tile, int64_t prefix = 0) {
+  static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowBlock rb, const KvTile& tile) {
     int64_t low = 0, high = tile.count, common_low = 0, common_high = tile.count;
     if (tile.partial) {
-      low = tile.count, high = 0;
-      if (prefix > tile.first_key) low = 0, high = prefix - tile.first_key;
-      if (high > tile.count) high = tile.count;
-      for (int64_t r = rb.first; r < rb.first + rb.rows; ++r) {
-        const auto [begin, end] = keys_of_row(q, tile, r);
-        common_low = begin > common_low ? begin : common_low;
-        common_high = end < common_high ? end : common_high;
-        if (begin >= end) continue;  // sees nothing here
-        low = begin < low ? begin : low;
-        high = end > high ? end : high;
-      }
+      const RowKeys first = keys_of_row(q, tile, rb.first), last = keys_of_row(q, tile, rb.first + rb.rows - 1);
+      // Both ends only grow from row to row, unless there is a prefix, which every row sees.
+      low = first.begin, high = last.end, common_low = last.begin, common_high = first.end;
+      if (q.rules != nullptr && q.rules->prefix > 0) with_prefix(q, rb, tile, low, high, common_low, common_high);
       if (low >= high) return {};
     }
     KeySpan span;
@@ -112,11 +107,29 @@ struct Forward {
     span.width = (high - span.begin + kLanes - 1) / kLanes * kLanes;
     span.common_begin = common_low - span.begin;
     span.common_end = common_high - span.begin;
+    const int64_t whole_begin = span.common_begin <= 0 ? 0 : (span.common_begin + kPanel - 1) / kPanel * kPanel;
+    const int64_t whole_end = span.common_end >= span.width ? span.width : span.common_end / kPanel * kPanel;
+    span.whole_begin = whole_begin < span.width ? whole_begin : span.width;
+    span.whole_end = whole_end < span.whole_begin ? span.whole_begin : whole_end;
     return span;
   }
+  static OPST_NOINLINE void with_prefix(const QueryBlock& q, RowBlock rb, const KvTile& tile, int64_t& low,
+                                        int64_t& high, int64_t& common_low, int64_t& common_high) {
+    low = tile.count, high = 0, common_low = 0, common_high = tile.count;
+    if (q.rules->prefix > tile.first_key) low = 0, high = q.rules->prefix - tile.first_key;
+    if (high > tile.count) high = tile.count;
+    for (int64_t r = rb.first; r < rb.first + rb.rows; ++r) {
+      const auto [begin, end] = keys_of_row(q, tile, r);
+      common_low = begin > common_low ? begin : common_low;
+      common_high = end < common_high ? end : common_high;
+      if (begin >= end) continue;  // sees nothing here
+      low = begin < low ? begin : low;
+      high = end > high ? end : high;
+    }
+  }
 
-  // scores[r][0 .. width) = Q K^T; row_max[r] = their maximum in each lane, taken while they are in registers: a pass
-  // of its own over scores that fill L1 costs 1.5 cycles per 16 scores.
+  // scores[r][0 .. width) = Q K^T; row_max[r] = the maximum of whole panels in each lane, taken while they are in
+  // registers: a pass of its own over scores that fill L1 costs 1.5 cycles per 16 scores.
   // With rules, masks and biases are fetched meanwhile: their rows lie pages apart, and nothing else foresees them (a
   // bool mask of 4096 x 4096: 1.33 times the time of no mask without fetching, 1.05 times with; f32: 1.26 and 1.08).
   template <bool kRules = false>
@@ -126,6 +139,10 @@ struct Forward {
     const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
     const Word* b = static_cast<const Word*>(tile.keys) + span.begin * depth;
     for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
+    alignas(64) S unused[kTileRows * kLanes];
+    const auto maxima_to = [&](int64_t from, int64_t to) OPST_INLINE_LAMBDA {
+      return from >= span.whole_begin && to <= span.whole_end ? row_max : unused;
+    };
     const auto full = tile::product_with_max_for<P, kTileVecs>(rb.rows);
     int64_t j = 0;
     for (; j + kPanel <= span.width; j += kPanel) {
@@ -133,25 +150,30 @@ struct Forward {
         const int64_t key = tile.first_key + span.begin + j;
         for (int i = 0; i < rb.rows; ++i) Ops::prefetch(*q.rules, q.rules->rows[rb.first + i], key);
       }
-      full(depth, a, q.query_stride, b + j * depth, kPanel, scores + j, stride, row_max, prefetch);
+      full(depth, a, q.query_stride, b + j * depth, kPanel, scores + j, stride, maxima_to(j, j + kPanel), prefetch);
       prefetch += depth / 4 * 64;
     }
     if (j < span.width) {  // one vector, of a whole panel or of a last one that is only as wide
       const int64_t ldb = tile.count - (span.begin + j) > kLanes ? kPanel : kLanes;
       tile::product_with_max_for<P, 1>(rb.rows)(depth, a, q.query_stride, b + j * depth, ldb, scores + j, stride,
-                                                row_max, prefetch);
+                                                maxima_to(j, j + kLanes), prefetch);
     }
   }
 
-  // Scores of keys that a row does not see, and of padding, become -inf; row_max is taken anew.
+  // row_max[r] = the maximum of scores[r][0 .. width) in each lane.
+  static OPST_INLINE void take_maxima(int rows, int64_t width, const S* scores, int64_t stride, S* row_max) {
+    for (int i = 0; i < rows; ++i) {
+      V top = V::set1(-__builtin_inff());
+      for (int64_t j = 0; j < width; j += kLanes) top = simd::max(top, V::load(scores + i * stride + j));
+      top.store(row_max + i * kLanes);
+    }
+  }
+
+  // Scores of keys that a row does not see, and of padding, become -inf; the others join row_max.
   static OPST_NOINLINE void hide(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
                                  int64_t stride, S* row_max) {
     const V hidden = V::set1(-__builtin_inff());
-    const int64_t width = span.width, origin = tile.first_key + span.begin;
-    // The same for all rows, so that no branch depends on a row: columns [whole_begin, whole_end) need no mask.
-    const int64_t common_begin = span.common_begin < 0 ? 0 : span.common_begin < width ? span.common_begin : width;
-    const int64_t whole_begin = (common_begin + kLanes - 1) / kLanes * kLanes;
-    const int64_t whole_end = span.common_end < whole_begin ? whole_begin : span.common_end / kLanes * kLanes;
+    const int64_t origin = tile.first_key + span.begin;
     for (int i = 0; i < rb.rows; ++i) {
       int64_t begin = 0, end = span.end - span.begin;
       if (tile.partial) {
@@ -160,7 +182,7 @@ struct Forward {
         end = row_end < end ? row_end : end;
       }
       S* row = scores + i * stride;
-      V top = hidden;
+      V top = V::load(row_max + i * kLanes);
       const auto mask = [&](int64_t from, int64_t to) OPST_INLINE_LAMBDA {
         for (int64_t j = from; j < to; j += kLanes) {
           V s = simd::blend_n(clamp_lanes(end - j), V::load(row + j), hidden);
@@ -169,9 +191,8 @@ struct Forward {
           top = simd::max(top, s);
         }
       };
-      mask(0, whole_begin < width ? whole_begin : width);
-      for (int64_t j = whole_begin; j < whole_end; j += kLanes) top = simd::max(top, V::load(row + j));
-      mask(whole_end, width);
+      mask(0, span.whole_begin);
+      mask(span.whole_end, span.width);
       top.store(row_max + i * kLanes);
     }
   }
@@ -218,23 +239,38 @@ struct Forward {
   };
   static constexpr S kFar = 1024;
 
-  // Raises the rows' maxima.
+  // Lane j: vector first + j of an array of `rows` vectors, its lanes joined; any value beyond the array.
+  template <class Each>
+  static OPST_INLINE V across(const S* vectors, int first, int rows, const Each& each) {
+    V row[kLanes];
+    OPST_UNROLL for (int j = 0; j < kLanes; ++j) {
+      row[j] = first + j < kTileRows ? V::load(vectors + (first + j < rows ? first + j : 0) * kLanes) : V::zero();
+    }
+    return each(row);
+  }
+  static OPST_INLINE V maxima_of(const S* vectors, int first, int rows) {
+    return across(vectors, first, rows, [](const V(&row)[kLanes]) OPST_INLINE_LAMBDA { return simd::hmax_each(row); });
+  }
+  static OPST_INLINE V sums_of(const S* vectors, int first, int rows) {
+    return across(vectors, first, rows, [](const V(&row)[kLanes]) OPST_INLINE_LAMBDA { return simd::hsum_each(row); });
+  }
+
+  // Raises the rows' maxima. kOnly: they have seen no key before, and there is nothing to rescale.
+  template <bool kOnly>
   static OPST_INLINE void raise_maxima(const QueryBlock& q, RowBlock rb, const S* row_max, Exponents& e) {
-    constexpr int kPadded = (kTileRows + kLanes - 1) / kLanes * kLanes;
-    S tops[kPadded] = {};
-    for (int i = 0; i < rb.rows; ++i) tops[i] = simd::hmax(V::load(row_max + i * kLanes));
     S* max = row_of(q.state.max, rb.first, 1);
     const V zero = V::zero(), unseen = V::set1(-__builtin_inff());
     const V c = V::set1(static_cast<S>(q.exponent_scale));
-    for (int i = 0; i < rb.rows; i += kLanes) {
+    OPST_UNROLL for (int i = 0; i < kTileRows; i += kLanes) {
       const int64_t n = clamp_lanes(rb.rows - i);
-      const V old = V::load_n(max + i, n);
-      const V top = simd::max(old, V::load(tops + i));        // a NaN row stays NaN: its sum is NaN already
+      V top = maxima_of(row_max, i, rb.rows);
+      const V old = kOnly ? unseen : V::load_n(max + i, n);
+      if (!kOnly) top = simd::max(old, top);                  // a NaN row stays NaN: its sum is NaN already
       const V used = simd::select(top == unseen, zero, top);  // -inf - (-inf) would be NaN
       const V reference = used * c;
       const auto far = V::set1(kFar) <= simd::abs(reference);
       // Between two rounded references the factor is exact, so their rounding cancels.
-      simd::exp2(simd::select(far, (old - used) * c, old * c - reference)).store_n(e.alpha + i, n);
+      if (!kOnly) simd::exp2(simd::select(far, (old - used) * c, old * c - reference)).store_n(e.alpha + i, n);
       simd::select(far, zero, reference).store_n(e.reference + i, n);
       simd::select(far, used, zero).store_n(e.origin + i, n);
       top.store_n(max + i, n);
@@ -248,6 +284,7 @@ struct Forward {
   }
 
   // scores[i][0 .. width) -> P, as words in place; adds to the rows' sums.
+  template <bool kOnly>
   static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowBlock rb, int64_t width, S* scores, int64_t stride,
                                          const Exponents& e) {
     const V c = V::set1(static_cast<S>(q.exponent_scale));
@@ -259,7 +296,7 @@ struct Forward {
         for (int64_t j = 0; j < width; j += kLanes) (V::load(row + j) - origin).store(row + j);
       }
       const V minus_reference = V::set1(-e.reference[i]);
-      V sum0 = V::load(sums) * V::set1(e.alpha[i]);
+      V sum0 = kOnly ? V::zero() : V::load(sums) * V::set1(e.alpha[i]);
       V sum1 = V::zero();
       int64_t j = 0;
       for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
@@ -399,15 +436,24 @@ struct Forward {
       finish_some(f, rb.first, rb.first + rb.rows);
       return;
     }
-    RowEnd ends[kTileRows];
-    S scale[kTileRows];
+    S scale[(kTileRows + kLanes - 1) / kLanes * kLanes];
+    const S* const sums = row_of(q.state.sums, rb.first, kLanes);
     bool empty = false;
-    for (int i = 0; i < rb.rows; ++i) {
-      S weight;
-      const int64_t row = f.first_row + rb.first + i;
-      ends[i] = end_row(f, rb.first + i, row / f.out.group, row % f.out.group, &weight);
-      scale[i] = ends[i].scale;
-      empty |= ends[i].empty;
+    if (f.writes_statistics() || f.sinks != nullptr) {
+      for (int i = 0; i < rb.rows; ++i) {
+        S weight;
+        const int64_t row = f.first_row + rb.first + i;
+        const RowEnd end = end_row(f, rb.first + i, row / f.out.group, row % f.out.group, &weight);
+        scale[i] = end.scale;
+        empty |= end.empty;
+      }
+    } else {
+      OPST_UNROLL for (int i = 0; i < kTileRows; i += kLanes) {
+        const V sum = sums_of(sums, i, rb.rows);
+        const auto none = sum == V::zero();
+        simd::select(none, V::zero(), V::set1(1) / (sum * V::set1(static_cast<S>(f.keep_prob)))).store(scale + i);
+        empty |= simd::any(none);  // or of a lane beyond the rows, which costs a look
+      }
     }
     const int64_t out_stride = f.out.row_stride();
     S* out = static_cast<S*>(f.out.data) + (f.first_row + rb.first) * out_stride;
@@ -425,35 +471,34 @@ struct Forward {
       prefetch += depth / 4 * 64;
     }
     for (int i = 0; empty && i < rb.rows; ++i) {  // 0 * Inf among their values
-      for (int64_t d = 0; ends[i].empty && d < q.value_head_dim; d += kLanes) {
-        V::zero().store(out + i * out_stride + d);
-      }
+      if (simd::hsum(V::load(sums + i * kLanes)) != 0) continue;
+      for (int64_t d = 0; d < q.value_head_dim; d += kLanes) V::zero().store(out + i * out_stride + d);
     }
   }
 
   // The flash path.
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
-    if (q.rules == nullptr)
-      attend_tiles<false>(q, tiles, num_tiles);
-    else
-      attend_tiles<true>(q, tiles, num_tiles);
+    constexpr bool kCanFinish = P::kStep == 1;
+    const bool only = kCanFinish && q.finish != nullptr;
+    const auto attend = q.rules == nullptr ? only ? attend_tiles<false, kCanFinish> : attend_tiles<false, false>
+                        : only ? attend_tiles<true, kCanFinish>
+                                           : attend_tiles<true, false>;
+    attend(q, tiles, num_tiles);
   }
-  template <bool kRules>
+  // kOnly: there is one tile, and the outputs are written at once.
+  template <bool kRules, bool kOnly>
   static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     S* scores = static_cast<S*>(q.scores);
     alignas(64) S row_max[kTileRows * kLanes];
     Exponents e;
-    const int64_t prefix = kRules ? q.rules->prefix : 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tile, prefix);
+        const KeySpan span = key_span(q, rb, tile);
         if (span.width == 0) {
-          if constexpr (P::kStep == 1) {
-            if (q.finish != nullptr) weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
-          }
+          if constexpr (kOnly) weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
           continue;
         }
         score<kRules>(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
@@ -462,18 +507,15 @@ struct Forward {
         } else {
           if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
         }
-        raise_maxima(q, rb, row_max, e);
-        exponentiate(q, rb, span.width, scores, q.scores_stride, e);
+        raise_maxima<kOnly>(q, rb, row_max, e);
+        exponentiate<kOnly>(q, rb, span.width, scores, q.scores_stride, e);
         if constexpr (kRules) {
           if (q.rules->drops()) drop(q, rb, tile, span, scores, q.scores_stride);
         }
-        if constexpr (P::kStep == 1) {
-          if (q.finish != nullptr) {
-            weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
-            continue;
-          }
-        }
-        weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
+        if constexpr (kOnly)
+          weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
+        else
+          weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
       }
     }
   }
@@ -486,11 +528,10 @@ struct Forward {
     Exponents e;
     const int64_t tile_width = num_tiles > 0 ? (tiles[0].count + kPanel - 1) / kPanel * kPanel : 0;
     const char* prefetch = static_cast<const char*>(q.query);
-    const int64_t prefix = q.rules == nullptr ? 0 : q.rules->prefix;
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tiles[t], prefix);
+        const KeySpan span = key_span(q, rb, tiles[t]);
         S* scores = row_of(matrix, rb.first, matrix_stride) + t * tile_width;
         if (span.width > 0) {
           score(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max, prefetch);
@@ -507,19 +548,15 @@ struct Forward {
     for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
       const RowBlock rb = row_block(q.rows, b);
       S* scores = row_of(matrix, rb.first, matrix_stride);
-      for (int i = 0; i < rb.rows; ++i) {
-        V top = V::set1(-__builtin_inff());
-        for (int64_t j = 0; j < width; j += kLanes) top = simd::max(top, V::load(scores + i * matrix_stride + j));
-        top.store(row_max + i * kLanes);
-      }
-      raise_maxima(q, rb, row_max, e);
-      exponentiate(q, rb, width, scores, matrix_stride, e);
+      take_maxima(rb.rows, width, scores, matrix_stride, row_max);
+      raise_maxima<false>(q, rb, row_max, e);
+      exponentiate<false>(q, rb, width, scores, matrix_stride, e);
     }
     for (S& factor : e.alpha) factor = 1;
     for (int64_t t = 0; t < num_tiles; ++t) {
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tiles[t], prefix);
+        const KeySpan span = key_span(q, rb, tiles[t]);
         if (span.width == 0) continue;
         // P's words are as far into the row as its elements.
         Word* p = reinterpret_cast<Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
@@ -637,8 +674,7 @@ struct Forward {
     }
     const bool empty = sum == 0;
     RowEnd end = {empty ? S(0) : S(1) / (sum * static_cast<S>(f.keep_prob)), empty};
-    const bool statistics = f.lse.data != nullptr || f.max.data != nullptr || f.sum.data != nullptr;
-    if (!statistics && f.sinks == nullptr) return end;
+    if (!f.writes_statistics() && f.sinks == nullptr) return end;
     double top = static_cast<double>(max) * f.score_scale;
     // The sum against the maximum itself: times 2^rest, |rest| < 2^-13, e^x = 1 + x + x^2 / 2.
     const double rest = (reference - static_cast<double>(max) * static_cast<double>(c)) * 0x1.62e42fefa39efp-1;

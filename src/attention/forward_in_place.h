@@ -144,18 +144,6 @@ struct ForwardInPlace {
     weigh_rows<R>(p, stride, alpha, tile, 0, tile.count, value_head_dim, out, out_stride, prefetch);
   }
 
-  static OPST_NOINLINE bool values_finite(const KvTile& tile, int64_t value_head_dim) {
-    V not_finite = V::zero();  // 0 * x is NaN for the others
-    for (int64_t j = 0; j < tile.count; ++j) {
-      const T* values = at(tile.value_rows, j);
-      for (int64_t d = 0; d < value_head_dim; d += kLanes) {
-        const V v = V::load_n(values + d, Tiled::clamp_lanes(value_head_dim - d));
-        not_finite = simd::fma(v, V::zero(), not_finite);
-      }
-    }
-    return simd::hsum(not_finite) == 0;
-  }
-
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     if (q.rules == nullptr)
       attend_tiles<false>(q, tiles, num_tiles);
@@ -180,15 +168,20 @@ struct ForwardInPlace {
       const KeySpan span{.end = tile.count,
                          .width = (tile.count + kLanes - 1) / kLanes * kLanes,
                          .common_end = tile.partial ? 0 : tile.count};
-      if constexpr (kRules)
+      if constexpr (kRules) {
         Tiled::shape(q, rb, tile, span, scores, stride, row_max);
-      else
+      } else if (span.ragged()) {
+        Tiled::take_maxima(rb.rows, 0, scores, stride, row_max);
         Tiled::hide(q, rb, tile, span, scores, stride, row_max);
-      Tiled::raise_maxima(q, rb, row_max, e);
-      Tiled::exponentiate(q, rb, span.width, scores, stride, e);
+      } else {
+        Tiled::take_maxima(rb.rows, span.width, scores, stride, row_max);
+      }
+      Tiled::template raise_maxima<false>(q, rb, row_max, e);
+      Tiled::template exponentiate<false>(q, rb, span.width, scores, stride, e);
       if constexpr (kRules) {
         if (q.rules->drops()) Tiled::drop(q, rb, tile, span, scores, stride);
-        if ((tile.partial || q.rules->hides()) && !values_finite(tile, q.value_head_dim)) {
+        if ((tile.partial || q.rules->hides()) &&
+            !tile::rows_finite<V, T>(tile.value_rows, tile.count, q.value_head_dim)) {
           weigh_visible(q, rb, tile, span, scores, stride, e.alpha);
           continue;
         }

@@ -56,26 +56,29 @@ struct ForwardPages {
     return (kAheadBytes + bytes - 1) / bytes;
   }
 
-  // scores[r][0 .. width) = Q K^T and the row maxima.
+  // scores[r][0 .. width) = Q K^T, and the maxima of whole panels.
   static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
                                 int64_t stride, S* row_max) {
     const int64_t depth = q.head_dim / kElements;
     const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
     for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
+    alignas(64) S unused[kTileRows * kLanes];
     const int64_t distance = groups_ahead(q.head_dim);
     for (int64_t j = 0; j < span.width; j += kPanel) {
+      const int64_t end = span.width - j > kLanes ? j + kPanel : j + kLanes;
+      S* const maxima = j >= span.whole_begin && end <= span.whole_end ? row_max : unused;
       const int64_t key = span.begin + j;
       const Stored* b = group(tile.key_rows, key) + key % kGroup;
       if (rb.rows <= tile::kStreamRows) {
         const auto stream = span.width - j > kLanes ? tile::stream_product_with_max_for<P, kTileVecs>(rb.rows)
                                                     : tile::stream_product_with_max_for<P, 1>(rb.rows);
         stream(depth, a, q.query_stride, b, kGroup, key_group_ahead(tile, key / kGroup, distance) + key % kGroup,
-               scores + j, stride, row_max);
+               scores + j, stride, maxima);
         continue;
       }
       const auto product = span.width - j > kLanes ? tile::product_with_max_for<P, kTileVecs>(rb.rows)
                                                    : tile::product_with_max_for<P, 1>(rb.rows);
-      product(depth, a, q.query_stride, b, kGroup, scores + j, stride, row_max, reinterpret_cast<const char*>(b));
+      product(depth, a, q.query_stride, b, kGroup, scores + j, stride, maxima, reinterpret_cast<const char*>(b));
     }
   }
 
@@ -206,14 +209,13 @@ struct ForwardPages {
     const int64_t stride = q.scores_stride;
     alignas(64) S row_max[kTileRows * kLanes];
     typename Tiled::Exponents e;
-    const int64_t prefix = kRules ? q.rules->prefix : 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const bool some_hidden = tile.partial || (kRules && q.rules->hides());
       const bool by_row = some_hidden && !values_finite(tile, q.value_head_dim);
       for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
         const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = Tiled::key_span(q, rb, tile, prefix);
+        const KeySpan span = Tiled::key_span(q, rb, tile);
         if (span.width == 0) continue;
         score(q, rb, tile, span, scores, stride, row_max);
         if constexpr (kRules) {
@@ -221,8 +223,8 @@ struct ForwardPages {
         } else {
           if (span.ragged()) Tiled::hide(q, rb, tile, span, scores, stride, row_max);
         }
-        Tiled::raise_maxima(q, rb, row_max, e);
-        Tiled::exponentiate(q, rb, span.width, scores, stride, e);
+        Tiled::template raise_maxima<false>(q, rb, row_max, e);
+        Tiled::template exponentiate<false>(q, rb, span.width, scores, stride, e);
         if constexpr (kRules) {
           if (q.rules->drops()) Tiled::drop(q, rb, tile, span, scores, stride);
         }

@@ -63,9 +63,9 @@ struct KvTile {
   int64_t first_key;
   int64_t count;
   bool partial;        // some row of the block does not see some key of the tile
-  bool values_finite;  // packed tiles: no NaN or Inf among the values
-  // Not 0: `values` are rows of the tensor, this many words apart. Only with QueryBlock::finish, without rules, and
-  // where not partial.
+  bool values_finite;  // no NaN or Inf among the values; may be false where nothing is hidden
+  // Not 0: `values` are rows of the tensor, this many words apart. Only with QueryBlock::finish, and where all are
+  // finite or none is hidden.
   int32_t values_stride;
   // Packed: column panels of the keys and value panels (tile/pack.h).
   const void* keys;
@@ -90,6 +90,8 @@ struct FinishRows {
   int64_t first_row;  // row r of the block is row first_row + r of `out`
   StackedRows out;
   StackedRows lse, max, sum;  // dim_stride unused, dtype the accumulator's; data = null: not wanted
+
+  bool writes_statistics() const { return lse.data != nullptr || max.data != nullptr || sum.data != nullptr; }
 };
 
 struct Kernels {
@@ -107,6 +109,9 @@ struct Kernels {
   // rows[0 .. count): keys (values) -> panels. dim_stride in elements. pack_values returns whether all are finite.
   void (*pack_keys)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t head_dim, void* out);
   bool (*pack_values)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t value_head_dim, void* out);
+
+  // Whether values, dimensions next to each other, are finite.
+  bool (*values_finite)(const void* const* rows, int64_t count, int64_t value_head_dim);
 
   void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);           // packed tiles
   void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // at most tile_rows rows

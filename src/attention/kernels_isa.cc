@@ -30,6 +30,7 @@ constexpr Kernels packed_kernels() {
           .begin_block = Forward<P>::begin_block,
           .pack_keys = pack_keys<P, T>,
           .pack_values = pack_values<P, T>,
+          .values_finite = tile::rows_finite<typename P::V, T>,
           .attend = Forward<P>::attend,
           .attend_in_place = nullptr,
           .attend_pages = nullptr,

@@ -41,6 +41,8 @@ struct Visibility {
     return begin <= prefix ? KeyInterval{0, std::max(end, prefix)} : KeyInterval{begin, end};
   }
 
+  // Whether every query sees every key.
+  bool all() const { return low == -kFar && high == kFar; }
   // First key that query i or a later one sees, unless by the prefix.
   int64_t first_key(int64_t i) const { return std::clamp<int64_t>(i + low, 0, kv_len); }
   // Whether some of `query_len` queries may see some of keys [begin, end).
@@ -74,12 +76,29 @@ class KvBlocks {
   KvBlocks(const Visibility& visibility, int64_t first_row, int64_t rows, int64_t group, KeyInterval range,
            int64_t block_kv, int64_t* visible_begin, int64_t* visible_end)
       : block_kv_(block_kv), some_{range.end, range.begin}, all_(range) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const KeyInterval keys = visibility.keys_of_query((first_row + r) / group);
-      visible_begin[r] = keys.begin;
-      visible_end[r] = keys.end;
-      all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
-      if (keys.begin < keys.end) some_ = {std::min(some_.begin, keys.begin), std::max(some_.end, keys.end)};
+    int64_t r = 0;
+    if (visibility.all()) {
+      std::fill_n(visible_begin, rows, 0);
+      std::fill_n(visible_end, rows, visibility.kv_len);
+      all_ = some_ = {std::max<int64_t>(range.begin, 0), std::min(range.end, visibility.kv_len)};
+      r = rows;
+    }
+    for (int64_t query = first_row / group; r < rows; ++query) {
+      const KeyInterval keys = visibility.keys_of_query(query);
+      const int64_t end = std::min(rows, (query + 1) * group - first_row);  // of the query's rows
+      for (; r < end; ++r) {
+        visible_begin[r] = keys.begin;
+        visible_end[r] = keys.end;
+      }
+    }
+    if (visibility.prefix > 0) {
+      for (r = 0; r < rows; ++r) see({visible_begin[r], visible_end[r]});
+    } else if (rows > 0 && !visibility.all()) {
+      // Both ends only grow from row to row: the first and the last that see something are enough.
+      int64_t first = 0, last = rows - 1;
+      while (first < last && visible_begin[first] >= visible_end[first]) ++first;
+      while (last > first && visible_begin[last] >= visible_end[last]) --last;
+      for (const int64_t row : {int64_t{0}, first, last, rows - 1}) see({visible_begin[row], visible_end[row]});
     }
     some_ = {std::max(some_.begin, range.begin), std::min(some_.end, range.end)};
     range_end_ = std::min(range.end, visibility.kv_len);
@@ -105,6 +124,11 @@ class KvBlocks {
   int64_t upcoming() const { return next_; }
 
  private:
+  void see(KeyInterval keys) {
+    all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
+    if (keys.begin < keys.end) some_ = {std::min(some_.begin, keys.begin), std::max(some_.end, keys.end)};
+  }
+
   int64_t block_kv_;
   KeyInterval some_;  // of the rows' intervals, seen by some row
   KeyInterval all_;   // seen by every row

@@ -15,8 +15,9 @@
 //                blend_n(n, a, b) = a in lanes below n, b in the others
 //   bits         copy_sign(magnitude, sign)
 //   exponent     scale_pow2(p, n) = p * 2^n; exp2_fraction(x), exp2_scale(p, x): the two halves of exp2, see math.h
-//   across       hsum(v), hmax(v) in a fixed order; hsum_each(v[kLanes]): lane i = hsum of v[i];
-//                transpose(v[kLanes]) in place
+//   across       hsum(v), hmax(v) in a fixed order; hsum_each(v[kLanes]), hmax_each(v[kLanes]): lane i = hsum (hmax)
+//                of v[i], with its bits; transpose(v[kLanes]) in place;
+//                load_transposed(rows, offset, v): v[c] lane i = rows[i][offset + c], rows of V::Scalar
 //
 // Bf16Words: a vector of pairs of bf16, load(p), load_n(p, n); low() and high() widen the lower and the upper values.
 // Levels with the pairwise dot instruction multiply them as they are (dot_pairs in vec_avx512.h).

@@ -140,10 +140,43 @@ OPST_INLINE void transpose(F32 (&row)[8]) {
   }
 }
 
+// out[c] lane i = rows[i][offset + c]. Rows i and i + 4 share a register from the load on.
+OPST_INLINE void load_transposed(const void* const* rows, int64_t offset, F32 (&out)[8]) {
+  const auto quarter = [&](int i, int64_t column) OPST_INLINE_LAMBDA {
+    return _mm_loadu_ps(static_cast<const float*>(rows[i]) + offset + column);
+  };
+  OPST_UNROLL for (int column = 0; column < 8; column += 4) {
+    __m256 row[4];
+    OPST_UNROLL for (int i = 0; i < 4; ++i) {
+      row[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(quarter(i, column)), quarter(i + 4, column), 1);
+    }
+    const __m256 a = _mm256_unpacklo_ps(row[0], row[1]), b = _mm256_unpackhi_ps(row[0], row[1]);
+    const __m256 c = _mm256_unpacklo_ps(row[2], row[3]), d = _mm256_unpackhi_ps(row[2], row[3]);
+    out[column].v = _mm256_shuffle_ps(a, c, 0x44);
+    out[column + 1].v = _mm256_shuffle_ps(a, c, 0xee);
+    out[column + 2].v = _mm256_shuffle_ps(b, d, 0x44);
+    out[column + 3].v = _mm256_shuffle_ps(b, d, 0xee);
+  }
+}
+
+// Lane i = the lanes of row[i] joined in the order of hsum.
+template <class Join>
+OPST_INLINE F32 reduce_each(const F32 (&row)[8], const Join& join) {
+  // In 128-bit lane q of t[j]: row 4q + j, its two lanes joined.
+  __m256 t[4];
+  OPST_UNROLL for (int j = 0; j < 4; ++j) {
+    const __m256 a = row[j].v, b = row[4 + j].v;
+    t[j] = join(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
+  const __m256 u0 = join(_mm256_shuffle_ps(t[0], t[1], 0x44), _mm256_shuffle_ps(t[0], t[1], 0xee));
+  const __m256 u1 = join(_mm256_shuffle_ps(t[2], t[3], 0x44), _mm256_shuffle_ps(t[2], t[3], 0xee));
+  return {join(_mm256_shuffle_ps(u0, u1, 0x88), _mm256_shuffle_ps(u0, u1, 0xdd))};
+}
 OPST_INLINE F32 hsum_each(const F32 (&row)[8]) {
-  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(row[0].v, row[1].v), _mm256_hadd_ps(row[2].v, row[3].v));
-  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(row[4].v, row[5].v), _mm256_hadd_ps(row[6].v, row[7].v));
-  return {_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31))};
+  return reduce_each(row, [](__m256 a, __m256 b) OPST_INLINE_LAMBDA { return _mm256_add_ps(a, b); });
+}
+OPST_INLINE F32 hmax_each(const F32 (&row)[8]) {
+  return reduce_each(row, [](__m256 a, __m256 b) OPST_INLINE_LAMBDA { return _mm256_max_ps(a, b); });
 }
 
 // Words of two bf16 values.

@@ -297,8 +297,17 @@ OPST_INLINE void transpose(GenericVec<T> (&row)[N]) {
   for (int i = 0; i < N; ++i) row[i] = each(row[i], [&](T, int j) { return cell[j][i]; });
 }
 template <class T, int N>
+OPST_INLINE void load_transposed(const void* const* rows, int64_t offset, GenericVec<T> (&out)[N]) {
+  for (int i = 0; i < N; ++i) out[i] = GenericVec<T>::load(static_cast<const T*>(rows[i]) + offset);
+  transpose(out);
+}
+template <class T, int N>
 OPST_INLINE GenericVec<T> hsum_each(const GenericVec<T> (&row)[N]) {
   return each(row[0], [&](T, int i) { return hsum(row[i]); });
+}
+template <class T, int N>
+OPST_INLINE GenericVec<T> hmax_each(const GenericVec<T> (&row)[N]) {
+  return each(row[0], [&](T, int i) { return hmax(row[i]); });
 }
 
 }  // namespace opst::OPST_ISA_NS::simd

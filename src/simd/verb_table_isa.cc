@@ -104,6 +104,11 @@ struct Verbs {
     for (int i = 0; i < V::kLanes; ++i) v[i] = V::load(rows + i * V::kLanes);
     simd::hsum_each(v).store(out);
   }
+  static void hmax_each(const S* rows, S* out) {
+    V v[V::kLanes];
+    for (int i = 0; i < V::kLanes; ++i) v[i] = V::load(rows + i * V::kLanes);
+    simd::hmax_each(v).store(out);
+  }
   static void transpose(const S* rows, S* out) {
     V v[V::kLanes];
     for (int i = 0; i < V::kLanes; ++i) v[i] = V::load(rows + i * V::kLanes);
@@ -111,11 +116,18 @@ struct Verbs {
     for (int i = 0; i < V::kLanes; ++i) v[i].store(out + i * V::kLanes);
   }
 
+  static void load_transposed(const void* const* rows, int64_t offset, S* out) {
+    V v[V::kLanes];
+    simd::load_transposed(rows, offset, v);
+    for (int i = 0; i < V::kLanes; ++i) v[i].store(out + i * V::kLanes);
+  }
+
   static constexpr VerbTable<S> table() {
-    return {V::kLanes, exp2,        exp2_short, exp2_bf16,  exp,     tanh,       tanh_short, erf,      zero,   set1,
-            iota,      load,        load_n,     store,      store_n, add,        subtract,   multiply, divide, max,
-            min,       copy_sign,   less,       less_equal, equal,   scale_pow2, fma,        sqrt,     abs,    round,
-            blend_n,   select_less, any_less,   hsum,       hmax,    hsum_each,  transpose};
+    return {V::kLanes, exp2,       exp2_short, exp2_bf16, exp,       tanh,      tanh_short,     erf,
+            zero,      set1,       iota,       load,      load_n,    store,     store_n,        add,
+            subtract,  multiply,   divide,     max,       min,       copy_sign, less,           less_equal,
+            equal,     scale_pow2, fma,        sqrt,      abs,       round,     blend_n,        select_less,
+            any_less,  hsum,       hmax,       hsum_each, hmax_each, transpose, load_transposed};
   }
 };
 

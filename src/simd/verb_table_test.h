@@ -36,7 +36,9 @@ struct VerbTable {
   S (*hsum)(const S* a);
   S (*hmax)(const S* a);
   void (*hsum_each)(const S* rows, S* out);  // [lanes][lanes]
+  void (*hmax_each)(const S* rows, S* out);
   void (*transpose)(const S* rows, S* out);  // [lanes][lanes]
+  void (*load_transposed)(const void* const* rows, int64_t offset, S* out);
 };
 
 // Bits and random bits, at f32 levels.

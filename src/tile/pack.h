@@ -55,6 +55,29 @@ OPST_INLINE void load_words(const bf16* row, int64_t dim_stride, int64_t begin, 
   }
 }
 
+// kLanes words of kLanes rows from element `begin` on, transposed. Pairs travel as raw 32-bit lanes.
+template <class P, class T>
+OPST_INLINE void load_words_transposed(const void* const* rows, int64_t begin, typename P::V (&block)[P::V::kLanes]) {
+  using V = typename P::V;
+  if constexpr (P::kStep > 1 || sizeof(T) == sizeof(typename V::Scalar)) {
+    simd::load_transposed(rows, begin / P::kStep, block);
+  } else {
+    OPST_UNROLL for (int i = 0; i < V::kLanes; ++i) block[i] = V::load(static_cast<const T*>(rows[i]) + begin);
+    simd::transpose(block);
+  }
+}
+// kLanes words of a row from word `begin` on, zero beyond `length` elements.
+template <class P, class T>
+OPST_NOINLINE typename P::V load_part(const T* row, int64_t dim_stride, int64_t begin, int64_t length) {
+  if constexpr (P::kStep == 1) {
+    return load_row<typename P::V>(row, dim_stride, begin, length);
+  } else {
+    uint32_t words[P::V::kLanes] = {};
+    load_words(row, dim_stride, 2 * begin, length, P::V::kLanes, words);
+    return P::V::load(reinterpret_cast<const float*>(words));
+  }
+}
+
 // count rows of `length` elements -> column panels. `out` has room for whole panels.
 template <class P, class T>
 OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length, typename P::Word* out) {
@@ -65,7 +88,7 @@ OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length
     const int64_t left = count - first;
     const int64_t width = left > kLanes ? kPanel : kLanes;
     for (int64_t half = 0; half < width; half += kLanes) {
-      const int64_t present = left - half < kLanes ? left - half : kLanes;
+      const int64_t present = left - half;
       for (int64_t d = 0; d < depth; d += kLanes) {
         V block[kLanes];
         // The same columns of the rows that come next.
@@ -73,24 +96,19 @@ OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length
         for (int64_t i = ahead; i < ahead + kLanes && i < count; ++i) {
           prefetch_element(in.row(i), in.dim_stride, d * P::kStep);
         }
-        OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
-          if (i >= present) {
-            block[i] = V::zero();
-          } else if constexpr (P::kStep == 1) {
-            block[i] = load_row<V>(in.row(first + half + i), in.dim_stride, d, length);
-          } else {
-            // Pairs travel through the same transpose as raw 32-bit lanes.
-            const bf16* row = in.row(first + half + i);
-            if (in.dim_stride == 1 && 2 * (d + kLanes) <= length) {
-              block[i] = V::load(reinterpret_cast<const float*>(row + 2 * d));
-            } else {
-              uint32_t words[kLanes] = {};
-              load_words(row, in.dim_stride, 2 * d, length, kLanes, words);
-              block[i] = V::load(reinterpret_cast<const float*>(words));
-            }
+        if (present >= kLanes && in.dim_stride == 1 && P::kStep * (d + kLanes) <= length) {
+          load_words_transposed<P, T>(in.rows + first + half, P::kStep * d, block);
+        } else {
+          typename V::Scalar part[kLanes][kLanes];  // not `block`, which stays in registers
+          for (int i = 0; i < kLanes; ++i) {
+            if (i < present)
+              load_part<P>(in.row(first + half + i), in.dim_stride, d, length).store(part[i]);
+            else
+              V::zero().store(part[i]);
           }
+          OPST_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = V::load(part[i]);
+          simd::transpose(block);
         }
-        simd::transpose(block);
         typename P::Word* target = out + d * width + half;
         const int64_t n = depth - d < kLanes ? depth - d : kLanes;
         if (n == kLanes) {
@@ -108,6 +126,26 @@ OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length
     }
     out += depth * width;
   }
+}
+
+// Whether the elements of count rows, `length` next to each other in each, are finite.
+template <class V, class T>
+OPST_NOINLINE bool rows_finite(const void* const* rows, int64_t count, int64_t length) {
+  constexpr int kChains = 4;
+  V not_finite[kChains] = {V::zero(), V::zero(), V::zero(), V::zero()};  // 0 * x is NaN for the others
+  for (int64_t i = 0; i < count; ++i) {
+    const T* row = static_cast<const T*>(rows[i]);
+    int64_t d = 0;
+    for (; d + kChains * V::kLanes <= length; d += kChains * V::kLanes) {
+      OPST_UNROLL for (int c = 0; c < kChains; ++c) {
+        not_finite[c] = simd::fma(V::load(row + d + c * V::kLanes), V::zero(), not_finite[c]);
+      }
+    }
+    for (; d < length; d += V::kLanes) {
+      not_finite[0] = simd::fma(load_row<V>(row, 1, d, length), V::zero(), not_finite[0]);
+    }
+  }
+  return simd::hsum((not_finite[0] + not_finite[1]) + (not_finite[2] + not_finite[3])) == 0;
 }
 
 // count rows (keys) of `length` elements (columns) -> value panels. Returns whether every element is finite.
