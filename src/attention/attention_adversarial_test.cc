@@ -178,6 +178,8 @@ enum class Where : uint8_t { query, key, value };
 void poison_everywhere(DType dtype, int64_t query_len, int64_t kv_len, bool causal, Where where, Random& random) {
   for (const AttentionOptions& way : ways()) {
     ProblemOptions p = small(dtype, query_len, kv_len);
+    // Whole vectors of heads of their own may stay where they are.
+    p.value_head_dim = random.pick({21, 32}), p.num_kv_heads = random.pick({1, 2});
     p.options = way;
     p.options.causal = causal;
     p.options.alignment = random.pick({CausalAlignment::top_left, CausalAlignment::bottom_right});
@@ -266,6 +268,7 @@ TEST(AttentionAdversarial, HiddenNanTailsNeverMatter) {
         for (const AttentionOptions& way : ways()) {
           if (!random.chance(0.5)) continue;
           ProblemOptions p = small(dtype, query_len, 67);
+          p.value_head_dim = random.pick({21, 32}), p.num_kv_heads = random.pick({1, 2});
           p.batch = 3;
           p.options = way;
           p.options.causal = causal;
