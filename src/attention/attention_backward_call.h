@@ -142,8 +142,8 @@ class BackwardCallData {
       reference_ = attention::reference_gradients(in, grad_out_.tensor, grad_lse_.tensor, d.options);
       magnitude_ = attention::reference_gradients(in, grad_out_.tensor, grad_lse_.tensor, d.options, true);
       for (const DrawnCall::Row& row : call_.rows(400)) {
-        const double max = attention::reference_row(in, d.options, row.b, row.h, row.i).max;
-        if (std::isfinite(max)) largest_score_ = std::max(largest_score_, std::fabs(max));
+        const double scale = attention::reference_row(in, d.options, row.b, row.h, row.i).score_scale;
+        if (std::isfinite(scale)) score_scale_ = std::max(score_scale_, scale);
       }
       has_reference_ = true;
     }
@@ -215,7 +215,7 @@ class BackwardCallData {
     const bool f64 = d.query_dtype == DType::f64;
     // P is as wrong, relatively, as scores and statistics are absolutely; and sums round.
     const double eps = f64 ? 0x1p-52 : 0x1p-23;
-    options.extra = 2 * eps * (4 + largest_score_) * largest;
+    options.extra = 2 * eps * (4 + score_scale_) * largest;
     // O was rounded before delta was taken from it; exponentials of the pairwise product; dS.
     if (type == DType::bf16) options.extra += 0x1p-9 * largest;
     if (type == DType::f16) options.extra += 0x1p-12 * largest;
@@ -232,7 +232,7 @@ class BackwardCallData {
   bool has_reference_ = false;
   attention::ReferenceGradients reference_, magnitude_;
   attention::ReferenceGradients naive_[4];  // by storage
-  double largest_score_ = 0;
+  double score_scale_ = 0;
 };
 
 // For a test to change what an input holds.

@@ -496,7 +496,7 @@ inline std::string judge(const DrawnCall& call, const DrawnCall::Outputs& out, c
                     .kv_len = d.longest_keys(),
                     .reference = {},
                     .naive = {},
-                    .largest_score = 0,
+                    .score_scale = 0,
                     .typical_value = 1 / d.options.dropout.keep_prob,
                     .flushed = 0,
                     .rounds_twice = context.machine().isa == Isa::generic};
@@ -508,8 +508,8 @@ inline std::string judge(const DrawnCall& call, const DrawnCall::Outputs& out, c
   for (const DrawnCall::Row& row : call.rows(most)) {
     judged.reference.push_back(attention::reference_row(call.oracle_inputs, d.options, row.b, row.h, row.i));
     judged.naive.push_back(attention::naive_row(call.oracle_inputs, d.options, row.b, row.h, row.i, storage));
-    const double max = judged.reference.back().max;
-    if (std::isfinite(max)) judged.largest_score = std::max(judged.largest_score, std::fabs(max));
+    const double scale = judged.reference.back().score_scale;
+    if (std::isfinite(scale)) judged.score_scale = std::max(judged.score_scale, scale);
     const ConstTensor got = call.row_of(out.tensors.out, row);
     for (int64_t i = 0; i < d.value_head_dim; ++i) judged.out.push_back(get(got, i));
     judged.lse.push_back(get(call.row_of(out.tensors.softmax_lse, row), 0));

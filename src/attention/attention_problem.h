@@ -123,10 +123,10 @@ struct JudgedRows {
   DType storage;   // the type of naive's steps
   int64_t kv_len;  // most keys of a row
   std::vector<attention::ReferenceRow> reference, naive;
-  double largest_score, typical_value;  // among the reference's maxima; of |value|
-  double flushed;                       // what subnormal operands may be worth
-  bool rounds_twice;                    // multiply-adds of the generic level
-  std::vector<double> out = {};         // got, [rows][value_head_dim]
+  double score_scale, typical_value;  // the largest of the reference's; of |value|
+  double flushed;                     // what subnormal operands may be worth
+  bool rounds_twice;                  // multiply-adds of the generic level
+  std::vector<double> out = {};       // got, [rows][value_head_dim]
   std::vector<double> lse = {}, max = {}, sum = {};
 
   // "" where all are close enough. worst_ratio: raised to the largest error / bound.
@@ -145,7 +145,7 @@ struct JudgedRows {
     for (int64_t i = 0; i < num_rows * dims; ++i) set(got_out, i, out[static_cast<size_t>(i)]);
     CompareOptions options{.name = "out", .about = about};
     // What f32 loses: in the scores, hence relatively in P, and in the sums.
-    options.extra = 4 * accumulator_epsilon * (1 + largest_score) * typical_value + flushed;
+    options.extra = 4 * accumulator_epsilon * (1 + score_scale) * typical_value + flushed;
     // Among subnormal numbers each step may lose half of the smallest one.
     options.extra += static_cast<double>(kv_len) *
                      (query_dtype == DType::f64 ? std::numeric_limits<double>::denorm_min() : 0x1p-149);
@@ -177,7 +177,7 @@ struct JudgedRows {
       o.per_row = false;
       // exp(score) is as wrong relatively as the score is absolutely; the exponentials of the pairwise product by
       // 2^-13.2.
-      o.extra = 4 * accumulator_epsilon * (1 + largest_score) + (storage == DType::bf16 ? 0x1.5p-13 : 0);
+      o.extra = 4 * accumulator_epsilon * (1 + score_scale) + (storage == DType::bf16 ? 0x1.5p-13 : 0);
       if (!is_score) {
         double largest = 0;
         for (const double x : ref) largest = std::isfinite(x) ? std::max(largest, x) : largest;
@@ -372,7 +372,7 @@ class Problem {
                     .kv_len = p_.kv_len,
                     .reference = reference_,
                     .naive = naive_[static_cast<size_t>(storage)],
-                    .largest_score = largest_score_,
+                    .score_scale = score_scale_,
                     .typical_value = typical_value_,
                     .flushed = flushed_,
                     .rounds_twice = context.machine().isa == Isa::generic};
@@ -393,7 +393,7 @@ class Problem {
     rows_.clear();
     reference_.clear();
     for (auto& rows : naive_) rows.clear();
-    largest_score_ = typical_value_ = flushed_ = 0;
+    score_scale_ = typical_value_ = flushed_ = 0;
   }
 
   // The same keys and values behind a block table.
@@ -460,9 +460,8 @@ class Problem {
       if (count > 1) rows_.back() = total - 1;
       for (const int64_t row : rows_) {
         reference_.push_back(row_at(attention::reference_row, row));
-        if (std::isfinite(reference_.back().max)) {
-          largest_score_ = std::max(largest_score_, std::fabs(reference_.back().max));
-        }
+        const double scale = reference_.back().score_scale;
+        if (std::isfinite(scale)) score_scale_ = std::max(score_scale_, scale);
       }
       double largest_operand = 0;
       for (const ConstTensor& t : {inputs.query, inputs.key, inputs.value}) {
@@ -488,7 +487,7 @@ class Problem {
   std::vector<int64_t> rows_;  // judged ones
   std::vector<ReferenceRow> reference_;
   std::vector<ReferenceRow> naive_[4];  // by storage
-  double largest_score_ = 0, typical_value_ = 0, flushed_ = 0;
+  double score_scale_ = 0, typical_value_ = 0, flushed_ = 0;
 };
 
 // The share of the usual sample that is taken: code under a sanitizer is ten times as slow.

@@ -27,6 +27,8 @@ struct ReferenceRow {
   double lse = 0;           // natural logarithm of the sum of exp(score)
   double max = 0;           // largest score
   double sum = 0;           // sum of exp(score - max)
+  // Largest sum of the absolute products that add up to a score, or |max|: the scale of what rounding does to scores.
+  double score_scale = 0;
 };
 
 namespace reference {
@@ -200,8 +202,9 @@ struct Softmax {
   std::vector<Real> probability;  // exp(score - max) / sum, before dropout
   std::vector<char> kept;         // by dropout
   Real max = -std::numeric_limits<Real>::infinity();
-  Real sum = 0;         // the sink's part is in it
-  bool defined = true;  // no score is NaN or +inf
+  Real sum = 0;            // the sink's part is in it
+  bool defined = true;     // no score is NaN or +inf
+  Real largest_parts = 0;  // sum of the absolute products of a score
 };
 
 template <class Real>
@@ -225,11 +228,14 @@ Softmax<Real> softmax(const AttentionInputs& in, const AttentionOptions& options
   for (int64_t j = 0; j < place.kv_len; ++j) {
     if (!sees(in, options, place, b, h, i, j)) continue;
     const int64_t key = row_offset(in, in.key, b, kv_head, j);
-    Real dot = 0;
+    Real dot = 0, parts = 0;
     for (int64_t d = 0; d < head_dim; ++d) {
-      dot += static_cast<Real>(number_at(in.query, query + d * query_step)) *
-             static_cast<Real>(number_at(in.key, key + d * key_step));
+      const Real product = static_cast<Real>(number_at(in.query, query + d * query_step)) *
+                           static_cast<Real>(number_at(in.key, key + d * key_step));
+      dot += product;
+      parts += std::abs(product);
     }
+    row.largest_parts = std::max(row.largest_parts, parts * std::abs(scale));
     Real score = rounded_to(storage, dot * scale);
     Real cap_slope = 1;
     if (options.softcap > 0) {
@@ -288,6 +294,7 @@ ReferenceRow row(const AttentionInputs& in, const AttentionOptions& options, int
     return result;
   }
   result.max = static_cast<double>(p.max);
+  result.score_scale = std::max(std::fabs(result.max), static_cast<double>(p.largest_parts));
   result.sum = static_cast<double>(p.sum);
   result.lse = static_cast<double>(p.max + std::log(p.sum));
 
