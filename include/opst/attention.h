@@ -214,6 +214,7 @@ struct AttentionPlan {
   int64_t keys_per_split = 0;  // a multiple of block_kv
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once
   int64_t num_tasks = 0;       // of the whole call, packing not counted
+  bool fetch_ahead = false;    // a task of a single tile fetches what the next one reads
   int64_t scratch_bytes_shared = 0;
   int64_t scratch_bytes_per_worker = 0;
   const char* reason = "";  // why this path and this access

@@ -104,6 +104,28 @@ std::string plan(const AttentionCall& call, const Context& context) {
   return to_string(plan_attention(problem, context.machine()));
 }
 
+// Attention without options in one step, as a short call takes no longer than the objects of the general way. False,
+// and nothing done, where the operator would refuse the call.
+bool attend_plain(Context& context, nb::handle query, nb::handle key, nb::handle value, nb::handle out, bool causal,
+                  std::optional<double> softmax_scale, bool grouped) {
+  const View q(query, {}), k(key, {}), v(value, {}), o(out, {});
+  const AttentionInputs inputs = {.query = q.input(), .key = k.input(), .value = v.input()};
+  if (inputs.query.dtype != inputs.key.dtype || inputs.query.dtype != inputs.value.dtype) return false;
+  if (!grouped && inputs.query.shape[1] != inputs.key.shape[1]) return false;
+  AttentionOptions options;
+  options.softmax_scale = softmax_scale;
+  options.causal = causal, options.alignment = CausalAlignment::top_left;
+  const AttentionOutputs outputs = {.out = o.output("out")};
+  Status status;
+  {
+    const nb::gil_scoped_release released;
+    status = flash_attention_forward(context, inputs, outputs, options);
+  }
+  if (status.code() == StatusCode::invalid_argument) return false;
+  raise_if_failed(status);
+  return true;
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& module) {
@@ -205,6 +227,8 @@ void bind_attention(nb::module_& module) {
       nb::arg("grad_bias").none() = nb::none(), nb::arg("grad_sinks").none() = nb::none());
   type.def("plan", &plan, nb::arg("context"));
 
+  module.def("attend_plain", &attend_plain, nb::arg("context"), nb::arg("query"), nb::arg("key"), nb::arg("value"),
+             nb::arg("out"), nb::arg("causal"), nb::arg("softmax_scale").none(), nb::arg("grouped"));
   module.def(
       "merge_attention",
       [](Context& context, const View& parts, const View* lse_parts, const View* max_parts, const View* sum_parts,

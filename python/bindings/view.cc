@@ -131,7 +131,10 @@ View::View(nb::handle object, const std::optional<std::string>& dtype) {
   // Operators take a null pointer for a tensor that is not there; one without elements may have any other.
   alignas(64) static char nothing[64];
   tensor_.data = const_cast<void*>(static_cast<const void*>(owner_.data()));
-  if (tensor_.data == nullptr) tensor_.data = nothing;
+  if (tensor_.data == nullptr) {
+    if (tensor_.num_elements() > 0) raise(PyExc_ValueError, "the array has no memory");
+    tensor_.data = nothing;
+  }
 }
 
 Tensor View::output(const char* name) const {

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ._arrays import default_context
-from ._core import AttentionCall, View
+from ._core import AttentionCall, View, attend_plain
 
 __all__ = ["Explanation", "FlashAttention", "FlashCrossAttention", "disable_sdpa", "enable_sdpa", "explain",
            "scaled_dot_product_attention", "sdpa"]
@@ -305,20 +305,27 @@ def _attention(query, key, value, mask, seed, dropout_p, is_causal, scale, eager
     return _forward(*arguments)
 
 
-def _is_everyday(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether nothing has to be found out about this call: plain tensors of four dimensions that fit together. Asks in the
-    cheapest way, as a short call takes a few microseconds."""
-    for tensor in (query, key, value):
-        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
-            return False
-    q, k, dtype = query.shape, key.shape, query.dtype
-    return (
-        len(q) == 4 and k == value.shape and len(k) == 4 and q[0] == k[0] and q[3] == k[3] and 1 <= q[3] <= _MAX_HEAD_DIM
-        and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))
-        and dtype in _DTYPES and dtype == key.dtype and dtype == value.dtype
-        and not torch.is_autocast_enabled("cpu") and torch._C._functorch.peek_interpreter_stack() is None
-        and _is_eager(query, key, value)
-    )
+def _attend_plain(query: Tensor, key: Tensor, value: Tensor, is_causal, scale, enable_gqa) -> Optional[Tensor]:
+    """A call of everyday, without mask, dropout and gradients, in the fewest steps: a short one takes no longer than the
+    questions of the general way. None where one of them has to be asked."""
+    if (type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor
+            or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+            or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch.is_autocast_enabled("cpu") or query.is_neg() or key.is_neg() or value.is_neg()
+            or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))):
+        return None
+    shape = query.shape
+    if len(shape) != 4 or not query.is_cpu:
+        return None
+    batch, heads, length, _ = shape
+    dim = value.shape[-1]
+    out = query.new_empty_strided((batch, heads, length, dim), (length * heads * dim, dim, heads * dim, 1))
+    try:
+        attended = attend_plain(default_context(), _to_dlpack(query), _to_dlpack(key), _to_dlpack(value), _to_dlpack(out),
+                                is_causal, scale, enable_gqa)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # no tensors of the host's memory, or another dtype
+        return None
+    return out if attended else None
 
 
 def scaled_dot_product_attention(
@@ -337,8 +344,10 @@ def scaled_dot_product_attention(
     Rows that see no key give 0. A masked key (bool mask, is_causal) never reaches the result, whatever it holds. Dropout
     takes one number from torch's generator, so torch.manual_seed repeats it, but drops other weights than torch does.
     """
-    if attn_mask is None and dropout_p == 0 and _is_everyday(query, key, value, enable_gqa):
-        return _attention(query, key, value, None, None, 0.0, bool(is_causal), scale, eager=True)
+    if attn_mask is None and dropout_p == 0:
+        out = _attend_plain(query, key, value, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         query, key, value, attn_mask = _autocast((query, key, value, attn_mask))
     reason = _reason_for_torch(query, key, value, attn_mask)

@@ -36,6 +36,7 @@ namespace opst::OPST_ISA_NS::attention {
 using opst::attention::FinishRows;
 using opst::attention::KvTile;
 using opst::attention::QueryBlock;
+using opst::attention::RowsAhead;
 using opst::attention::RowState;
 using opst::attention::StackedRows;
 using tile::kTileRows;
@@ -485,6 +486,14 @@ struct Forward {
                                            : attend_tiles<true, false>;
     attend(q, tiles, num_tiles);
   }
+  // Part `part` of `parts`, beside the products: in time for the next block, and never so much that loads queue up.
+  static OPST_INLINE void fetch(const RowsAhead& a, int64_t part, int64_t parts) {
+    const int64_t end = a.rows * (part + 1) / parts;
+    for (int64_t r = a.rows * part / parts; r < end; ++r) {
+      for (int64_t b = 0; b < a.row_bytes; b += 64) __builtin_prefetch(a.data + r * a.stride_bytes + b);
+    }
+  }
+
   // kOnly: there is one tile, and the outputs are written at once.
   template <bool kRules, bool kOnly>
   static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
@@ -494,9 +503,11 @@ struct Forward {
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
-      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
+      const int64_t num_blocks = num_row_blocks(q.rows);
+      for (int64_t b = 0; b < num_blocks; ++b) {
         const RowBlock rb = row_block(q.rows, b);
         const KeySpan span = key_span(q, rb, tile);
+        if constexpr (kOnly) fetch(q.next_keys, b, num_blocks);
         if (span.width == 0) {
           if constexpr (kOnly) weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
           continue;
@@ -507,15 +518,18 @@ struct Forward {
         } else {
           if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
         }
+        if constexpr (kOnly) fetch(q.next_query, b, num_blocks);
         raise_maxima<kOnly>(q, rb, row_max, e);
         exponentiate<kOnly>(q, rb, span.width, scores, q.scores_stride, e);
         if constexpr (kRules) {
           if (q.rules->drops()) drop(q, rb, tile, span, scores, q.scores_stride);
         }
-        if constexpr (kOnly)
+        if constexpr (kOnly) {
+          fetch(q.next_values, b, num_blocks);
           weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
-        else
+        } else {
           weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
+        }
       }
     }
   }

@@ -32,6 +32,12 @@ struct StackedRows {
 
 struct FinishRows;
 
+// Rows of a tensor that the worker reads next.
+struct RowsAhead {
+  const char* data = nullptr;
+  int64_t rows = 0, row_bytes = 0, stride_bytes = 0;
+};
+
 // Running softmax of `rows` rows, all in the accumulator type.
 struct RowState {
   void* acc;   // [rows][acc_stride]   sum of exp2(c (score - max)) * value
@@ -57,6 +63,8 @@ struct QueryBlock {
   // hold them; state.acc is scratch. Wants one element per word, outputs of the accumulator type next to each other,
   // rows evenly spaced, value_head_dim a multiple of the lanes.
   const FinishRows* finish;
+  // With `finish`: fetched while the block is multiplied, where they are likely not to be in a cache.
+  RowsAhead next_query, next_keys, next_values;
 };
 
 struct KvTile {

@@ -37,6 +37,9 @@ bool countable(const ConstTensor& tensor) {
   return true;
 }
 
+// Two names of dimensions, most of which differ in their first letter.
+bool same_name(const char* a, const char* b) { return *a == *b && std::strcmp(a, b) == 0; }
+
 // The size that a name like "8" demands.
 std::optional<int64_t> as_number(const char* name) {
   int64_t number = 0;
@@ -148,7 +151,7 @@ ShapeCheck& ShapeCheck::require(bool condition, const std::string& message) {
 
 int64_t ShapeCheck::operator[](const char* name) const {
   for (int i = 0; i < num_dimensions_; ++i) {
-    if (std::strcmp(dimensions_[i].name, name) == 0) return dimensions_[i].size;
+    if (same_name(dimensions_[i].name, name)) return dimensions_[i].size;
   }
   return 0;
 }
@@ -228,7 +231,7 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::initializer_list<con
     }
     Dimension* const end = check_->dimensions_ + check_->num_dimensions_;
     const Dimension* const bound =
-        std::find_if(check_->dimensions_, end, [&](const Dimension& d) { return std::strcmp(d.name, name) == 0; });
+        std::find_if(check_->dimensions_, end, [&](const Dimension& d) { return same_name(d.name, name); });
     if (bound != end) {
       if (bound->size == size) continue;
       check_->fail(where() + " (" + name + ") is " + std::to_string(size) + ", but " + bound->tensor + " set " + name +
