@@ -157,7 +157,7 @@ struct JudgedRows {
     // A narrow row may cancel to less than its parts.
     if (storage == DType::bf16) {
       options.eps_factor += 0x1p-9 / out_epsilon;
-      options.extra += 0x1p-10 * typical_value;
+      options.extra += 0x1p-9 * typical_value;
     }
     const Comparison c = compare(got_out, ConstTensor::contiguous(DType::f64, {num_rows, dims}, reference_out.data()),
                                  ConstTensor::contiguous(DType::f64, {num_rows, dims}, naive_out.data()), options);
