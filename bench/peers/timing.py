@@ -10,7 +10,7 @@ _BURST = 0.001  # calls of one turn take at least so long together
 # On several threads, before each turn: so long do threads of the library before spin (ONNX Runtime's for 20 to 40 ms),
 _REST = 0.05
 # and so long are calls not timed, until this library's threads are awake and on cores of their own.
-_AWAKE = 0.005
+_AWAKE = 0.02
 
 
 def time_in_turns(calls, pairs, seconds, threads):
