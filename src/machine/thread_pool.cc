@@ -235,12 +235,11 @@ void ThreadPool::Impl::worker_loop(int worker) {
         g = gate.load(std::memory_order_seq_cst);
         if (!news(g)) {
           const WakeElsewhere elsewhere(crowded ? -1 : caller_core.load(std::memory_order_relaxed));
-          while (!news(g)) {
-            futex_wait(gate, g, kWorkers);
-            g = gate.load(std::memory_order_seq_cst);
-          }
+          futex_wait(gate, g, kWorkers);
         }
         sleepers.fetch_sub(1, std::memory_order_relaxed);
+        // A short region may be over before its worker is awake. The next one is near then: it waits for that awake.
+        continue;
       }
     }
     if ((g & kStop) != 0) return;
