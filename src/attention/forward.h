@@ -141,6 +141,9 @@ struct Forward {
     const Word* b = static_cast<const Word*>(tile.keys) + span.begin * depth;
     for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
     alignas(64) S unused[kTileRows * kLanes];
+    if (span.whole_end - span.whole_begin < span.width) {
+      for (int i = 0; i < rb.rows; ++i) V::zero().store(unused + i * kLanes);
+    }
     const auto maxima_to = [&](int64_t from, int64_t to) OPST_INLINE_LAMBDA {
       return from >= span.whole_begin && to <= span.whole_end ? row_max : unused;
     };
@@ -481,10 +484,10 @@ struct Forward {
   static void attend(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
     constexpr bool kCanFinish = P::kStep == 1;
     const bool only = kCanFinish && q.finish != nullptr;
-    const auto attend = q.rules == nullptr ? only ? attend_tiles<false, kCanFinish> : attend_tiles<false, false>
-                        : only ? attend_tiles<true, kCanFinish>
-                                           : attend_tiles<true, false>;
-    attend(q, tiles, num_tiles);
+    if (q.rules == nullptr)
+      only ? attend_tiles<false, kCanFinish>(q, tiles, num_tiles) : attend_tiles<false, false>(q, tiles, num_tiles);
+    else
+      only ? attend_tiles<true, kCanFinish>(q, tiles, num_tiles) : attend_tiles<true, false>(q, tiles, num_tiles);
   }
   // Part `part` of `parts`, beside the products: in time for the next block, and never so much that loads queue up.
   static OPST_INLINE void fetch(const RowsAhead& a, int64_t part, int64_t parts) {

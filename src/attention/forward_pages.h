@@ -63,6 +63,7 @@ struct ForwardPages {
     const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
     for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
     alignas(64) S unused[kTileRows * kLanes];
+    for (int i = 0; i < rb.rows; ++i) V::zero().store(unused + i * kLanes);
     const int64_t distance = groups_ahead(q.head_dim);
     for (int64_t j = 0; j < span.width; j += kPanel) {
       const int64_t end = span.width - j > kLanes ? j + kPanel : j + kLanes;
