@@ -104,22 +104,21 @@ std::string plan(const AttentionCall& call, const Context& context) {
   return to_string(plan_attention(problem, context.machine()));
 }
 
-// Attention without options in one step, as a short call takes no longer than the objects of the general way. False,
-// and nothing done, where the operator would refuse the call.
+// Attention without options in one step, as a short call takes no longer than the objects of the general way. Tensors
+// are DLPack capsules. False, and nothing done, where the operator would refuse the call.
 bool attend_plain(Context& context, nb::handle query, nb::handle key, nb::handle value, nb::handle out, bool causal,
                   std::optional<double> softmax_scale, bool grouped) {
-  const View q(query, {}), k(key, {}), v(value, {}), o(out, {});
-  const AttentionInputs inputs = {.query = q.input(), .key = k.input(), .value = v.input()};
-  if (inputs.query.dtype != inputs.key.dtype || inputs.query.dtype != inputs.value.dtype) return false;
-  if (!grouped && inputs.query.shape[1] != inputs.key.shape[1]) return false;
+  const std::optional<Tensor> q = tensor_of_capsule(query), k = tensor_of_capsule(key), v = tensor_of_capsule(value),
+                              o = tensor_of_capsule(out);
+  if (!q || !k || !v || !o || q->dtype != k->dtype || q->dtype != v->dtype) return false;
+  if (!grouped && q->shape[1] != k->shape[1]) return false;
   AttentionOptions options;
   options.softmax_scale = softmax_scale;
   options.causal = causal, options.alignment = CausalAlignment::top_left;
-  const AttentionOutputs outputs = {.out = o.output("out")};
   Status status;
   {
     const nb::gil_scoped_release released;
-    status = flash_attention_forward(context, inputs, outputs, options);
+    status = flash_attention_forward(context, {.query = *q, .key = *k, .value = *v}, {.out = *o}, options);
   }
   if (status.code() == StatusCode::invalid_argument) return false;
   raise_if_failed(status);

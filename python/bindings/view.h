@@ -46,6 +46,10 @@ class View {
   bool read_only_ = false;
 };
 
+// The tensor that a DLPack capsule holds, valid while the capsule is; nothing where it is not in the host's memory, or
+// of a dtype or rank that no operator takes. A View of the same costs ten times as much.
+std::optional<Tensor> tensor_of_capsule(nb::handle capsule);
+
 // ValueError, MemoryError or RuntimeError with the status's text.
 void raise_if_failed(const Status& status);
 [[noreturn]] void raise(PyObject* type, const std::string& message);
