@@ -3,6 +3,7 @@
 
 #include "attention/attention_problem.h"
 #include "attention/kernel_table.h"
+#include "attention/kv_blocks.h"
 #include "attention/layout.h"
 
 namespace opst::test {
@@ -247,6 +248,57 @@ TEST(AttentionPlan, PrintsWhatItDecided) {
   EXPECT_STREQ(to_string(KvAccess::packed_shared), "packed_shared");
   EXPECT_STREQ(to_string(AttentionProduct::f32), "f32");
   EXPECT_STREQ(to_string(AttentionProduct::f64), "f64");
+}
+
+// Against every key of every row.
+TEST(AttentionKvBlocks, ListsExactlyTheTilesThatSomeRowSees) {
+  using attention::KeyInterval;
+  using attention::KvBlocks;
+  using attention::Visibility;
+  Random random(seed() + 1);
+  for (int n = 0; n < 20'000; ++n) {
+    const int64_t kv_len = random.integer(0, 60);
+    Visibility v{.kv_len = kv_len};
+    if (random.chance(0.7)) v.low = random.integer(-70, 70);
+    if (random.chance(0.7)) v.high = random.chance(0.8) ? random.integer(-70, 70) : v.low + random.integer(-3, 3);
+    if (random.chance(0.4)) v.prefix = random.integer(0, kv_len);
+    const int64_t group = random.integer(1, 4), first_row = random.integer(0, 50), rows = random.integer(1, 40);
+    const int64_t block_kv = random.integer(1, 20), start = random.integer(0, 3) * block_kv;
+    const KeyInterval range = {start, start + random.integer(1, 8) * block_kv};
+    SCOPED_TRACE("kv_len " + std::to_string(kv_len) + " low " + std::to_string(v.low) + " high " +
+                 std::to_string(v.high) + " prefix " + std::to_string(v.prefix) + " group " + std::to_string(group) +
+                 " rows " + std::to_string(first_row) + " + " + std::to_string(rows) + " range " +
+                 std::to_string(range.begin) + " " + std::to_string(range.end) + " block_kv " +
+                 std::to_string(block_kv) + " seed " + std::to_string(seed()));
+
+    const auto sees = [&](int64_t row, int64_t key) {
+      const int64_t query = row / group;
+      return key < v.prefix || (key >= query + v.low && key <= query + v.high);
+    };
+    std::vector<int64_t> begin(static_cast<size_t>(rows)), end(begin);
+    KvBlocks blocks(v, first_row, rows, group, range, block_kv, begin.data(), end.data());
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t key = 0; key < kv_len; ++key) {
+        const bool inside = key >= begin[static_cast<size_t>(r)] && key < end[static_cast<size_t>(r)];
+        ASSERT_EQ(inside || key < v.prefix, sees(first_row + r, key)) << "row " << r << " key " << key;
+      }
+    }
+    KvBlocks::Tile tile{};
+    bool more = blocks.next(&tile);
+    for (int64_t first = range.begin; first < std::min(range.end, kv_len); first += block_kv) {
+      const int64_t last = std::min({first + block_kv, range.end, kv_len});
+      bool some = false, all = true;
+      for (int64_t r = first_row; r < first_row + rows; ++r) {
+        for (int64_t key = first; key < last; ++key) (sees(r, key) ? some : all) = sees(r, key);
+      }
+      ASSERT_EQ(more && tile.first_key == first, some) << "tile of key " << first;
+      if (!some) continue;
+      ASSERT_EQ(tile.count, last - first);
+      ASSERT_TRUE(all || tile.partial) << "tile of key " << first;
+      more = blocks.next(&tile);
+    }
+    ASSERT_FALSE(more) << "tile of key " << tile.first_key;
+  }
 }
 
 }  // namespace

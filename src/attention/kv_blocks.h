@@ -92,7 +92,7 @@ class KvBlocks {
       }
     }
     if (visibility.prefix > 0) {
-      for (r = 0; r < rows; ++r) see({visible_begin[r], visible_end[r]});
+      for (r = 0; r < rows; ++r) see({visible_begin[r], visible_end[r]}, visibility.prefix);
     } else if (rows > 0 && !visibility.all()) {
       // Both ends only grow from row to row: the first and the last that see something are enough.
       int64_t first = 0, last = rows - 1;
@@ -124,13 +124,16 @@ class KvBlocks {
   int64_t upcoming() const { return next_; }
 
  private:
-  void see(KeyInterval keys) {
+  // The keys of a row. What it sees of the prefix alone is no part of `some_`: tiles of which nobody sees a key would
+  // lie between that and other rows' intervals.
+  void see(KeyInterval keys, int64_t prefix = 0) {
     all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
-    if (keys.begin < keys.end) some_ = {std::min(some_.begin, keys.begin), std::max(some_.end, keys.end)};
+    if (keys.begin >= keys.end || keys.end <= prefix) return;
+    some_ = {std::min(some_.begin, keys.begin), std::max(some_.end, keys.end)};
   }
 
   int64_t block_kv_;
-  KeyInterval some_;  // of the rows' intervals, seen by some row
+  KeyInterval some_;  // from the first to the last key that some row sees, beyond the prefix
   KeyInterval all_;   // seen by every row
   int64_t range_end_ = 0;
   int64_t prefix_end_ = 0;
