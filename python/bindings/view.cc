@@ -85,7 +85,10 @@ std::optional<Tensor> tensor_of_capsule(nb::handle capsule) {
   const auto* source = static_cast<const nb::dlpack::dltensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (source == nullptr) throw nb::python_error();
   const std::optional<DType> type = dtype_of(source->dtype);
-  if (!type || source->device.device_type != nb::device::cpu::value || source->ndim > kMaxRank) return std::nullopt;
+  if (!type || source->device.device_type != nb::device::cpu::value || source->ndim > kMaxRank ||
+      source->data == nullptr) {
+    return std::nullopt;
+  }
   Tensor tensor = Tensor::contiguous(*type, {}, static_cast<char*>(source->data) + source->byte_offset);
   tensor.rank = source->ndim;
   int64_t stride = 1;
@@ -94,7 +97,6 @@ std::optional<Tensor> tensor_of_capsule(nb::handle capsule) {
     tensor.strides[i] = source->strides != nullptr ? source->strides[i] : stride;
     stride *= tensor.shape[i];
   }
-  if (source->data == nullptr) return std::nullopt;
   return tensor;
 }
 

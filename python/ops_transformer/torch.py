@@ -276,12 +276,16 @@ def _four(tensor: Tensor, lead: Tuple[int, ...]) -> Tensor:
     return tensor.flatten(0, len(lead) - 2)
 
 
+def _is_watched() -> bool:
+    """Whether somebody needs to see each operator: a compiler, a tracer or a mode."""
+    return bool(torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+                or torch._C._len_torch_dispatch_stack())
+
+
 def _is_eager(*tensors: Optional[Tensor]) -> bool:
     """Whether nobody needs to see the operator: no compiler, no mode, no transform. Then the dispatcher is left out, which
     costs as much as a short call itself."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
-    if torch._C._len_torch_dispatch_stack():
+    if _is_watched():
         return False
     for tensor in tensors:
         if tensor is None:
@@ -309,17 +313,13 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, is_causal, scale, e
     """A call of everyday, without mask, dropout and gradients, in the fewest steps: a short one takes no longer than the
     questions of the general way. None where one of them has to be asked."""
     if (type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor
-            or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-            or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+            or _is_watched() or torch._C._functorch.peek_interpreter_stack() is not None
             or torch.is_autocast_enabled("cpu") or query.is_neg() or key.is_neg() or value.is_neg()
             or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))):
         return None
-    shape = query.shape
-    if len(shape) != 4 or not query.is_cpu:
+    if query.dim() != 4 or value.dim() != 4 or not query.is_cpu:
         return None
-    batch, heads, length, _ = shape
-    dim = value.shape[-1]
-    out = query.new_empty_strided((batch, heads, length, dim), (length * heads * dim, dim, heads * dim, 1))
+    out = _new_out(query, value)
     try:
         attended = attend_plain(default_context(), _to_dlpack(query), _to_dlpack(key), _to_dlpack(value), _to_dlpack(out),
                                 is_causal, scale, enable_gqa)

@@ -70,6 +70,8 @@ struct KeySpan {
   int64_t whole_end = 0;
 
   OPST_INLINE bool ragged() const { return common_begin > 0 || common_end < width; }
+  // Whether columns [from, to) are a panel that all rows see.
+  OPST_INLINE bool whole(int64_t from, int64_t to) const { return from >= whole_begin && to <= whole_end; }
 };
 
 // The columns of a tile that row r of the block sees; none where end <= begin.
@@ -144,9 +146,8 @@ struct Forward {
     if (span.whole_end - span.whole_begin < span.width) {
       for (int i = 0; i < rb.rows; ++i) V::zero().store(unused + i * kLanes);
     }
-    const auto maxima_to = [&](int64_t from, int64_t to) OPST_INLINE_LAMBDA {
-      return from >= span.whole_begin && to <= span.whole_end ? row_max : unused;
-    };
+    const auto maxima_to = [&](int64_t from, int64_t to)
+                               OPST_INLINE_LAMBDA { return span.whole(from, to) ? row_max : unused; };
     const auto full = tile::product_with_max_for<P, kTileVecs>(rb.rows);
     int64_t j = 0;
     for (; j + kPanel <= span.width; j += kPanel) {

@@ -67,7 +67,7 @@ struct ForwardPages {
     const int64_t distance = groups_ahead(q.head_dim);
     for (int64_t j = 0; j < span.width; j += kPanel) {
       const int64_t end = span.width - j > kLanes ? j + kPanel : j + kLanes;
-      S* const maxima = j >= span.whole_begin && end <= span.whole_end ? row_max : unused;
+      S* const maxima = span.whole(j, end) ? row_max : unused;
       const int64_t key = span.begin + j;
       const Stored* b = group(tile.key_rows, key) + key % kGroup;
       if (rb.rows <= tile::kStreamRows) {

@@ -80,7 +80,6 @@ class KvBlocks {
     if (visibility.all()) {
       std::fill_n(visible_begin, rows, 0);
       std::fill_n(visible_end, rows, visibility.kv_len);
-      all_ = some_ = {std::max<int64_t>(range.begin, 0), std::min(range.end, visibility.kv_len)};
       r = rows;
     }
     for (int64_t query = first_row / group; r < rows; ++query) {
@@ -93,7 +92,7 @@ class KvBlocks {
     }
     if (visibility.prefix > 0) {
       for (r = 0; r < rows; ++r) see({visible_begin[r], visible_end[r]}, visibility.prefix);
-    } else if (rows > 0 && !visibility.all()) {
+    } else if (rows > 0) {
       // Both ends only grow from row to row: the first and the last that see something are enough.
       int64_t first = 0, last = rows - 1;
       while (first < last && visible_begin[first] >= visible_end[first]) ++first;
