@@ -55,9 +55,13 @@ struct BasicTensor {
   // One index of one dimension; the dimension disappears.
   BasicTensor selected(int dim, int64_t index) const;
 
+  // INT64_MAX where that is not enough.
   int64_t num_elements() const {
     int64_t n = 1;
-    for (int i = 0; i < rank; ++i) n *= shape[i];
+    for (int i = 0; i < rank && i < kMaxRank; ++i) {
+      if (shape[i] == 0) return 0;
+      if (__builtin_mul_overflow(n, shape[i], &n)) n = INT64_MAX;
+    }
     return n;
   }
   bool is_contiguous() const;

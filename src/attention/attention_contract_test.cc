@@ -81,7 +81,7 @@ const Refusal kRefusals[] = {
      "query stride 3 is -1, but must be >= 0"},
     {"query_negative_size", [](Call& c) { c.in.query.shape[2] = -3; }, "query dim 2 is -3, but must be >= 0"},
     {"query_spans_too_much", [](Call& c) { c.in.query.strides[2] = int64_t{1} << 61; },
-     "query f32 [2, 4, 3, 8] spans more bytes than the limit of 2^61"},
+     "query f32 [2, 4, 3, 8] spans more bytes than the limit of 2^56"},
     {"key_batch", [](Call& c) { c.in.key.shape[0] = 1; }, "key dim 0 (batch) is 1, but query set batch = 2"},
     {"key_head_dim", [](Call& c) { c.in.key.shape[3] = 7; }, "key dim 3 (head_dim) is 7, but query set head_dim = 8"},
     {"key_dtype", [](Call& c) { c.in.key.dtype = DType::i64; }, "key is i64, but must be f32, bf16, f16 or f64"},

@@ -1,11 +1,49 @@
-// Integer arithmetic that every plan needs.
+// Integer arithmetic on sizes, defined for every size that a caller can state.
+//
+// A tensor with strides of 0 needs no memory for its size, so a size from outside may be any number, and so may its
+// product with another. What a plan adds up and multiplies is therefore a Size, which stops at a limit where int64_t
+// would wrap:
+//
+//   const Size bytes = Size(rows) * row_bytes + Size(blocks) * block_bytes;
+//   return {.scratch_bytes = bytes.value()};        // kMaxBytes where there were more: no workspace has them
 #pragma once
 
+#include <compare>
 #include <cstdint>
 
 namespace opst {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+// The one limit on bytes, and on elements, of a tensor, of what its strides span and of a plan's memory: half of the
+// largest address space (57 bits) that x86-64 and Arm give. ShapeCheck refuses a tensor beyond it, and a workspace of
+// so many bytes is out_of_memory. Sums of a hundred such numbers stay within int64_t.
+inline constexpr int64_t kMaxBytes = int64_t{1} << 56;
+
+// For b > 0 and every a: a + b - 1 could wrap.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }
+// The multiple of b from a on; where int64_t has none, the largest that it has.
+constexpr int64_t round_up(int64_t a, int64_t b) {
+  int64_t result = 0;
+  return __builtin_mul_overflow(ceil_div(a, b), b, &result) ? INT64_MAX / b * b : result;
+}
+
+// A number from 0 to kMaxBytes; sums and products stop there.
+class Size {
+ public:
+  constexpr Size(int64_t n) : n_(n < kMaxBytes ? n : kMaxBytes) {}  // n >= 0
+  constexpr int64_t value() const { return n_; }
+  constexpr bool within_limit() const { return n_ < kMaxBytes; }
+
+  friend constexpr Size operator+(Size a, Size b) { return a.n_ + b.n_; }
+  friend constexpr Size operator*(Size a, Size b) {
+    int64_t product = 0;
+    return __builtin_mul_overflow(a.n_, b.n_, &product) ? kMaxBytes : product;
+  }
+  constexpr Size& operator+=(Size b) { return *this = *this + b; }
+  constexpr Size& operator*=(Size b) { return *this = *this * b; }
+  friend constexpr auto operator<=>(Size, Size) = default;
+
+ private:
+  int64_t n_;
+};
 
 }  // namespace opst

@@ -2,39 +2,47 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <numeric>
 #include <optional>
+
+#include "core/int_math.h"
 
 namespace opst {
 namespace {
 
-// Room for sums and differences of addresses within 63 bits.
-constexpr int64_t kMaxSpanBytes = int64_t{1} << 61;
-
-// Bytes from the first element's start to the last element's end; nothing where they exceed kMaxSpanBytes.
+// Bytes from the first element's start to the last element's end; nothing where they exceed kMaxBytes.
 std::optional<int64_t> span_bytes(const ConstTensor& tensor) {
-  int64_t span = size_bytes(tensor.dtype);
+  Size span = size_bytes(tensor.dtype);
   for (int i = 0; i < tensor.rank; ++i) {
     if (tensor.shape[i] == 0) return 0;
+    if (tensor.shape[i] > 1) span += Size(tensor.shape[i] - 1) * tensor.strides[i] * size_bytes(tensor.dtype);
   }
-  for (int i = 0; i < tensor.rank; ++i) {
-    int64_t extent = 0;
-    if (__builtin_mul_overflow(tensor.shape[i] - 1, tensor.strides[i], &extent) ||
-        __builtin_mul_overflow(extent, size_bytes(tensor.dtype), &extent) ||
-        __builtin_add_overflow(span, extent, &span) || span > kMaxSpanBytes) {
-      return std::nullopt;
-    }
-  }
-  return span;
+  if (!span.within_limit()) return std::nullopt;
+  return span.value();
 }
 
-// num_elements() for a shape that nobody checked: false where it exceeds what int64_t holds.
+// Whether the bytes of all elements, repeated ones counted, are within the limit; also those that a tensor without
+// elements would have if none of its sizes were 0, for plans multiply some of the sizes.
 bool countable(const ConstTensor& tensor) {
-  int64_t count = 1;
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (__builtin_mul_overflow(count, std::max<int64_t>(tensor.shape[i], 1), &count)) return false;
+  Size bytes = size_bytes(tensor.dtype);
+  for (int i = 0; i < tensor.rank; ++i) bytes *= std::max<int64_t>(tensor.shape[i], 1);
+  return bytes.within_limit();
+}
+
+bool has_elements(const ConstTensor& tensor) {
+  return std::find(tensor.shape, tensor.shape + tensor.rank, 0) == tensor.shape + tensor.rank;
+}
+
+template <class T>
+T with_normal_strides(T tensor) {
+  const bool empty = !has_elements(tensor);
+  int64_t row_major = 1;
+  for (int i = tensor.rank - 1; i >= 0; --i) {
+    if (empty || tensor.shape[i] == 1) tensor.strides[i] = row_major;
+    row_major = (Size(tensor.strides[i]) * std::max<int64_t>(tensor.shape[i], 1)).value();
   }
-  return true;
+  return tensor;
 }
 
 // Two names of dimensions, most of which differ in their first letter.
@@ -140,6 +148,9 @@ bool may_alias_itself(const ConstTensor& tensor) {
   return false;
 }
 
+ConstTensor normal_strides(ConstTensor tensor) { return with_normal_strides(tensor); }
+Tensor normal_strides(Tensor tensor) { return with_normal_strides(tensor); }
+
 void ShapeCheck::fail(std::string message) {
   if (status_.ok()) status_ = Status::invalid_argument(std::string(operator_name_) + ": " + std::move(message));
 }
@@ -165,26 +176,32 @@ ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& 
          std::to_string(kMaxRank));
     return result;
   }
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] < 0) {
-      fail(prefix() + " dim " + std::to_string(i) + " is " + std::to_string(tensor.shape[i]) + ", but must be >= 0");
-      return result;
-    }
-    if (tensor.strides[i] < 0) {
-      fail(prefix() + " stride " + std::to_string(i) + " is " + std::to_string(tensor.strides[i]) +
-           ", but must be >= 0");
-      return result;
-    }
+  if (size_bytes(tensor.dtype) == 0) {
+    fail(prefix() + " has dtype " + std::to_string(static_cast<int>(tensor.dtype)) + ", which is no DType");
+    return result;
   }
-  if (!countable(tensor) || !span_bytes(tensor)) {
-    fail(prefix() + " " + to_string(tensor) + " spans more bytes than the limit of 2^61");
-  } else if (tensor.data == nullptr && tensor.num_elements() > 0) {
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] >= 0) continue;
+    fail(prefix() + " dim " + std::to_string(i) + " is " + std::to_string(tensor.shape[i]) + ", but must be >= 0");
+    return result;
+  }
+  const bool empty = !has_elements(tensor);
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (empty || tensor.shape[i] == 1 || tensor.strides[i] >= 0) continue;
+    fail(prefix() + " stride " + std::to_string(i) + " is " + std::to_string(tensor.strides[i]) + ", but must be >= 0");
+    return result;
+  }
+  if (!countable(tensor)) {
+    fail(prefix() + " " + to_string(tensor) + " has more bytes than the limit of 2^56, repeated elements counted");
+  } else if (!span_bytes(tensor)) {
+    fail(prefix() + " " + to_string(tensor) + " spans more bytes than the limit of 2^56");
+  } else if (tensor.data == nullptr && !empty) {
     fail(prefix() + " has null data, but " + std::to_string(tensor.num_elements()) + " elements: " + to_string(tensor));
   }
   if (num_seen_ == kMaxTensors) {
     fail(prefix() + " is one tensor more than a check holds");
   } else {
-    seen_[num_seen_++] = {name, tensor};
+    new (&seen_[num_seen_++].seen) Seen{name, tensor};
   }
   return result;
 }
@@ -201,9 +218,10 @@ ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& 
     return result;
   }
   for (int i = 0; i < num_before; ++i) {
-    if (may_overlap(tensor, seen_[i].tensor)) {
-      fail(std::string(name) + " " + to_string(tensor) + " overlaps " + seen_[i].name + " " +
-           to_string(seen_[i].tensor) + " in memory, but an output must not");
+    const Seen& before = seen_[i].seen;
+    if (may_overlap(tensor, before.tensor)) {
+      fail(std::string(name) + " " + to_string(tensor) + " overlaps " + before.name + " " + to_string(before.tensor) +
+           " in memory, but an output must not");
       break;
     }
   }
@@ -264,7 +282,7 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dtype(std::initializer_list<DT
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::unit_inner_stride() {
   if (!check_->ok() || tensor_.rank == 0) return *this;
   const int last = tensor_.rank - 1;
-  if (tensor_.shape[last] > 1 && tensor_.strides[last] != 1) {
+  if (tensor_.shape[last] > 1 && tensor_.strides[last] != 1 && has_elements(tensor_)) {
     check_->fail(std::string(name_) + " stride " + std::to_string(last) + " is " +
                  std::to_string(tensor_.strides[last]) + ", but must be 1");
   }

@@ -43,7 +43,8 @@ class ShapeCheck {
     ConstTensor tensor_;
   };
 
-  // An input: rank, dtype, strides >= 0, non-null data unless it has no elements.
+  // An input: rank, a known dtype, sizes and strides >= 0 and within kMaxBytes, non-null data unless it has no
+  // elements.
   TensorCheck tensor(const char* name, const ConstTensor& tensor);
   // An output: the same, its elements at distinct addresses, and none of them in any tensor named before.
   TensorCheck output(const char* name, const ConstTensor& tensor);
@@ -76,15 +77,25 @@ class ShapeCheck {
 
   // Room for any operator: a check that succeeds allocates nothing.
   static constexpr int kMaxDimensions = 32;
-  static constexpr int kMaxTensors = 24;
+  static constexpr int kMaxTensors = 32;  // attention's backward call with every option has 25, two of them seen twice
 
   const char* operator_name_;
   Status status_;
   int num_dimensions_ = 0;
   int num_seen_ = 0;
   Dimension dimensions_[kMaxDimensions];
-  Seen seen_[kMaxTensors];
+  // Room only: a tensor that a check never sees is not initialised either.
+  union Place {
+    Place() {}
+    Seen seen;
+  };
+  Place seen_[kMaxTensors];
 };
+
+// The same elements with the strides of a row-major view where strides mean nothing: in dimensions of one index, and in
+// all of a tensor without elements. Of a tensor that has been checked.
+ConstTensor normal_strides(ConstTensor tensor);
+Tensor normal_strides(Tensor tensor);
 
 // True where some address may belong to an element of both views. Exact for views that share no bytes and for views
 // interleaved with a common period (the q, k and v parts of one fused buffer); otherwise errs towards true.

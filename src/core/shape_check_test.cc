@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <set>
 #include <vector>
+
+#include "core/int_math.h"
 
 namespace opst {
 namespace {
@@ -115,19 +118,94 @@ TEST(ShapeCheck, NullData) {
   EXPECT_TRUE(check.ok()) << check.status().message();
 }
 
+TEST(ShapeCheck, UnknownDType) {
+  ConstTensor t = view(DType::f32, {2});
+  t.dtype = static_cast<DType>(77);
+  expect_refused("op: key has dtype 77, which is no DType", [&](ShapeCheck& check) { check.tensor("key", t); });
+  Tensor out = Tensor::contiguous(DType::f32, {2}, memory);
+  out.dtype = static_cast<DType>(9);
+  expect_refused("op: out has dtype 9, which is no DType", [&](ShapeCheck& check) { check.output("out", out); });
+}
+
 TEST(ShapeCheck, SizesBeyondAnyMemory) {
   const int64_t huge = int64_t{1} << 40;
-  expect_refused("op: key f32 [1099511627776, 1099511627776] spans more bytes than the limit of 2^61",
-                 [&](ShapeCheck& check) {
-                   check.tensor("key", ConstTensor::contiguous(DType::f32, {huge, huge}, memory));
-                 });
+  expect_refused(
+      "op: key f32 [1099511627776, 1099511627776] has more bytes than the limit of 2^56, repeated elements counted",
+      [&](ShapeCheck& check) {
+        check.tensor("key", ConstTensor::contiguous(DType::f32, {huge, huge}, memory));
+      });
   // Repeated elements take no memory, but must be countable.
-  expect_refused("op: key f32 [1099511627776, 1099511627776] spans more bytes than the limit of 2^61",
-                 [&](ShapeCheck& check) {
-                   check.tensor("key", strided(DType::f32, {huge, huge}, {0, 0}));
-                 });
-  expect_refused("op: key f64 [2] spans more bytes than the limit of 2^61",
+  expect_refused(
+      "op: key f32 [1099511627776, 1099511627776] has more bytes than the limit of 2^56, repeated elements counted",
+      [&](ShapeCheck& check) {
+        check.tensor("key", strided(DType::f32, {huge, huge}, {0, 0}));
+      });
+  // So must be the sizes of a tensor without elements: operators multiply some of them.
+  expect_refused(
+      "op: key f32 [1099511627776, 0, 1099511627776] has more bytes than the limit of 2^56, repeated elements counted",
+      [&](ShapeCheck& check) {
+        check.tensor("key", strided(DType::f32, {huge, 0, huge}, {0, 0, 0}));
+      });
+  expect_refused("op: key f64 [2] spans more bytes than the limit of 2^56",
                  [&](ShapeCheck& check) { check.tensor("key", strided(DType::f64, {2}, {INT64_MAX})); });
+  // The largest that are accepted, and one more.
+  ShapeCheck check("op");
+  check.tensor("i8", strided(DType::i8, {kMaxBytes - 1}, {0}));
+  check.tensor("f64", strided(DType::f64, {2}, {kMaxBytes / 8 - 2}));
+  EXPECT_TRUE(check.ok()) << check.status().message();
+  check.tensor("f64", strided(DType::f64, {2}, {kMaxBytes / 8 - 1}));
+  EXPECT_FALSE(check.ok());
+}
+
+// NumPy gives such dimensions stride 0 or what slicing left, x[::-1] of one row a negative one.
+TEST(ShapeCheck, StridesThatMeanNothing) {
+  for (const int64_t wild : {int64_t{-7}, INT64_MIN, INT64_MAX, int64_t{0}, int64_t{5}}) {
+    ShapeCheck check("op");
+    check.tensor("one_row", strided(DType::f32, {1, 4, 1}, {wild, 1, wild})).unit_inner_stride();
+    check.tensor("no_row", strided(DType::f32, {0, 4}, {wild, wild})).unit_inner_stride();
+    check.output("no_column", strided(DType::f32, {3, 0}, {wild, wild})).unit_inner_stride();
+    check.output("one_of_out", strided(DType::f32, {1, 4}, {wild, 1}, 64));
+    EXPECT_TRUE(check.ok()) << wild << ": " << check.status().message();
+
+    EXPECT_TRUE(strided(DType::f32, {0, 4}, {wild, wild}).is_contiguous());
+    EXPECT_TRUE(strided(DType::f32, {1, 4}, {wild, 1}).is_contiguous());
+    const ConstTensor row = normal_strides(strided(DType::f32, {3, 1, 4, 1}, {100, wild, 7, wild}));
+    EXPECT_EQ(std::vector<int64_t>(row.strides, row.strides + 4), (std::vector<int64_t>{100, 28, 7, 1}));
+    const ConstTensor none = normal_strides(strided(DType::f32, {3, 0, 4}, {wild, wild, wild}));
+    EXPECT_EQ(std::vector<int64_t>(none.strides, none.strides + 3), (std::vector<int64_t>{4, 4, 1}));
+  }
+}
+
+// Every number of tensors that an operator names: attention's backward call with every option names 27.
+TEST(ShapeCheck, ManyTensors) {
+  ShapeCheck check("op");
+  for (int i = 0; i < 32; ++i) check.output("t", view(DType::f32, {4}, 64 * i));
+  EXPECT_TRUE(check.ok()) << check.status().message();
+}
+
+TEST(Size, StopsAtTheLimit) {
+  const int64_t sizes[] = {0,
+                           1,
+                           3,
+                           7,
+                           int64_t{1} << 20,
+                           int64_t{1} << 31,
+                           int64_t{1} << 55,
+                           kMaxBytes - 1,
+                           kMaxBytes,
+                           int64_t{1} << 62,
+                           INT64_MAX};
+  for (const int64_t a : sizes) {
+    for (const int64_t b : sizes) {
+      const auto exact = [](__int128 x) { return static_cast<int64_t>(std::min<__int128>(x, kMaxBytes)); };
+      EXPECT_EQ((Size(a) * b).value(), exact(__int128{a} * b)) << a << " " << b;
+      EXPECT_EQ((Size(a) + b).value(), exact(__int128{a} + b)) << a << " " << b;
+      if (b == 0) continue;
+      const __int128 up = (__int128{a} + b - 1) / b;
+      EXPECT_EQ(ceil_div(a, b), static_cast<int64_t>(up));
+      EXPECT_EQ(round_up(a, b), static_cast<int64_t>(up * b > INT64_MAX ? __int128{INT64_MAX} / b * b : up * b));
+    }
+  }
 }
 
 TEST(ShapeCheck, Outputs) {
@@ -184,7 +262,7 @@ TEST(ShapeCheck, MoreNamesOrTensorsThanItHolds) {
                  names[i + 4].c_str()});
     }
   });
-  expect_refused("op: n24 is one tensor more than a check holds", [&](ShapeCheck& check) {
+  expect_refused("op: n32 is one tensor more than a check holds", [&](ShapeCheck& check) {
     for (const std::string& name : names) check.tensor(name.c_str(), view(DType::f32, {1}));
   });
 }

@@ -126,11 +126,12 @@ BasicTensor<kConst> BasicTensor<kConst>::selected(int dim, int64_t index) const 
 
 template <bool kConst>
 bool BasicTensor<kConst>::is_contiguous() const {
+  if (num_elements() == 0) return true;
   int64_t expected = 1;
   for (int i = rank - 1; i >= 0; --i) {
-    if (shape[i] == 0) return true;
     if (shape[i] != 1 && strides[i] != expected) return false;
-    expected *= shape[i];
+    // Beyond every stride that a checked tensor may have.
+    if (__builtin_mul_overflow(expected, shape[i], &expected)) expected = std::numeric_limits<int64_t>::max();
   }
   return true;
 }

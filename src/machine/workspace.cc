@@ -28,8 +28,7 @@ WorkspaceLease::WorkspaceLease(WorkspaceLease&& other) noexcept
 Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
   return guarded([&]() -> Result<WorkspaceLease> {
     if (size_bytes == 0) return WorkspaceLease(nullptr, Buffer());
-    constexpr int64_t kMaxBytes = int64_t{1} << 61;
-    if (size_bytes < 0 || size_bytes > kMaxBytes) return Status::out_of_memory();
+    if (size_bytes < 0 || size_bytes >= kMaxBytes) return Status::out_of_memory();
     Buffer buffer;
     {
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/int_math.h"
 #include "opst/tensor.h"
 
 namespace opst {
@@ -60,23 +61,24 @@ class Arena {
   explicit Arena(const WorkspaceLease& lease) : next_(static_cast<char*>(lease.data())), left_(lease.size_bytes()) {}
   Arena(void* data, int64_t size_bytes) : next_(static_cast<char*>(data)), left_(size_bytes) {}
 
-  static constexpr int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+  // kMaxBytes for every number from there on.
+  static constexpr int64_t round_up(Size bytes) { return (bytes.value() + 63) / 64 * 64; }
   template <class T>
-  static constexpr int64_t size_of(int64_t count) {
+  static constexpr int64_t size_of(Size count) {
     return round_up(count * static_cast<int64_t>(sizeof(T)));
   }
 
   // Null when the block is used up: the plan was wrong.
-  void* take_bytes(int64_t bytes) {
-    bytes = round_up(bytes);
-    if (bytes > left_) return nullptr;
+  void* take_bytes(Size size) {
+    const int64_t bytes = round_up(size);
+    if (bytes < 0 || bytes > left_) return nullptr;
     void* piece = next_;
     next_ += bytes;
     left_ -= bytes;
     return piece;
   }
   template <class T>
-  T* take(int64_t count) {
+  T* take(Size count) {
     return static_cast<T*>(take_bytes(size_of<T>(count)));
   }
 
