@@ -71,7 +71,7 @@ PACKAGES = [
     (re.compile(r"benchmark/"), "benches", lambda f: f.is_bench or f.room == "testing"),
     (re.compile(r"Random123/"), "tests", lambda f: f.is_test),
     (re.compile(r"nlohmann/"), "tests and tools", lambda f: f.is_test or f.room == "tools"),
-    (re.compile(r"(CLI|fmt)/"), "tools", lambda f: f.room == "tools"),
+    (re.compile(r"CLI/"), "tools", lambda f: f.room == "tools"),
     (re.compile(r"nanobind/"), "python", lambda f: f.room == "python"),
     (re.compile(r"utf8proc\.h"), "model and tools", lambda f: f.room in {"model", "tools"}),
 ]

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -23,6 +22,7 @@
 #include "opst/attention.h"
 #include "testing/compare.h"
 #include "testing/contexts.h"
+#include "testing/effort.h"
 #include "testing/elements.h"
 #include "testing/guarded_buffer.h"
 #include "testing/random.h"
@@ -489,24 +489,5 @@ class Problem {
   std::vector<ReferenceRow> naive_[4];  // by storage
   double score_scale_ = 0, typical_value_ = 0, flushed_ = 0;
 };
-
-// The share of the usual sample that is taken: code under a sanitizer is ten times as slow.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr double kEffort = 0.15;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-inline constexpr double kEffort = 0.15;
-#else
-inline constexpr double kEffort = 1;
-#endif
-#else
-inline constexpr double kEffort = 1;
-#endif
-
-// Everything, not a sample: OPST_EXHAUSTIVE=1.
-inline bool exhaustive() {
-  const char* text = std::getenv("OPST_EXHAUSTIVE");
-  return text != nullptr && *text != '\0' && *text != '0';
-}
 
 }  // namespace opst::test

@@ -8,16 +8,12 @@
 #include "model/perplexity.h"
 #include "model/reference_data.h"
 #include "model/tokenizer.h"
+#include "testing/effort.h"
 
 namespace opst::model {
 namespace {
 
 constexpr size_t kWindow = 1024;
-
-bool exhaustive() {
-  const char* text = std::getenv("OPST_EXHAUSTIVE");
-  return text != nullptr && *text != '\0' && *text != '0';
-}
 
 std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -54,7 +50,7 @@ class PerplexityReference : public ReferenceModelTest {
       ActivationType activations;
     };
     std::vector<Mode> modes = {{DType::f32, ActivationType::exact}, {DType::f32, ActivationType::int8}};
-    if (exhaustive()) {
+    if (test::exhaustive()) {
       modes.insert(modes.end(), {{DType::bf16, ActivationType::exact},
                                  {DType::f16, ActivationType::exact},
                                  {DType::bf16, ActivationType::int8}});
@@ -67,7 +63,7 @@ class PerplexityReference : public ReferenceModelTest {
                                {.context = kWindow, .kv_dtype = dtype, .activations = activations, .logit_rows = 32})
               .value());
       size_t windows = 0;
-      const auto result = measure_perplexity(session, exhaustive() ? std::span(ids) : std::span(ids).first(2 * kWindow),
+      const auto result = measure_perplexity(session, test::exhaustive() ? std::span(ids) : std::span(ids).first(2 * kWindow),
                                              [&](const WindowScore& window) {
                                                const nlohmann::json& reference = expected["windows"][windows++];
                                                EXPECT_EQ(window.begin, reference["start"].get<int64_t>());
@@ -77,7 +73,7 @@ class PerplexityReference : public ReferenceModelTest {
                                                            reference["nll_mean"].get<double>(), exact ? 1e-5 : 0.02);
                                              });
       ASSERT_TRUE(result.ok()) << result.status().message();
-      if (!exhaustive()) continue;
+      if (!test::exhaustive()) continue;
       EXPECT_EQ(windows, expected["windows"].size());
       EXPECT_EQ(result.value().counted, expected["n_counted"].get<int64_t>());
       const double difference = result.value().mean_nll() - expected["mean_nll"].get<double>();

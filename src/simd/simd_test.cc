@@ -10,7 +10,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <mutex>
@@ -22,6 +21,7 @@
 #include "opst/tensor.h"
 #include "simd/verb_table_test.h"
 #include "testing/contexts.h"
+#include "testing/effort.h"
 #include "testing/elements.h"
 #include "testing/guarded_buffer.h"
 #include "testing/random.h"
@@ -31,6 +31,7 @@ namespace {
 
 using simd_test::LevelTables;
 using simd_test::VerbTable;
+using test::exhaustive;
 using test::Guard;
 using test::GuardedBuffer;
 using test::Random;
@@ -623,11 +624,6 @@ struct Worst {
   double error = 0;
   float x = 0;
 };
-
-bool exhaustive() {
-  const char* value = std::getenv("OPST_EXHAUSTIVE");
-  return value != nullptr && *value != '\0' && *value != '0';
-}
 
 TEST(Math, F32StaysWithinItsBoundOverAllFloats) {
   const uint64_t step = exhaustive() ? 1 : 4099;

@@ -5,6 +5,9 @@
 #include <cstdlib>
 #include <map>
 
+#include "testing/effort.h"
+#include "testing/random.h"
+
 namespace opst::test {
 namespace {
 
@@ -48,6 +51,11 @@ CacheSizes tiny_caches() { return {.l1d_bytes = 4 << 10, .l2_bytes = 16 << 10, .
 const std::vector<TestContext>& contexts() {
   static const std::vector<TestContext> list = [] {
     std::vector<TestContext> made;
+    if (kSanitized && !exhaustive()) {
+      Random random(seed());
+      for (Isa isa : levels()) add_products(made, isa, random.pick({1, 2, 3, 5}), random.chance(0.5));
+      return made;
+    }
     for (Isa isa : levels()) {
       for (bool tiny : {false, true}) {
         for (int num_threads : {1, 2, 3, 5}) add_products(made, isa, num_threads, tiny);

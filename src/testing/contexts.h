@@ -21,8 +21,9 @@ std::vector<Isa> levels();
 // Caches so small that every loop over tiles runs more than once on small inputs.
 CacheSizes tiny_caches();
 
-// levels() x {1, 2, 3, 5} threads x {real, tiny} caches, and at avx512_bf16 both ways to form bf16 products. Made once;
-// they live until the process ends.
+// levels() x {1, 2, 3, 5} threads x {real, tiny} caches, and at avx512_bf16 both ways to form bf16 products. Under a
+// sanitizer one number of threads and one kind of caches for each level, drawn from the seed: a tenth of the time. Made
+// once; they live until the process ends.
 const std::vector<TestContext>& contexts();
 
 // One per level (and bf16 product), with the given number of threads and real caches.
