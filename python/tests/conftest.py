@@ -1,6 +1,8 @@
 """Fixtures of the package's tests, and the reference: attention's equation in NumPy, in float64."""
 
+import importlib.util
 import os
+import pathlib
 import tempfile
 
 # Nothing is left in the tree. Read when hypothesis is imported.
@@ -13,6 +15,18 @@ import pytest  # noqa: E402
 def required(what):
     """Whether OPST_REQUIRE makes the want of `what` a failure."""
     return what in os.environ.get("OPST_REQUIRE", "").split(",")
+
+
+def pytest_configure(config):
+    """What OPST_REQUIRE names is there, or no test runs: a skip for want of it would pass without a word."""
+    for name in filter(None, os.environ.get("OPST_REQUIRE", "").split(",")):
+        if name == "model":
+            there = pathlib.Path(os.environ.get("OPST_MODEL", "")).is_file()
+        else:
+            there = importlib.util.find_spec(name) is not None
+        if not there:
+            raise pytest.UsageError(f"OPST_REQUIRE names {name}, which is not "
+                                    + ("at OPST_MODEL" if name == "model" else "installed"))
 
 
 @pytest.fixture(scope="session")
