@@ -12,13 +12,14 @@
 // Sequences with few queries and with many (decoding beside a prompt) are two such loops, each by its own plan.
 #include "opst/attention.h"
 
+#include <cmath>
 #include <cstdlib>
 
 #include "attention/call_memory.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
 #include "attention/counter.h"
-#include "attention/element.h"
+#include "attention/fill.h"
 #include "attention/kernel_table.h"
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
@@ -320,21 +321,12 @@ class ForwardCall {
 };
 
 // Rows behind the last sequence are rows that see no key.
-void clear_rows_behind(const ConstTensor& cu_seqlens, int64_t batch, const AttentionOutputs& out) {
+void clear_rows_behind(const ConstTensor& cu_seqlens, int64_t batch, const AttentionOutputs& out, ThreadPool& pool) {
   const int64_t first = integer_at(cu_seqlens, batch * cu_seqlens.strides[0]);
-  for (int64_t h = 0; h < out.out.shape[1]; ++h) {
-    for (int64_t i = first; i < out.out.shape[2]; ++i) {
-      for (int64_t d = 0; d < out.out.shape[3]; ++d) {
-        store(out.out, h * out.out.strides[1] + i * out.out.strides[2] + d * out.out.strides[3], 0);
-      }
-      const auto statistic = [&](const Tensor& t, double x) {
-        if (t.data != nullptr) store(t, h * t.strides[1] + i * t.strides[2], x);
-      };
-      statistic(out.softmax_lse, -HUGE_VAL);
-      statistic(out.softmax_max, -HUGE_VAL);
-      statistic(out.softmax_sum, 0);
-    }
-  }
+  fill_rows(out.out, first, 0, pool);
+  fill_rows(out.softmax_lse, first, -HUGE_VAL, pool);
+  fill_rows(out.softmax_max, first, -HUGE_VAL, pool);
+  fill_rows(out.softmax_sum, first, 0, pool);
 }
 
 }  // namespace
@@ -365,7 +357,9 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
                              lease.value().data())
           .run(impl.pool);
     }
-    if (problem.value().varlen_q) attention::clear_rows_behind(inputs.cu_seqlens_q, problem.value().batch, out);
+    if (problem.value().varlen_q) {
+      attention::clear_rows_behind(inputs.cu_seqlens_q, problem.value().batch, out, impl.pool);
+    }
     return {};
   });
 }

@@ -21,6 +21,7 @@
 #include "attention/backward_layout.h"
 #include "attention/call_rules.h"
 #include "attention/counter.h"
+#include "attention/fill.h"
 #include "attention/kv_blocks.h"
 #include "attention/kv_rows.h"
 #include "attention/sequences.h"
@@ -61,26 +62,6 @@ const BackwardKernels& backward_kernels_for(Isa isa, AttentionProduct product, D
   const BackwardKernelTable& table = table_for(isa);
   if (product == AttentionProduct::bf16_dot) return table.bf16_dot;
   return table.f32_product[kv_dtype == DType::bf16 ? 1 : kv_dtype == DType::f16 ? 2 : 0];
-}
-
-// All elements become 0.
-void clear(const Tensor& t, ThreadPool& pool) {
-  if (t.data == nullptr || t.num_elements() == 0) return;
-  const int64_t size = size_bytes(t.dtype), length = t.rank > 0 ? t.shape[t.rank - 1] : 1;
-  const int64_t stride = t.rank > 0 ? t.strides[t.rank - 1] : 1;
-  pool.parallel_for(t.num_elements() / length, [&](int64_t row, int) {
-    int64_t at = 0;
-    for (int d = t.rank - 2; d >= 0; --d) {
-      at += row % t.shape[d] * t.strides[d];
-      row /= t.shape[d];
-    }
-    char* data = static_cast<char*>(t.data) + at * size;
-    if (stride == 1) {
-      std::memset(data, 0, static_cast<size_t>(length * size));
-    } else {
-      for (int64_t j = 0; j < length; ++j) std::memset(data + j * stride * size, 0, static_cast<size_t>(size));
-    }
-  });
 }
 
 // Who adds to an element of the bias's gradient, and so what keeps the order of the additions.
@@ -133,8 +114,8 @@ class BackwardCall {
   }
 
   void run(ThreadPool& pool) {
-    if (bias_order_ != BiasOrder::none) clear(grads_.grad_bias, pool);
-    if (p_.paged) clear(grads_.grad_key, pool), clear(grads_.grad_value, pool);
+    if (bias_order_ != BiasOrder::none) fill(grads_.grad_bias, 0, pool);
+    if (p_.paged) fill(grads_.grad_key, 0, pool), fill(grads_.grad_value, 0, pool);
     pool.parallel_for(pages_.count(), [&](int64_t ordinal, int) { pages_.clear(ordinal); });
     const int64_t wave_heads = plan_.heads_per_wave, blocks = layout_.blocks, tiles = layout_.tiles;
     const int64_t packs = wave_heads * blocks, tasks = wave_heads * tiles;
@@ -653,11 +634,6 @@ class BackwardCall {
   Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
 
-// Rows [first, ...) of dimension 2 become 0.
-void clear_rows(const Tensor& t, int64_t first, ThreadPool& pool) {
-  if (t.data != nullptr) clear(t.narrowed(2, first, t.shape[2] - first), pool);
-}
-
 }  // namespace
 }  // namespace attention
 
@@ -696,17 +672,17 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
       attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data()).run(impl.pool);
     }
     if (p.batch * p.num_kv_heads == 0) {
-      attention::clear(to.grad_bias, impl.pool);
-      attention::clear(to.grad_sinks, impl.pool);
-      if (p.paged) attention::clear(to.grad_key, impl.pool), attention::clear(to.grad_value, impl.pool);
+      attention::fill(to.grad_bias, 0, impl.pool);
+      attention::fill(to.grad_sinks, 0, impl.pool);
+      if (p.paged) attention::fill(to.grad_key, 0, impl.pool), attention::fill(to.grad_value, 0, impl.pool);
     }
     const auto end_of = [&](const ConstTensor& offsets) {
       return attention::integer_at(offsets, p.batch * offsets.strides[0]);
     };
-    if (p.varlen_q) attention::clear_rows(to.grad_query, end_of(inputs.cu_seqlens_q), impl.pool);
+    if (p.varlen_q) attention::fill_rows(to.grad_query, end_of(inputs.cu_seqlens_q), 0, impl.pool);
     if (p.varlen_k) {
-      attention::clear_rows(to.grad_key, end_of(inputs.cu_seqlens_k), impl.pool);
-      attention::clear_rows(to.grad_value, end_of(inputs.cu_seqlens_k), impl.pool);
+      attention::fill_rows(to.grad_key, end_of(inputs.cu_seqlens_k), 0, impl.pool);
+      attention::fill_rows(to.grad_value, end_of(inputs.cu_seqlens_k), 0, impl.pool);
     }
     return {};
   });

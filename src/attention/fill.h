@@ -1,0 +1,19 @@
+// One value for all elements of a tensor, or for its rows from one on: rows that nobody computes.
+#pragma once
+
+#include <cstdint>
+
+#include "machine/thread_pool.h"
+#include "opst/tensor.h"
+
+namespace opst::attention {
+
+// Every element becomes x, rounded to t's dtype (f32, bf16, f16, f64). Any strides; memory between the elements stays
+// as it is. The threads of the pool share the elements in pieces of 64 KB. A tensor without data or without elements is
+// left alone.
+void fill(const Tensor& t, double x, ThreadPool& pool);
+
+// The same for rows [first, ...) of dimension 2.
+void fill_rows(const Tensor& t, int64_t first, double x, ThreadPool& pool);
+
+}  // namespace opst::attention
