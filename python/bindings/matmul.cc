@@ -3,6 +3,9 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
 
 #include "opst/quant.h"
 #include "view.h"
@@ -52,6 +55,15 @@ void bind_matmul(nb::module_& module) {
             return value_or_raise(PackedWeight::pack(context, quant_matrix(bytes, format, rows, cols)));
           },
           arg("context"), arg("bytes"), arg("format"), arg("rows"), arg("cols"))
+      .def_static(
+          "pack_parts",
+          [](Context& context, const std::vector<View>& bytes, const std::string& format,
+             const std::vector<int64_t>& rows, int64_t cols) {
+            std::vector<QuantMatrix> parts;
+            for (size_t i = 0; i < bytes.size(); ++i) parts.push_back(quant_matrix(bytes[i], format, rows.at(i), cols));
+            return value_or_raise(PackedWeight::pack(context, parts));
+          },
+          arg("context"), arg("bytes"), arg("format"), arg("rows"), arg("cols"))
       .def_prop_ro("format", [](const PackedWeight& w) { return to_string(w.format()); })
       .def_prop_ro("n", &PackedWeight::n)
       .def_prop_ro("k", &PackedWeight::k)
@@ -63,40 +75,63 @@ void bind_matmul(nb::module_& module) {
             return value_or_raise(PackedIntWeight::pack(context, int_matrix(q, scales, zeros)));
           },
           arg("context"), arg("q"), arg("scales"), arg("zeros").none() = nb::none())
+      .def_static(
+          "pack_plain",
+          [](Context& context, const View& q) { return value_or_raise(PackedIntWeight::pack(context, q.input())); },
+          arg("context"), arg("q"))
       .def_prop_ro("n", &PackedIntWeight::n)
       .def_prop_ro("k", &PackedIntWeight::k)
       .def_prop_ro("groups", &PackedIntWeight::groups)
       .def_prop_ro("bits", &PackedIntWeight::bits)
       .def_prop_ro("size_bytes", &PackedIntWeight::size_bytes);
 
-  const auto options = [](const View* bias, const std::string& activation, const View* residual, bool int8) {
+  const auto options = [](const View* bias, const std::string& activation, const View* residual, bool int8,
+                          bool batch_invariant, const View* out_scales) {
     MatmulOptions o;
     o.bias = optional_input(bias);
     o.activation = parse_activation(activation);
     o.residual = optional_input(residual);
     o.activations = int8 ? ActivationType::int8 : ActivationType::exact;
+    o.batch_invariant = batch_invariant;
+    o.out_scales = optional_output(out_scales, "out_scales");
     return o;
   };
   module.def(
       "matmul",
       [options](Context& context, const View& x, const View& weight, const View& out, const View* bias,
-                const std::string& activation, const View* residual) {
-        run([&, y = out.output("out"), o = options(bias, activation, residual, false)] {
+                const std::string& activation, const View* residual, bool int8_activations, bool batch_invariant,
+                const View* out_scales) {
+        run([&, y = out.output("out"),
+             o = options(bias, activation, residual, int8_activations, batch_invariant, out_scales)] {
           return matmul(context, x.input(), weight.input(), y, o);
         });
       },
       arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
-      arg("residual").none());
+      arg("residual").none(), arg("int8_activations"), arg("batch_invariant"), arg("out_scales").none());
   module.def(
       "matmul_packed",
       [options](Context& context, const View& x, const PackedWeight& weight, const View& out, const View* bias,
-                const std::string& activation, const View* residual, bool int8_activations) {
-        run([&, y = out.output("out"), o = options(bias, activation, residual, int8_activations)] {
+                const std::string& activation, const View* residual, bool int8_activations, bool batch_invariant,
+                const View* out_scales) {
+        run([&, y = out.output("out"),
+             o = options(bias, activation, residual, int8_activations, batch_invariant, out_scales)] {
           return matmul(context, x.input(), weight, y, o);
         });
       },
       arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
-      arg("residual").none(), arg("int8_activations"));
+      arg("residual").none(), arg("int8_activations"), arg("batch_invariant"), arg("out_scales").none());
+  module.def(
+      "lookup_packed_rows",
+      [](Context& context, const PackedWeight& weight, const View& rows, const View& out) {
+        run([&, y = out.output("out")] { return lookup_rows(context, weight, rows.input(), y); });
+      },
+      arg("context"), arg("weight"), arg("rows"), arg("out"));
+  module.def(
+      "read_ahead",
+      [](Context& context, const PackedWeight& weight, const std::string& activation) {
+        read_ahead(context, weight, parse_activation(activation));
+      },
+      arg("context"), arg("weight"), arg("activation"));
   module.def(
       "matmul_int",
       [](Context& context, const View& x, const PackedIntWeight& weight, const View& out, const View* x_scales,

@@ -38,36 +38,45 @@ void bind_rowwise(nb::module_& module) {
   using nb::arg;
   module.def(
       "rms_norm",
-      [](Context& context, const View& x, const View& weight, const View& out, double eps) {
-        run([&, y = out.output("out")] { return rms_norm(context, x.input(), weight.input(), y, {.eps = eps}); });
+      [](Context& context, const View& x, const View& weight, const View& out, double eps, const View* rstd) {
+        const RmsNormOptions options = {.eps = eps, .rstd = optional_output(rstd, "rstd")};
+        run([&, y = out.output("out")] { return rms_norm(context, x.input(), weight.input(), y, options); });
       },
-      arg("context"), arg("x"), arg("weight"), arg("out"), arg("eps"));
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("eps"), arg("rstd").none());
   module.def(
       "add_rms_norm",
       [](Context& context, const View& a, const View& b, const View& weight, const View& out, const View& sum,
-         double eps) {
+         double eps, const View* rstd) {
+        const RmsNormOptions options = {.eps = eps, .rstd = optional_output(rstd, "rstd")};
         run([&, y = out.output("out"), s = sum.output("sum")] {
-          return add_rms_norm(context, a.input(), b.input(), weight.input(), y, s, {.eps = eps});
+          return add_rms_norm(context, a.input(), b.input(), weight.input(), y, s, options);
         });
       },
-      arg("context"), arg("a"), arg("b"), arg("weight"), arg("out"), arg("sum"), arg("eps"));
+      arg("context"), arg("a"), arg("b"), arg("weight"), arg("out"), arg("sum"), arg("eps"), arg("rstd").none());
   module.def(
       "rms_norm_backward",
       [](Context& context, const View& grad_out, const View& x, const View& weight, const View* grad_x,
-         const View* grad_weight, double eps) {
+         const View* grad_weight, double eps, const View* grad_sum) {
+        const RmsNormBackwardOptions options = {.eps = eps, .grad_sum = optional_input(grad_sum)};
         run([&, g = gradients(grad_x, grad_weight, nullptr)] {
-          return rms_norm_backward(context, grad_out.input(), x.input(), weight.input(), g, {.eps = eps});
+          return rms_norm_backward(context, grad_out.input(), x.input(), weight.input(), g, options);
         });
       },
       arg("context"), arg("grad_out"), arg("x"), arg("weight"), arg("grad_x").none(), arg("grad_weight").none(),
-      arg("eps"));
+      arg("eps"), arg("grad_sum").none());
   module.def(
       "layer_norm",
-      [](Context& context, const View& x, const View* weight, const View* bias, const View& out, double eps) {
-        const LayerNormOptions options = {.eps = eps, .weight = optional_input(weight), .bias = optional_input(bias)};
+      [](Context& context, const View& x, const View* weight, const View* bias, const View& out, double eps,
+         const View* mean, const View* rstd) {
+        const LayerNormOptions options = {.eps = eps,
+                                          .weight = optional_input(weight),
+                                          .bias = optional_input(bias),
+                                          .mean = optional_output(mean, "mean"),
+                                          .rstd = optional_output(rstd, "rstd")};
         run([&, y = out.output("out")] { return layer_norm(context, x.input(), y, options); });
       },
-      arg("context"), arg("x"), arg("weight").none(), arg("bias").none(), arg("out"), arg("eps"));
+      arg("context"), arg("x"), arg("weight").none(), arg("bias").none(), arg("out"), arg("eps"), arg("mean").none(),
+      arg("rstd").none());
   module.def(
       "layer_norm_backward",
       [](Context& context, const View& grad_out, const View& x, const View* weight, const View* grad_x,
@@ -137,6 +146,20 @@ void bind_rowwise(nb::module_& module) {
         });
       },
       arg("context"), arg("grad_out"), arg("gate"), arg("up"), arg("grad_gate"), arg("grad_up"));
+  module.def(
+      "swiglu_halves",
+      [](Context& context, const View& gate_up, const View& out, bool swapped) {
+        run([&, y = out.output("out")] { return swiglu(context, gate_up.input(), y, {.swapped = swapped}); });
+      },
+      arg("context"), arg("gate_up"), arg("out"), arg("swapped"));
+  module.def(
+      "swiglu_halves_backward",
+      [](Context& context, const View& grad_out, const View& gate_up, const View& grad_gate_up, bool swapped) {
+        run([&, g = grad_gate_up.output("grad_gate_up")] {
+          return swiglu_backward(context, grad_out.input(), gate_up.input(), g, {.swapped = swapped});
+        });
+      },
+      arg("context"), arg("grad_out"), arg("gate_up"), arg("grad_gate_up"), arg("swapped"));
   module.def(
       "add",
       [](Context& context, const View& a, const View& b, const View& out) {

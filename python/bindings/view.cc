@@ -101,6 +101,13 @@ std::optional<Tensor> tensor_of_capsule(nb::handle capsule) {
 }
 
 View::View(nb::handle object, const std::optional<std::string>& dtype) {
+  // A memoryview has the strides that some exporters (ctypes) leave out of their buffer.
+  nb::object with_strides;
+  if (PyObject_CheckBuffer(object.ptr()) && !nb::hasattr(object, "__dlpack__")) {
+    with_strides = nb::steal(PyMemoryView_FromObject(object.ptr()));
+    if (!with_strides.is_valid()) throw nb::python_error();
+    object = with_strides;
+  }
   // Producers refuse a writable view of read-only memory.
   nb::ndarray<> writable;
   if (nb::try_cast(object, writable, false)) {

@@ -25,13 +25,15 @@ from typing import Any, NamedTuple, Optional, Tuple
 import numpy as np
 
 from . import _core
-from ._arrays import default_context, empty, integers, offsets, optional_view, view
-from ._core import UNBOUNDED, AttentionCall, BlockPool, Context
+from ._arrays import default_context, empty, integers, offsets, optional_view, output, rank, view
+from ._calls import public
+from ._core import UNBOUNDED, AttentionCall, BlockPool, Context, View
 
 __all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "convert_pages", "gather_pa_kv_cache", "new_pages", "paged_attention",
            "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
 
 
+@public
 def new_pages(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, value_head_dim: Optional[int] = None, *,
               dtype: str = "f32", layout: str = "norm", like: Any = None) -> Tuple[Any, Any]:
     """(key_cache, value_cache) of zeros: dtype "f32", "bf16" or "f16"; arrays of the kind of `like`, NumPy's without it.
@@ -47,6 +49,7 @@ def new_pages(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     return pages
 
 
+@public
 def scatter_pa_kv_cache(key: Any, value: Any, slot_mapping: Any, key_cache: Any, value_cache: Any, *, layout: str = "norm",
                         context: Optional[Context] = None) -> None:
     """Writes new tokens into the cache, rounded once to its dtype.
@@ -55,9 +58,10 @@ def scatter_pa_kv_cache(key: Any, value: Any, slot_mapping: Any, key_cache: Any,
     skips a token, and of several tokens with one slot the last wins.
     """
     _core.scatter_pa_kv_cache(context or default_context(), view(key), view(value), integers(slot_mapping),
-                              view(key_cache), view(value_cache), layout)
+                              output(key_cache, "key_cache"), output(value_cache, "value_cache"), layout)
 
 
+@public
 def rope_scatter_pa_kv_cache(query: Any, key: Any, value: Any, cos: Any, sin: Any, slot_mapping: Any, key_cache: Any,
                              value_cache: Any, *, query_weight: Any = None, key_weight: Any = None, eps: float = 1e-5,
                              style: str = "halves", layout: str = "norm", out: Any = None,
@@ -75,43 +79,60 @@ def rope_scatter_pa_kv_cache(query: Any, key: Any, value: Any, cos: Any, sin: An
         out = empty(query, tensor.shape, tensor.dtype)
     _core.rope_scatter_pa_kv_cache(
         context or default_context(), tensor, view(key), view(value), view(cos), view(sin), integers(slot_mapping),
-        optional_view(query_weight), optional_view(key_weight), view(out), view(key_cache), view(value_cache), layout, style,
-        eps)
+        optional_view(query_weight), optional_view(key_weight), output(out), output(key_cache, "key_cache"),
+        output(value_cache, "value_cache"), layout, style, eps)
     return out
 
 
+@public
 def convert_pages(from_key: Any, from_value: Any, to_key: Any, to_value: Any, *, from_layout: str = "norm",
                   to_layout: str = "panel32", context: Optional[Context] = None) -> None:
     """Copies all pages of a cache into another one of the same sizes, between layouts and dtypes, rounded once.
 
     Slices of dimension 0 copy some blocks, also within one pool (what BlockPool.prepare_write asks for).
     """
-    _core.convert_pages(context or default_context(), view(from_key), view(from_value), view(to_key), view(to_value),
-                        from_layout, to_layout)
+    _core.convert_pages(context or default_context(), view(from_key), view(from_value), output(to_key, "to_key"),
+                        output(to_value, "to_value"), from_layout, to_layout)
 
 
+@public
 def gather_pa_kv_cache(key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *, seq_offset: Any = None,
                        head_indices: Any = None, cumulative_lengths: bool = False, zero_fill: bool = False,
-                       context: Optional[Context] = None) -> Tuple[Any, Any]:
-    """(key, value) [tokens, heads, ..] of sequences one after the other, read out of a cache in the norm layout.
+                       layout: str = "norm", context: Optional[Context] = None) -> Tuple[Any, Any]:
+    """(key, value) [tokens, heads, ..] of sequences one after the other, read out of a cache in its page layout.
 
     block_table [batch, max_blocks]; kv_lengths [batch], or with cumulative_lengths [batch + 1] from 0 on. seq_offset
     [batch]: the position of each sequence's first token to read. head_indices: the KV heads to read, in this order.
     zero_fill: rows past the table or in no block of the cache become zeros, where they would be refused.
     """
-    lengths = np.asarray(kv_lengths)
-    tokens = int(lengths[-1]) if cumulative_lengths else int(lengths.sum())
+    length_view = rank(integers(kv_lengths), kv_lengths, 1, "[batch], or with cumulative_lengths [batch + 1]")
+    lengths = np.asarray(kv_lengths).astype(np.int64)
+    tokens = int(lengths[-1] if lengths.size else 0) if cumulative_lengths else int(lengths.sum())
     keys, values = view(key_cache), view(value_cache)
-    head_view = None if head_indices is None else integers(head_indices)
-    heads = keys.shape[2:3] if head_view is None else head_view.shape
+    num_kv_heads, head_dim = _page_sizes(keys, key_cache, layout, 2)
+    _, value_head_dim = _page_sizes(values, value_cache, layout, 1)
+    head_view = None if head_indices is None else rank(integers(head_indices), head_indices, 1, "[heads]")
+    heads = num_kv_heads if head_view is None else head_view.shape[0]
     # Lengths that make no sense are the core's to refuse.
-    shape = (max(tokens, 0), *heads)
-    key = empty(key_cache, (*shape, *keys.shape[3:]), keys.dtype)
-    value = empty(value_cache, (*shape, *values.shape[3:]), values.dtype)
-    _core.gather_pa_kv_cache(context or default_context(), keys, values, integers(block_table), integers(kv_lengths),
+    key = empty(key_cache, (max(tokens, 0), heads, head_dim), keys.dtype)
+    value = empty(value_cache, (max(tokens, 0), heads, value_head_dim), values.dtype)
+    _core.gather_pa_kv_cache(context or default_context(), keys, values, integers(block_table), length_view,
                              view(key), view(value), None if seq_offset is None else integers(seq_offset), head_view,
-                             "norm", cumulative_lengths, zero_fill)
+                             layout, cumulative_lengths, zero_fill)
     return key, value
+
+
+def _page_sizes(pages: View, array: Any, layout: str, panel_dims: int) -> Tuple[int, int]:
+    """(num_kv_heads, head_dim) of keys (whose panels have two dimensions) or values (one) in a layout."""
+    if layout != "panel32":
+        rank(pages, array, 4, "[num_blocks, block_size, num_kv_heads, head_dim]")
+        return pages.shape[2], pages.shape[3]
+    rank(pages, array, 3 + panel_dims, "pages in the layout panel32 (new_pages)")
+    # bfloat16 lies in pairs: of elements of a key, of rows of values.
+    pairs = pages.dtype == "bf16"
+    if panel_dims == 2:
+        return pages.shape[1], pages.shape[3] * (2 if pairs else 1)
+    return pages.shape[1], pages.shape[3] // (2 if pairs else 1)
 
 
 class PagedAttention(NamedTuple):
@@ -121,6 +142,7 @@ class PagedAttention(NamedTuple):
     softmax_lse: Any  # float32 [batch, num_heads, query_len], or [num_heads, tokens]; -inf where no key is seen
 
 
+@public
 def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *,
                     scale_value: Optional[float] = None, causal: bool = True, actual_seq_qlen: Any = None,
                     window_left: int = UNBOUNDED, softcap: float = 0.0, sinks: Any = None, layout: str = "norm",

@@ -1,54 +1,90 @@
-"""Products of activations x [m, k] with a weight [n, k]: out = residual + activation(x . weight^T + bias)."""
+"""Products of activations x [m, k] with a weight [n, k]: out = residual + activation(x . weight^T + bias).
+
+Of torch tensors that require gradients `matmul` with an array as its weight gives a result that has them.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, optional_view, view
+from ._arrays import default_context, empty, int64, optional_view, output, rank, view
+from ._calls import option, public
 from ._core import Context, PackedIntWeight, PackedWeight
 
-__all__ = ["PackedIntWeight", "PackedWeight", "matmul", "matmul_backward", "matmul_int", "pack", "pack_blocks", "pack_int"]
+__all__ = ["PackedIntWeight", "PackedWeight", "lookup_rows", "matmul", "matmul_backward", "matmul_int", "pack", "pack_blocks",
+           "pack_int", "read_ahead"]
 
 
+@public
 def pack(weight: Any, *, context: Optional[Context] = None) -> PackedWeight:
     """A weight that many products use, repacked once; kept in its own dtype."""
     return PackedWeight.pack(context or default_context(), view(weight))
 
 
-def pack_blocks(blocks: Any, format: str, rows: int, cols: int, *, context: Optional[Context] = None) -> PackedWeight:
-    """The same of a GGUF matrix [rows, cols]: uint8 blocks of a format such as "q4_1". It stays quantised."""
-    return PackedWeight.pack_blocks(context or default_context(), view(blocks), format, rows, cols)
+@public
+def pack_blocks(blocks: Any, format: str, rows: Any, cols: int, *, context: Optional[Context] = None) -> PackedWeight:
+    """The same of a GGUF matrix [rows, cols]: uint8 blocks of a format such as "q4_1". It stays quantised.
+
+    Lists of blocks and of rows: several matrices of one format and cols, one below another, so that what is multiplied with
+    the same x goes in one product. Each but the last has a multiple of 16 rows.
+    """
+    context = context or default_context()
+    if isinstance(blocks, (list, tuple)):
+        counts = int64(rows, "rows")
+        counts = [int(count) for count in rows] if len(counts.shape) == 1 else []
+        if len(counts) != len(blocks):
+            raise ValueError(f"rows must be {len(blocks)} numbers, one for each of blocks")
+        parts = [view(part, f"blocks[{i}]") for i, part in enumerate(blocks)]
+        return PackedWeight.pack_parts(context, parts, format, counts, cols)
+    return PackedWeight.pack_blocks(context, view(blocks), format, option("pack_blocks", "rows", "int", rows), cols)
 
 
-def pack_int(q: Any, scales: Any, zeros: Any = None, *, context: Optional[Context] = None) -> PackedIntWeight:
-    """An int8 weight [n, k], or int4 as uint8 [n, k / 2], with float32 scales [n, groups] (quant.quantize)."""
-    return PackedIntWeight.pack(context or default_context(), view(q), view(scales), optional_view(zeros))
+@public
+def pack_int(q: Any, scales: Any = None, zeros: Any = None, *, context: Optional[Context] = None) -> PackedIntWeight:
+    """An int8 weight [n, k], or int4 as uint8 [n, k / 2], with float32 scales [n, groups] (quant.quantize).
+
+    Without scales: int8 [n, k] as it is, every scale is 1.
+    """
+    context = context or default_context()
+    if scales is None:
+        if zeros is not None:
+            raise ValueError("zeros are given without scales")
+        return PackedIntWeight.pack_plain(context, view(q))
+    return PackedIntWeight.pack(context, view(q), view(scales), optional_view(zeros))
 
 
+@public
 def matmul(x: Any, weight: Any, *, bias: Any = None, activation: str = "none", residual: Any = None, out: Any = None,
-           int8_activations: bool = False, context: Optional[Context] = None) -> Any:
+           int8_activations: bool = False, batch_invariant: bool = False, out_scales: bool = False,
+           context: Optional[Context] = None) -> Any:
     """residual + activation(x . weight^T + bias); weight is an array [n, k] or packed.
 
     activation: none, silu, gelu_erf, gelu_tanh, swiglu or swiglu_swapped (the weight's rows are a gate's and an up
-    projection's, out is [m, n / 2]). int8_activations rounds x where it meets a quantised weight.
+    projection's, out is [m, n / 2]). int8_activations rounds x where it meets a quantised weight. batch_invariant: the bits
+    of a row do not depend on how many rows there are, with quantised weights too. out_scales: the result is (out, scales),
+    out int8 with each row by its own scale, float32 [m], as quant.dynamic_quant would make them.
     """
-    tensor = view(x)
-    n = weight.n if isinstance(weight, PackedWeight) else view(weight).shape[0]
+    tensor = rank(view(x), x, 2, "[m, k]")
+    packed = isinstance(weight, PackedWeight)
+    if isinstance(weight, PackedIntWeight):
+        raise TypeError("weight is a PackedIntWeight; matmul.matmul_int multiplies with it")
+    weights = weight if packed else rank(view(weight), weight, 2, "[n, k] (or what matmul.pack gives)")
+    n = weights.n if packed else weights.shape[0]
     if out is None:
-        out = empty(x, (tensor.shape[0], n // 2 if activation.startswith("swiglu") else n), tensor.dtype)
-    common = view(out), optional_view(bias), activation, optional_view(residual)
-    context = context or default_context()
-    if isinstance(weight, PackedWeight):
-        _core.matmul_packed(context, tensor, weight, *common, int8_activations)
-    else:
-        _core.matmul(context, tensor, view(weight), *common)
-    return out
+        width = n // 2 if activation.startswith("swiglu") else n
+        out = empty(x, (tensor.shape[0], width), "i8" if out_scales else tensor.dtype)
+    scales = empty(x, tensor.shape[:1], "f32") if out_scales else None
+    run = _core.matmul_packed if packed else _core.matmul
+    run(context or default_context(), tensor, weights, output(out), optional_view(bias), activation, optional_view(residual),
+        int8_activations, batch_invariant, optional_view(scales))
+    return (out, scales) if out_scales else out
 
 
+@public
 def matmul_backward(grad_out: Any, x: Any, weight: Any, *, context: Optional[Context] = None) -> Tuple[Any, Any, Any]:
     """(grad_x, grad_weight, grad_bias) of sum(grad_out * (x . weight^T + bias))."""
-    tensors = view(grad_out), view(x), view(weight)
+    tensors = view(grad_out), view(x), rank(view(weight), weight, 2, "[n, k]")
     grad_x = empty(x, tensors[1].shape, tensors[1].dtype)
     grad_weight = empty(weight, tensors[2].shape, tensors[2].dtype)
     grad_bias = empty(weight, (tensors[2].shape[0],), tensors[2].dtype)
@@ -56,14 +92,37 @@ def matmul_backward(grad_out: Any, x: Any, weight: Any, *, context: Optional[Con
     return grad_x, grad_weight, grad_bias
 
 
+@public
 def matmul_int(x: Any, weight: PackedIntWeight, *, x_scales: Any = None, bias: Any = None, dtype: Optional[str] = None,
                out: Any = None, context: Optional[Context] = None) -> Any:
     """x . value^T + bias with an integer weight: x int8 with x_scales [m] (quant.dynamic_quant), or x float.
 
-    dtype of the result: "i32" (x int8, the bare sums), "f32", "bf16" or "f16"; default f32 for int8, else that of x.
+    dtype of the result: "i32" (x int8, the bare sums, to which an int32 bias is added), "f32", "bf16" or "f16"; default f32
+    for int8, else that of x.
     """
-    tensor = view(x)
+    tensor = rank(view(x), x, 2, "[m, k]")
     if out is None:
+        if dtype not in (None, "i32", "f32", "bf16", "f16"):
+            raise ValueError(f'dtype is "{dtype}", must be one of i32, f32, bf16, f16')
         out = empty(x, (tensor.shape[0], weight.n), dtype or ("f32" if tensor.dtype == "i8" else tensor.dtype))
-    _core.matmul_int(context or default_context(), tensor, weight, view(out), optional_view(x_scales), optional_view(bias))
+    _core.matmul_int(context or default_context(), tensor, weight, output(out), optional_view(x_scales), optional_view(bias))
     return out
+
+
+@public
+def lookup_rows(weight: PackedWeight, indices: Any, *, context: Optional[Context] = None, like: Any = None) -> Any:
+    """Float32 [count, k]: the rows `indices` [count] of a packed weight, an embedding that is also multiplied with.
+
+    An array of the kind of `like`, NumPy's without it. ValueError for an index out of range.
+    """
+    where = rank(int64(indices), indices, 1, "[count]")
+    out = empty(like, (*where.shape, weight.k), "f32")
+    _core.lookup_packed_rows(context or default_context(), weight, where, view(out))
+    return out
+
+
+@public
+def read_ahead(weight: PackedWeight, activation: str = "none", *, context: Optional[Context] = None) -> None:
+    """Says that the next product of few rows will be with this weight, so that idle threads fetch it first: changes time
+    alone."""
+    _core.read_ahead(context or default_context(), weight, activation)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, int64, optional_view, view
+from ._arrays import default_context, empty, int64, optional_view, rank, refusal, view
+from ._calls import public
 from ._core import Context
 
 __all__ = ["dequantize", "dequantize_blocks", "dynamic_quant", "lookup_rows", "quantize"]
@@ -15,6 +16,8 @@ def _integers_for(x: Any, bits: int) -> Any:
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits}, must be 4 or 8")
     shape = view(x).shape
+    if not shape:
+        raise refusal(ValueError, x, "must have at least one dimension, but its shape is []")
     if bits == 8:
         return empty(x, shape, "i8")
     if shape[-1] % 2:
@@ -22,6 +25,7 @@ def _integers_for(x: Any, bits: int) -> Any:
     return empty(x, (*shape[:-1], shape[-1] // 2), "u8")
 
 
+@public
 def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = False, scales: Any = None, zeros: Any = None,
              context: Optional[Context] = None) -> Tuple[Any, Any, Any]:
     """(q, scales, zeros) of x [rows, cols]: x is about (q - zero) * scale, by groups of cols / groups along a row.
@@ -33,10 +37,13 @@ def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = Fals
     its ends. groups and zero_points then say nothing.
     """
     given = scales is not None
+    rank(view(x), x, 2, "[rows, cols]")
     q = _integers_for(x, bits)
     if not given:
         if zeros is not None:
             raise ValueError("zeros are given without scales")
+        if groups < 1:
+            raise ValueError(f"groups is {groups}, must be at least 1")
         rows = view(x).shape[0]
         scales = empty(x, (rows, groups), "f32")
         zeros = empty(x, (rows, groups), "i8") if zero_points else None
@@ -44,15 +51,17 @@ def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = Fals
     return q, scales, zeros
 
 
+@public
 def dequantize(q: Any, scales: Any, zeros: Any = None, *, context: Optional[Context] = None) -> Any:
     """(q - zero) * scale, float32 [rows, cols]."""
-    tensor = view(q)
+    tensor = rank(view(q), q, 2, "[rows, cols]")
     rows, width = tensor.shape
     out = empty(q, (rows, width * 2 if tensor.dtype == "u8" else width), "f32")
     _core.dequantize(context or default_context(), tensor, view(scales), optional_view(zeros), view(out))
     return out
 
 
+@public
 def dynamic_quant(x: Any, *, bits: int = 8, smooth_scales: Any = None, context: Optional[Context] = None) -> Tuple[Any, Any]:
     """(q, scales) of x [.., k], every row by its own scale; smooth_scales float32 [k] are multiplied in first."""
     q, scales = _integers_for(x, bits), empty(x, view(x).shape[:-1], "f32")
@@ -60,19 +69,29 @@ def dynamic_quant(x: Any, *, bits: int = 8, smooth_scales: Any = None, context: 
     return q, scales
 
 
+def _sizes(rows: int, cols: int) -> None:
+    for name, size in (("rows", rows), ("cols", cols)):
+        if size < 0:
+            raise ValueError(f"{name} is {size}, must not be negative")
+
+
+@public
 def dequantize_blocks(blocks: Any, format: str, rows: int, cols: int, *, context: Optional[Context] = None) -> Any:
     """Float32 [rows, cols] of a GGUF matrix: uint8 blocks of a format such as "q4_1"."""
+    _sizes(rows, cols)
     out = empty(blocks, (rows, cols), "f32")
     _core.dequantize_blocks(context or default_context(), view(blocks), format, rows, cols, view(out))
     return out
 
 
+@public
 def lookup_rows(blocks: Any, format: str, rows: int, cols: int, indices: Any, *, context: Optional[Context] = None) -> Any:
     """Float32 [count, cols]: the rows `indices` [count] of a GGUF matrix [rows, cols] (dequantize_blocks), an embedding.
 
     ValueError for an index out of range.
     """
-    where = int64(indices)
+    _sizes(rows, cols)
+    where = rank(int64(indices), indices, 1, "[count]")
     out = empty(blocks, (*where.shape, cols), "f32")
     _core.dequantize_rows(context or default_context(), view(blocks), format, rows, cols, where, view(out))
     return out

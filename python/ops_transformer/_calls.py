@@ -1,0 +1,217 @@
+"""The edge of the package: what every public function asks of its options, and how it names what it refuses.
+
+`public` reads a function's annotations once. At each call an option is taken where it is of its kind and refused with the
+function's name, its own and the value where it is not, before anything else happens; nothing is rounded or cut off on the
+way. Arguments of kind Any are arrays: `_arrays` refuses them, and the name is put in here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from typing import Any, Callable, Dict, Optional, TypeVar
+
+import numpy as np
+
+from ._core import Context, PackedIntWeight, PackedWeight
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Options that the core takes as 64 bits without a sign.
+_UNSIGNED = {"seed", "offset"}
+
+
+class _Misfit(Exception):
+    """What an option must be instead."""
+
+    def __init__(self, kind: type, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int:
+        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+            raise _Misfit(TypeError, "an integer")
+        try:
+            value = value.__index__()
+        except TypeError:
+            raise _Misfit(TypeError, "an integer") from None
+    low, high = (0, 2**64) if name in _UNSIGNED else (-(2**63), 2**63)
+    if not low <= value < high:
+        raise _Misfit(ValueError, f"from {low} to {high - 1}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, (bool, np.bool_, str, bytes, complex)) or not (hasattr(value, "__float__")
+                                                                         or hasattr(value, "__index__")):
+        raise _Misfit(TypeError, "a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise _Misfit(TypeError, "a number") from None
+
+
+def _truth(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise _Misfit(TypeError, "True or False")
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Misfit(TypeError, "a text")
+    return value
+
+
+def _instance(kind: type, said: str) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise _Misfit(TypeError, said)
+        return value
+
+    return check
+
+
+def _packed_int(name: str, value: Any) -> Any:
+    if isinstance(value, PackedWeight):
+        raise _Misfit(TypeError, "a PackedIntWeight (matmul.pack_int); with a PackedWeight call matmul.matmul")
+    if not isinstance(value, PackedIntWeight):
+        raise _Misfit(TypeError, "a PackedIntWeight, what matmul.pack_int gives")
+    return value
+
+
+def _sections(name: str, value: Any) -> Any:
+    if not isinstance(value, (tuple, list)) or len(value) not in (3, 4):
+        raise _Misfit(TypeError, "a RopeSections (temporal, height, width, interleaved)")
+    sizes = (*value, False) if len(value) == 3 else value
+    return (*(_integer(name, size) for size in sizes[:3]), _truth(name, sizes[3]))
+
+
+_KINDS: Dict[str, Callable[[str, Any], Any]] = {
+    "int": _integer, "float": _number, "bool": _truth, "str": _text,
+    "Context": _instance(Context, "a Context of ops_transformer"),
+    "PackedIntWeight": _packed_int, "PackedWeight": _instance(PackedWeight, "a PackedWeight, what matmul.pack gives"),
+    "RopeSections": _sections,
+}
+
+
+def _short(value: Any) -> str:
+    """A value as a message shows it."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and not isinstance(value, np.generic):
+        return f"{type(value).__name__} {list(shape)}" if shape != () else f"{type(value).__name__} {value}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _kind_of(annotation: Any):
+    """(check, whether None is taken) of an annotation's text; None where it names no option."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    optional = text.startswith("Optional[")
+    check = _KINDS.get(text[len("Optional["):-1] if optional else text)
+    return None if check is None else (check, optional)
+
+
+def checked(function: str, name: str, kind: Any, value: Any) -> Any:
+    """An option of its kind, or the error that names it."""
+    check, optional = kind
+    if value is None and optional:
+        return None
+    try:
+        return check(name, value)
+    except _Misfit as misfit:
+        none = " or None" if optional else ""
+        shown = f"{_short(value)} ({type(value).__name__})" if misfit.kind is TypeError and value is not None else _short(value)
+        raise misfit.kind(f"{function}: {name} is {shown}, must be {misfit}{none}") from None
+
+
+def option(function: str, name: str, kind: str, value: Any) -> Any:
+    """The same by the kind's name, for an argument that takes several kinds."""
+    return checked(function, name, _kind_of(kind), value)
+
+
+def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Exception:
+    """The error with the names of function and argument in front."""
+    text = str(error)
+    if "incompatible function arguments" in text:
+        kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in arguments.items())
+        return TypeError(f"{function}: an argument is of a kind that is not taken, among {kinds}")
+    if hasattr(error, "value"):
+        found = [name for name, value in arguments.items() if value is error.value]
+        if found:
+            return type(error)(f"{function}: {found[0]} {error.text}")
+    if isinstance(error, RuntimeError) or text.startswith(function):
+        return error
+    return type(error)(f"{function}: {text}")
+
+
+def _has_tensor(args: tuple, kwargs: Dict[str, Any]) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return True
+    for value in kwargs.values():
+        if isinstance(value, torch.Tensor):
+            return True
+    return False
+
+
+_forms: Dict[Any, Any] = {}
+
+
+def _form(module: str, function: Callable[..., Any]) -> Any:
+    form = _forms.get(function)
+    if form is None:
+        form = _forms[function] = importlib.import_module("." + module, __package__).form(function)
+    return form
+
+
+def public(function: Optional[F] = None, *, torch: Optional[str] = None) -> Any:
+    """Checks options before the call and names function and argument in what it refuses.
+
+    torch: the module of this package that has the function as an operator of torch, with gradients. It takes the calls of
+    which torch's dispatcher must know, and is imported with the first one that has a torch tensor.
+    """
+    if function is None:
+        return functools.partial(public, torch=torch)
+    parameters = inspect.signature(function).parameters
+    kinds = {name: _kind_of(parameter.annotation) for name, parameter in parameters.items()}
+    kinds = {name: kind for name, kind in kinds.items() if kind is not None}
+    names = list(parameters)
+    options = [(i, name) for i, name in enumerate(names) if name in kinds]
+    title = function.__qualname__.replace(".__init__", "")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if name in kinds:
+                kwargs[name] = checked(title, name, kinds[name], value)
+        for i, name in options:
+            if i >= len(args):
+                break
+            value = checked(title, name, kinds[name], args[i])
+            if value is not args[i]:
+                args = (*args[:i], value, *args[i + 1:])
+        try:
+            if torch is not None and _has_tensor(args, kwargs):
+                form = _form(torch, function)
+                if form.is_wanted(args, kwargs):
+                    return form.call(args, kwargs)
+            return function(*args, **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            named = _named(error, title, {**dict(zip(names, args)), **kwargs})
+            if named is error:
+                raise
+            raise named from None
+
+    return call  # type: ignore[return-value]
