@@ -203,6 +203,10 @@ const char* to_string(KvAccess access);
 enum class AttentionProduct : uint8_t { f32, bf16_dot, f64 };
 const char* to_string(AttentionProduct product);
 
+// The problem that a call of flash_attention_forward with these inputs poses, by the checks of the call itself; or why
+// the call would be refused.
+Result<AttentionProblem> attention_problem(const AttentionInputs& inputs, const AttentionOptions& options = {});
+
 // A pure function of problem and machine; never of the number of threads.
 struct AttentionPlan {
   AttentionPath path = AttentionPath::flash;  // standard or flash
@@ -233,15 +237,20 @@ std::string to_string(const AttentionPlan& plan);
 // so does lse = +inf, with which other libraries mark such rows. Where all parts are so the result is out = 0, lse =
 // max = -inf, sum = 0. One part alone is passed on bit for bit. Parts are added in their order. A sink belongs to one
 // part only, or is a part of its own: out = 0, lse = sink. A NaN statistic makes its row NaN.
+//
+// Sums are in f32 (f64) whatever the parts' type, and each element of the result is rounded once. With `accumulate`
+// what the outputs hold is the first part, element for element: a ring adds what arrives to what is there. Its out in
+// f32 is rounded to 16 bits once, at the end; one of 16 bits is rounded again by every call.
 struct AttentionParts {
-  ConstTensor out;               // f32 (f64) [parts, ...], up to 4 more dimensions; the last one is value_head_dim
-  ConstTensor softmax_lse = {};  // out's dtype, out's shape without its last dimension; or
+  ConstTensor out;  // f32, bf16, f16 or f64 [parts, ...], up to 4 more dimensions; the last one is value_head_dim
+  ConstTensor softmax_lse = {};  // f32 (f64 for f64 parts), out's shape without its last dimension; or
   ConstTensor softmax_max = {};  // both of these
   ConstTensor softmax_sum = {};
 };
 
 // outputs.out [...] without the parts dimension, in any floating dtype (f64 for f64 parts); each of lse, max and sum
-// only if it has data. max and sum need the parts' max and sum.
-Status merge_attention(Context& context, const AttentionParts& parts, const AttentionOutputs& outputs);
+// only if it has data. max and sum need the parts' max and sum; accumulate needs the statistics of the parts' form.
+Status merge_attention(Context& context, const AttentionParts& parts, const AttentionOutputs& outputs,
+                       bool accumulate = false);
 
 }  // namespace opst

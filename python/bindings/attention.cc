@@ -3,8 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
-
 #include "opst/attention_backward.h"
 #include "view.h"
 
@@ -62,46 +60,8 @@ void dropout_option(nb::class_<AttentionCall>& type, const char* name) {
       [](AttentionCall& call, Value value) { call.options.dropout.*kField = value; });
 }
 
-int64_t longest(const ConstTensor& offsets) {
-  const auto at = [&](int64_t i) {
-    const int64_t index = i * offsets.strides[0];
-    return offsets.dtype == DType::i32 ? int64_t{static_cast<const int32_t*>(offsets.data)[index]}
-                                       : static_cast<const int64_t*>(offsets.data)[index];
-  };
-  int64_t most = 0;
-  for (int64_t b = 0; b + 1 < offsets.shape[0]; ++b) most = std::max(most, at(b + 1) - at(b));
-  return most;
-}
-
 std::string plan(const AttentionCall& call, const Context& context) {
-  const AttentionInputs& in = call.inputs;
-  AttentionProblem problem;
-  problem.query_dtype = in.query.dtype;
-  problem.kv_dtype = in.key.dtype;
-  problem.options = call.options;
-  problem.varlen_q = in.cu_seqlens_q.data != nullptr;
-  problem.varlen_k = in.cu_seqlens_k.data != nullptr;
-  problem.has_prefix = in.prefix.data != nullptr;
-  problem.has_mask = in.mask.data != nullptr;
-  problem.has_bias = in.bias.data != nullptr;
-  problem.has_alibi = in.alibi_slopes.data != nullptr;
-  problem.has_sinks = in.sinks.data != nullptr;
-  problem.has_drop_mask = in.drop_mask.data != nullptr;
-  const int q_rank = problem.varlen_q ? 3 : 4, k_rank = problem.varlen_k ? 3 : 4;
-  if (in.query.rank != q_rank || in.key.rank != k_rank || in.value.rank != k_rank || in.block_table.data != nullptr) {
-    raise(PyExc_ValueError, "a plan is made for [batch, heads, length, head_dim] or for sequences one after the other");
-  }
-  const int64_t* q = in.query.shape;
-  const int64_t* k = in.key.shape;
-  problem.batch = problem.varlen_q ? in.cu_seqlens_q.shape[0] - 1 : q[0];
-  problem.num_heads = q[1];
-  problem.num_kv_heads = k[1];
-  problem.query_len = problem.varlen_q ? longest(in.cu_seqlens_q) : q[2];
-  problem.kv_len = problem.varlen_k ? longest(in.cu_seqlens_k) : k[2];
-  problem.head_dim = q[q_rank - 1];
-  problem.value_head_dim = in.value.shape[k_rank - 1];
-  problem.unit_stride_kv = in.key.strides[k_rank - 1] == 1 && in.value.strides[k_rank - 1] == 1;
-  return to_string(plan_attention(problem, context.machine()));
+  return to_string(plan_attention(value_or_raise(attention_problem(call.inputs, call.options)), context.machine()));
 }
 
 // Attention without options in one step, as a short call takes no longer than the objects of the general way. Tensors
@@ -160,6 +120,10 @@ void bind_attention(nb::module_& module) {
   dropout_option<&DropoutOptions::keep_prob>(type, "keep_prob");
   dropout_option<&DropoutOptions::seed>(type, "seed");
   dropout_option<&DropoutOptions::offset>(type, "offset");
+  dropout_option<&DropoutOptions::first_query>(type, "first_query");
+  dropout_option<&DropoutOptions::first_key>(type, "first_key");
+  dropout_option<&DropoutOptions::first_head>(type, "first_head");
+  dropout_option<&DropoutOptions::total_heads>(type, "total_heads");
   type.def_prop_rw(
       "alignment",
       [](const AttentionCall& call) {
@@ -231,7 +195,7 @@ void bind_attention(nb::module_& module) {
   module.def(
       "merge_attention",
       [](Context& context, const View& parts, const View* lse_parts, const View* max_parts, const View* sum_parts,
-         const View& out, const View* lse, const View* max, const View* sum) {
+         const View& out, const View* lse, const View* max, const View* sum, bool accumulate) {
         const AttentionParts in = {.out = parts.input(),
                                    .softmax_lse = input_or_empty(lse_parts),
                                    .softmax_max = input_or_empty(max_parts),
@@ -240,11 +204,11 @@ void bind_attention(nb::module_& module) {
                                           .softmax_lse = output_or_empty(lse, "softmax_lse"),
                                           .softmax_max = output_or_empty(max, "softmax_max"),
                                           .softmax_sum = output_or_empty(sum, "softmax_sum")};
-        run([&] { return merge_attention(context, in, outputs); });
+        run([&] { return merge_attention(context, in, outputs, accumulate); });
       },
       nb::arg("context"), nb::arg("out_parts"), nb::arg("lse_parts").none(), nb::arg("max_parts").none(),
       nb::arg("sum_parts").none(), nb::arg("out"), nb::arg("softmax_lse").none(), nb::arg("softmax_max").none(),
-      nb::arg("softmax_sum").none());
+      nb::arg("softmax_sum").none(), nb::arg("accumulate") = false);
   module.attr("UNBOUNDED") = kUnbounded;
 }
 

@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "attention/attention_problem.h"
+#include "core/convert.h"
 
 namespace opst::test {
 namespace {
@@ -205,6 +206,59 @@ TEST(AttentionMerge, ARingIsTheWhole) {
   }
 }
 
+// Parts of 16 bits, one after the other into an f32 result: the bits of all of them at once, and only the last rounding
+// is to 16 bits.
+TEST(AttentionMerge, PartsOf16BitsAccumulateInF32) {
+  Random random(seed() + 4);
+  constexpr int64_t kParts = 5, kRows = 7, kDim = 70;
+  const Parts parts(kParts, kRows, kDim, random);
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    std::vector<uint16_t> bits;
+    std::vector<double> exact;
+    for (const float x : parts.out) {
+      bits.push_back(dtype == DType::bf16 ? to_bf16(x).bits : to_f16(x).bits);
+      exact.push_back(static_cast<double>(dtype == DType::bf16 ? to_f32(bf16{bits.back()}) : to_f32(f16{bits.back()})));
+    }
+    for (const bool by_max : {false, true}) {
+      AttentionParts all = by_max ? parts.by_max() : parts.by_lse();
+      all.out = ConstTensor::contiguous(dtype, {kParts, kRows, kDim}, bits.data());
+      Merged whole(kRows, kDim, by_max), ring(kRows, kDim, by_max);
+      ASSERT_EQ(merge_attention(context(), all, whole.tensors).message(), "");
+      for (int64_t k = 0; k < kParts; ++k) {
+        AttentionParts one = all;
+        for (ConstTensor* t : {&one.out, &one.softmax_lse, &one.softmax_max, &one.softmax_sum}) {
+          if (t->data != nullptr) *t = t->narrowed(0, k, 1);
+        }
+        ASSERT_EQ(merge_attention(context(), one, ring.tensors, k > 0).message(), "");
+      }
+      for (size_t row = 0; row < kRows; ++row) {
+        EXPECT_NEAR(ring.lse[row], whole.lse[row], 1e-5);
+        double total = 0;
+        for (size_t k = 0; k < kParts; ++k) total += std::exp(static_cast<double>(parts.lse[k * kRows + row]));
+        for (size_t d = 0; d < kDim; ++d) {
+          double expected = 0;
+          for (size_t k = 0; k < kParts; ++k) {
+            const size_t at = k * kRows + row;
+            expected += std::exp(static_cast<double>(parts.lse[at])) / total * exact[at * kDim + d];
+          }
+          EXPECT_NEAR(whole.out[row * kDim + d], expected, 2e-6);
+          EXPECT_NEAR(ring.out[row * kDim + d], expected, 4e-6);
+        }
+      }
+    }
+  }
+}
+
+TEST(AttentionMerge, AccumulateNeedsTheStatisticsThatItAddsTo) {
+  Random random(seed() + 5);
+  const Parts parts(1, 3, 4, random);
+  Merged merged(3, 4, true);
+  merged.tensors.softmax_sum = {};
+  EXPECT_EQ(merge_attention(context(), parts.by_max(), merged.tensors, true).message(),
+            "merge_attention: accumulate adds to what outputs hold, but softmax_max and softmax_sum are not both among "
+            "the outputs");
+}
+
 struct Refusal {
   const char* name;
   std::function<void(AttentionParts&, AttentionOutputs&)> spoil;
@@ -213,7 +267,8 @@ struct Refusal {
 const Refusal kRefusals[] = {
     {"no_statistic", [](auto& in, auto&) { in.softmax_lse = {}; },
      "the parts need either softmax_lse or both softmax_max and softmax_sum"},
-    {"dtype", [](auto& in, auto&) { in.out.dtype = DType::bf16; }, "parts.out is bf16, but must be f32 or f64"},
+    {"dtype", [](auto& in, auto&) { in.out.dtype = DType::i32; },
+     "parts.out is i32, but must be f32, bf16, f16 or f64"},
     {"lse_shape", [](auto& in, auto&) { in.softmax_lse.shape[1] = 5; },
      "parts.softmax_lse dim 1 is 5, but parts.out dim 1 is 6"},
     {"lse_parts", [](auto& in, auto&) { in.softmax_lse.shape[0] = 1; },

@@ -301,5 +301,24 @@ TEST(AttentionKvBlocks, ListsExactlyTheTilesThatSomeRowSees) {
   }
 }
 
+// attention_problem checks inputs as the call does, and finds the longest sequences.
+TEST(AttentionPlan, TheProblemOfInputs) {
+  std::vector<float> memory(9 * 4 * 16);
+  const int32_t ends[] = {0, 2, 9};
+  const float decimals[] = {0, 2, 9};
+  const ConstTensor rows = ConstTensor::contiguous(DType::f32, {9, 4, 16}, memory.data());
+  AttentionInputs in{.query = rows, .key = rows, .value = rows};
+  in.cu_seqlens_q = in.cu_seqlens_k = ConstTensor::contiguous(DType::i32, {3}, ends);
+  const Result<AttentionProblem> problem = attention_problem(in, {.causal = true});
+  ASSERT_EQ(problem.status().message(), "");
+  EXPECT_EQ(problem.value().batch, 2);
+  EXPECT_EQ(problem.value().query_len, 7);
+  EXPECT_EQ(problem.value().kv_len, 7);
+  EXPECT_EQ(problem.value().value_head_dim, 16);
+  EXPECT_TRUE(problem.value().varlen_q && problem.value().varlen_k && problem.value().options.causal);
+  in.cu_seqlens_k = ConstTensor::contiguous(DType::f32, {3}, decimals);
+  EXPECT_EQ(attention_problem(in).status().message(), "attention_problem: cu_seqlens_k is f32, but must be i32 or i64");
+}
+
 }  // namespace
 }  // namespace opst::test

@@ -7,6 +7,7 @@
 
 #include "attention/call_rules.h"
 #include "attention/sequences.h"
+#include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "kv_cache/page_layout.h"
@@ -339,3 +340,20 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
 }
 
 }  // namespace opst::attention
+
+namespace opst {
+
+Result<AttentionProblem> attention_problem(const AttentionInputs& inputs, const AttentionOptions& options) {
+  return guarded([&]() -> Result<AttentionProblem> {
+    ShapeCheck check("attention_problem");
+    if (attention::panels(inputs)) {
+      Status dtype = kv_cache::check_layout_dtype("attention_problem", inputs.page_layout, inputs.key.dtype);
+      if (!dtype.ok()) return dtype;
+    }
+    attention::bind_inputs(check, inputs);
+    attention::check_dtypes(check, inputs, inputs.query.dtype);
+    return attention::pose_problem(check, inputs, options);
+  });
+}
+
+}  // namespace opst

@@ -1,4 +1,5 @@
 // merge_attention: check -> run, a task per some rows. Bound by memory: each part is read once.
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -34,37 +35,38 @@ void check_shape(ShapeCheck& check, const char* name, const ConstTensor& t, cons
   }
 }
 
-Status check_merge(const AttentionParts& parts, const AttentionOutputs& out) {
+Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate) {
   ShapeCheck check("merge_attention");
   const ConstTensor& o = parts.out;
-  check.tensor("parts.out", o).dtype({DType::f32, DType::f64});
+  check.tensor("parts.out", o).dtype({DType::f32, DType::bf16, DType::f16, DType::f64});
   check.require(o.rank >= 2, [&] {
     return "parts.out has rank " + str(o.rank) + ", but [parts, ..., value_head_dim] has at least rank 2";
   });
   if (!check.ok()) return check.status();
   check.require(o.shape[0] >= 1 && o.shape[0] <= kMaxParts,
                 [&] { return "parts.out dim 0 (parts) is " + str(o.shape[0]) + ", must be 1 to " + str(kMaxParts); });
+  const DType real = o.dtype == DType::f64 ? DType::f64 : DType::f32;
   const bool lse = parts.softmax_lse.data != nullptr, max = parts.softmax_max.data != nullptr,
              sum = parts.softmax_sum.data != nullptr;
   check.require(max == sum && lse != max,
                 [] { return std::string("the parts need either softmax_lse or both softmax_max and softmax_sum"); });
   const auto statistic_of_parts = [&](const char* name, const ConstTensor& t) {
     if (t.data == nullptr) return;
-    check.tensor(name, t).dtype({o.dtype});
+    check.tensor(name, t).dtype({real});
     if (check.ok()) check_shape(check, name, t, o, 0, o.rank - 1);
   };
   statistic_of_parts("parts.softmax_lse", parts.softmax_lse);
   statistic_of_parts("parts.softmax_max", parts.softmax_max);
   statistic_of_parts("parts.softmax_sum", parts.softmax_sum);
 
-  if (o.dtype == DType::f64)
+  if (real == DType::f64)
     check.output("out", out.out).dtype({DType::f64});
   else
     check.output("out", out.out).dtype({DType::f32, DType::bf16, DType::f16});
   if (check.ok()) check_shape(check, "out", out.out, o, 1, o.rank - 1);
   const auto statistic = [&](const char* name, const Tensor& t, bool needs_max) {
     if (t.data == nullptr) return;
-    check.output(name, t).dtype({o.dtype});
+    check.output(name, t).dtype({real});
     if (check.ok()) check_shape(check, name, t, o, 1, o.rank - 2);
     check.require(max || !needs_max,
                   [&] { return std::string(name) + " is wanted, but the parts have softmax_lse only"; });
@@ -72,14 +74,30 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out) {
   statistic("softmax_lse", out.softmax_lse, false);
   statistic("softmax_max", out.softmax_max, true);
   statistic("softmax_sum", out.softmax_sum, true);
+  if (accumulate) {
+    const bool there =
+        lse ? out.softmax_lse.data != nullptr : out.softmax_max.data != nullptr && out.softmax_sum.data != nullptr;
+    check.require(there, [&] {
+      return std::string("accumulate adds to what outputs hold, but ") +
+             (lse ? "softmax_lse is not" : "softmax_max and softmax_sum are not both") + " among the outputs";
+    });
+  }
   return check.status();
 }
 
-// Real: the type of the parts and of the sum over them.
+// The statistics of one part and its row of out.
+struct Part {
+  double top = 0, sum = 0;
+  const ConstTensor* out = nullptr;
+  int64_t row = 0;  // in elements of out
+};
+
+// Real: the type of the statistics and of the sum over the parts.
 template <class Real>
 class Merge {
  public:
-  Merge(const AttentionParts& parts, const AttentionOutputs& out) : parts_(parts), out_(out) {}
+  Merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate)
+      : parts_(parts), out_(out), held_(out.out), by_lse_(parts.softmax_lse.data != nullptr), accumulate_(accumulate) {}
 
   int64_t rows() const {
     int64_t n = 1;
@@ -88,43 +106,31 @@ class Merge {
   }
 
   void row(int64_t index) const {
-    const int64_t num_parts = parts_.out.shape[0];
-    // A part's share is sum_k exp(max_k - M) over its total; with lse, sum_k is 1.
-    const bool by_lse = parts_.softmax_lse.data != nullptr;
-    const ConstTensor& tops = by_lse ? parts_.softmax_lse : parts_.softmax_max;
-    const Real* top_row = at(tops, offset(tops, 1, index));
-    const Real* sum_row = by_lse ? nullptr : at(parts_.softmax_sum, offset(parts_.softmax_sum, 1, index));
-    const auto part = [&](int64_t k, double* top) {
-      *top = static_cast<double>(top_row[k * tops.strides[0]]);
-      const double sum = by_lse ? 1 : static_cast<double>(sum_row[k * parts_.softmax_sum.strides[0]]);
-      return std::isinf(*top) ? 0 : sum;  // nothing was seen
-    };
-    double max = -HUGE_VAL, top;
+    const int64_t num_parts = parts_.out.shape[0] + (accumulate_ ? 1 : 0);
+    double max = -HUGE_VAL;
     for (int64_t k = 0; k < num_parts; ++k) {
-      if (part(k, &top) != 0 && !(top <= max)) max = top;  // NaN comes through
+      const Part p = part(k, index);
+      if (p.sum != 0 && !(p.top <= max)) max = p.top;  // NaN comes through
     }
     double total = 0;
     for (int64_t k = 0; k < num_parts; ++k) {
-      if (const double sum = part(k, &top); sum != 0) total += sum * std::exp(top - max);
+      if (const Part p = part(k, index); p.sum != 0) total += p.sum * std::exp(p.top - max);
     }
 
     const int64_t dims = parts_.out.shape[parts_.out.rank - 1];
-    const int64_t part_step = parts_.out.strides[parts_.out.rank - 1], out_step = out_.out.strides[out_.out.rank - 1];
-    const Real* part_row = at(parts_.out, offset(parts_.out, 1, index));
-    const int64_t out_row = offset(out_.out, 0, index);
+    const int64_t out_step = out_.out.strides[out_.out.rank - 1], out_row = offset(out_.out, 0, index);
     // Columns in pieces, so that the sum stays in registers or L1 while the parts go by.
-    constexpr int64_t kPiece = 64;
     for (int64_t first = 0; first < dims; first += kPiece) {
       const int64_t n = std::min(kPiece, dims - first);
-      Real sum_of_parts[kPiece] = {};
+      Real sum_of_parts[kPiece] = {}, values[kPiece];
       bool any = false;
       for (int64_t k = 0; k < num_parts; ++k) {
-        const double sum = part(k, &top);
-        if (sum == 0) continue;
-        const auto share = static_cast<Real>(sum * std::exp(top - max) / total);
-        const Real* values = part_row + k * parts_.out.strides[0] + first * part_step;
+        const Part p = part(k, index);
+        if (p.sum == 0) continue;
+        const auto share = static_cast<Real>(p.sum * std::exp(p.top - max) / total);
+        load(*p.out, p.row, first, n, values);
         for (int64_t d = 0; d < n; ++d) {
-          const Real x = share * values[d * part_step];
+          const Real x = share * values[d];
           sum_of_parts[d] = any ? sum_of_parts[d] + x : x;
         }
         any = true;
@@ -142,7 +148,43 @@ class Merge {
   }
 
  private:
-  static const Real* at(const ConstTensor& t, int64_t offset) { return static_cast<const Real*>(t.data) + offset; }
+  static constexpr int64_t kPiece = 64;
+
+  // What the outputs hold comes first. A part's share is sum_k exp(max_k - M) over its total; with lse, sum_k is 1.
+  Part part(int64_t k, int64_t index) const {
+    const bool held = accumulate_ && k == 0;
+    if (accumulate_) --k;
+    Part p;
+    p.out = held ? &held_ : &parts_.out;
+    p.row = held ? offset(held_, 0, index) : offset(parts_.out, 1, index) + k * parts_.out.strides[0];
+    const auto statistic = [&](const ConstTensor& of_parts, const Tensor& of_outputs) {
+      const ConstTensor t = held ? ConstTensor(of_outputs) : of_parts;
+      return static_cast<double>(
+          static_cast<const Real*>(t.data)[held ? offset(t, 0, index) : offset(t, 1, index) + k * t.strides[0]]);
+    };
+    p.top = by_lse_ ? statistic(parts_.softmax_lse, out_.softmax_lse) : statistic(parts_.softmax_max, out_.softmax_max);
+    p.sum = by_lse_ ? 1 : statistic(parts_.softmax_sum, out_.softmax_sum);
+    if (std::isinf(p.top)) p.sum = 0;  // nothing was seen
+    return p;
+  }
+
+  // Columns [first, first + n) of a row of `t`.
+  static void load(const ConstTensor& t, int64_t row, int64_t first, int64_t n, Real* values) {
+    const int64_t step = t.strides[t.rank - 1];
+    const auto of = [&]<class Element>(const Element* from) {
+      from += row + first * step;
+      for (int64_t d = 0; d < n; ++d) values[d] = convert<Real>(from[d * step]);
+    };
+    switch (t.dtype) {
+      case DType::bf16:
+        return of(static_cast<const bf16*>(t.data));
+      case DType::f16:
+        return of(static_cast<const f16*>(t.data));
+      default:
+        return of(static_cast<const Real*>(t.data));
+    }
+  }
+
   // Of row `index` in a tensor whose row dimensions begin at `first`.
   int64_t offset(const ConstTensor& t, int first, int64_t index) const {
     int64_t total = 0;
@@ -155,11 +197,13 @@ class Merge {
 
   const AttentionParts& parts_;
   const AttentionOutputs& out_;
+  const ConstTensor held_;  // the outputs' out, as a part
+  const bool by_lse_, accumulate_;
 };
 
 template <class Real>
-void merge_all(Context::Impl& context, const AttentionParts& parts, const AttentionOutputs& out) {
-  const Merge<Real> merge(parts, out);
+void merge_all(Context::Impl& context, const AttentionParts& parts, const AttentionOutputs& out, bool accumulate) {
+  const Merge<Real> merge(parts, out, accumulate);
   const int64_t rows = merge.rows();
   context.pool.parallel_for(ceil_div(rows, kRowsPerTask), [&](int64_t task, int) {
     const int64_t end = std::min(rows, (task + 1) * kRowsPerTask);
@@ -170,14 +214,15 @@ void merge_all(Context::Impl& context, const AttentionParts& parts, const Attent
 }  // namespace
 }  // namespace attention
 
-Status merge_attention(Context& context, const AttentionParts& parts, const AttentionOutputs& outputs) {
+Status merge_attention(Context& context, const AttentionParts& parts, const AttentionOutputs& outputs,
+                       bool accumulate) {
   return guarded([&]() -> Status {
-    Status status = attention::check_merge(parts, outputs);
+    Status status = attention::check_merge(parts, outputs, accumulate);
     if (!status.ok()) return status;
     if (parts.out.dtype == DType::f64)
-      attention::merge_all<double>(context.impl(), parts, outputs);
+      attention::merge_all<double>(context.impl(), parts, outputs, accumulate);
     else
-      attention::merge_all<float>(context.impl(), parts, outputs);
+      attention::merge_all<float>(context.impl(), parts, outputs, accumulate);
     return {};
   });
 }
