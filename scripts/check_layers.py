@@ -91,7 +91,7 @@ class File:
         else:
             self.room = parts[1] if parts[0] == "src" else parts[0]
         self.is_bench = stem.endswith("_bench")
-        self.is_reference = stem == "reference" or stem.endswith("_reference")
+        self.is_reference = stem in {"reference", "judge"} or stem.endswith("_reference")
         self.includes = []  # (line number, quoted path or None, angled path or None)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             match = INCLUDE.match(line)

@@ -136,7 +136,7 @@ struct AttentionOutputs {
 //   word (key index % 4) of the result, as a 32-bit number, < keep_prob * 2^32 keeps the weight.
 // Indices are within the sequence. A call that holds a part of a larger problem says where the part begins.
 struct DropoutOptions {
-  double keep_prob = 1;  // in (0, 1]
+  double keep_prob = 1;  // in [2^-32, 1]
   uint64_t seed = 0;
   uint64_t offset = 0;
   int64_t first_query = 0;

@@ -21,10 +21,11 @@
 // sum of all its gradients, rounded once; a row that belongs to nobody gets 0. Pages must be of PageLayout::norm.
 //
 // Rules: a row that sees no key gets grad_query = 0 and adds nothing to the other gradients, whatever its grad_out
-// holds; so does a row whose saved lse is infinite. A key that no row sees gets 0. NaN and Inf in an input reach what
-// depends on them and nothing else. Every sum is in f32 (f64 for f64) whatever the storage type, in an order that
-// depends on the problem only: the same bits on every run and for any number of threads. Outputs must not overlap each
-// other, themselves or an input.
+// holds; so does a row whose saved lse is infinite. (With a sink its lse is a number, and its grad_lse reaches the
+// sink.) A bias of -inf hides its key as in forward: a NaN score stays NaN. A key that no row sees gets 0. NaN and Inf
+// in an input reach what depends on them and nothing else. Every sum is in f32 (f64 for f64) whatever the storage type,
+// in an order that depends on the problem only: the same bits on every run and for any number of threads. Outputs must
+// not overlap each other, themselves or an input.
 //
 // Time 2 * (3 head_dim + 2 value_head_dim) * visible pairs * num_heads flops: five products, S and dP once. Parallel
 // over tiles of keys as well as over heads. Memory beyond inputs and outputs: packed queries and gradients of a few

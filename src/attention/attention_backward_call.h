@@ -8,7 +8,6 @@
 #pragma once
 
 #include "attention/attention_draw.h"
-#include "attention/backward_reference.h"
 #include "opst/attention_backward.h"
 
 namespace opst::test {
@@ -117,17 +116,6 @@ class BackwardCallData {
     r.status = flash_attention_backward(context, in, saved(r.forward), r.tensors, call_.drawn().options);
   }
 
-  // The unit of error: what plain code achieves with the coarsest of the types that the values pass through.
-  DType storage(const Context& context) const {
-    const Draw& d = call_.drawn();
-    if (d.query_dtype == DType::f64) return DType::f64;
-    // Forward's own product counts: O comes from it.
-    const bool bf16 = d.query_dtype == DType::bf16 && d.kv_dtype == DType::bf16;
-    const Machine& m = context.machine();
-    if (bf16 && m.isa >= Isa::avx512_bf16 && m.bf16_product == Bf16Product::dot) return DType::bf16;
-    return d.out_dtype;
-  }
-
   std::string judge(const Outcome& r, const Context& context, double& worst_ratio) {
     const Draw& d = call_.drawn();
     const std::string about = to_string(d) + "\n  " + to_string(form_) + "\n  " + to_string(context.machine()) + ", " +
@@ -147,7 +135,7 @@ class BackwardCallData {
       }
       has_reference_ = true;
     }
-    const DType type = storage(context);
+    const DType type = gradient_storage(d.query_dtype, d.kv_dtype, d.out_dtype, context.machine());
     ReferenceGradients& naive = naive_[static_cast<size_t>(type)];
     if (naive.query.empty()) {
       naive = attention::naive_gradients(in, grad_out_.tensor, grad_lse_.tensor, d.options, type);
@@ -159,9 +147,19 @@ class BackwardCallData {
                                           std::tuple(&g.grad_bias, &ReferenceGradients::bias, "grad_bias"),
                                           std::tuple(&g.grad_sinks, &ReferenceGradients::sinks, "grad_sinks")}) {
       if (got->data == nullptr) continue;
-      const std::string message =
-          judge(*got, reference_.*part, naive.*part, magnitude_.*part, type, name, about, worst_ratio);
-      if (!message.empty()) return message;
+      const JudgedGradient judged{.name = name,
+                                  .about = about,
+                                  .query_dtype = d.query_dtype,
+                                  .storage = type,
+                                  .lengths = d.longest_keys() + d.longest_query(),
+                                  .score_scale = score_scale_,
+                                  .non_finite = d.non_finite,
+                                  .reference = reference_.*part,
+                                  .naive = naive.*part,
+                                  .magnitude = magnitude_.*part};
+      const Comparison c = judged.judge(*got);
+      worst_ratio = std::max(worst_ratio, c.max_error_ratio);
+      if (!c.ok) return c.message;
     }
     return "";
   }
@@ -180,50 +178,6 @@ class BackwardCallData {
     owned.tensor = owned.memory->tensor();
     for (int d = t.rank; d < 4; ++d) owned.tensor = owned.tensor.selected(0, 0);
     return owned;
-  }
-
-  std::string judge(const Tensor& got, const std::vector<double>& reference, const std::vector<double>& naive,
-                    const std::vector<double>& magnitude, DType type, const char* name, const std::string& about,
-                    double& worst_ratio) const {
-    const Draw& d = call_.drawn();
-    const auto shaped = [&](std::vector<double>& values) {
-      ConstTensor t = attention::reference::packed_shape(got);
-      t.dtype = DType::f64;
-      t.data = values.data();
-      return t;
-    };
-    std::vector<double> ref = reference, plain = naive, values = to_doubles(got);
-    double largest = 0;
-    for (size_t i = 0; i < ref.size(); ++i) {
-      plain[i] = attention::reference::rounded_to(got.dtype, plain[i]);
-      if (std::isfinite(magnitude[i])) largest = std::max(largest, magnitude[i]);
-      // An infinite product may meet its negative in one order of a sum and not in another.
-      if (d.non_finite) {
-        for (double* x : {&ref[i], &values[i]}) *x = std::isfinite(*x) ? *x : std::numeric_limits<double>::quiet_NaN();
-      }
-    }
-    Tensor judged = Tensor::contiguous(got.dtype, {}, nullptr);
-    std::vector<char> bytes(values.size() * static_cast<size_t>(size_bytes(got.dtype)) + 1);
-    judged.rank = got.rank;
-    const ConstTensor packed = attention::reference::packed_shape(got);
-    std::copy(packed.shape, packed.shape + kMaxRank, judged.shape);
-    std::copy(packed.strides, packed.strides + kMaxRank, judged.strides);
-    judged.data = bytes.data();
-    for (size_t i = 0; i < values.size(); ++i) set(judged, static_cast<int64_t>(i), values[i]);
-
-    CompareOptions options{.name = name, .about = about};
-    const bool f64 = d.query_dtype == DType::f64;
-    // P is as wrong, relatively, as scores and statistics are absolutely; and sums round.
-    const double eps = f64 ? 0x1p-52 : 0x1p-23;
-    options.extra = 2 * eps * (4 + score_scale_) * largest;
-    // O was rounded before delta was taken from it; exponentials of the pairwise product; dS.
-    if (type == DType::bf16) options.extra += 0x1p-9 * largest;
-    if (type == DType::f16) options.extra += 0x1p-12 * largest;
-    options.extra += static_cast<double>(d.longest_keys() + d.longest_query()) * (f64 ? 0x1p-1070 : 0x1p-110);
-    if (got.dtype == DType::f16) options.extra += 0x1p-25;
-    const Comparison c = compare(judged, shaped(ref), shaped(plain), options);
-    worst_ratio = std::max(worst_ratio, c.max_error_ratio);
-    return c.ok ? "" : c.message;
   }
 
   const DrawnCall& call_;

@@ -146,7 +146,7 @@ const Refusal kRefusals[] = {
     {"scale_nan", [](Call& c) { c.options.softmax_scale = std::numeric_limits<float>::quiet_NaN(); },
      "softmax_scale is nan, must be finite"},
     {"keep_prob", [](Call& c) { c.options.dropout.keep_prob = 0; },
-     "dropout.keep_prob is 0.000000, must be above 0 and at most 1"},
+     "dropout.keep_prob is 0, must be at least 2^-32 (2.33e-10) and at most 1"},
     {"block_kv", [](Call& c) { c.options.block_kv = 5000; }, "block_kv is 5000, must be 0 to 4096"},
     {"head_dim",
      [](Call& c) {

@@ -393,11 +393,11 @@ const Refusal kRefusals[] = {
 
     // Dropout.
     {"keep_prob_0", [](Call& c) { c.options.dropout.keep_prob = 0; },
-     "dropout.keep_prob is 0.000000, must be above 0 and at most 1"},
+     "dropout.keep_prob is 0, must be at least 2^-32 (2.33e-10) and at most 1"},
     {"keep_prob_above_1", [](Call& c) { c.options.dropout.keep_prob = 1.5; },
-     "dropout.keep_prob is 1.500000, must be above 0 and at most 1"},
+     "dropout.keep_prob is 1.5, must be at least 2^-32 (2.33e-10) and at most 1"},
     {"keep_prob_nan", [](Call& c) { c.options.dropout.keep_prob = std::nan(""); },
-     "dropout.keep_prob is nan, must be above 0 and at most 1"},
+     "dropout.keep_prob is nan, must be at least 2^-32 (2.33e-10) and at most 1"},
     {"first_key_negative", [](Call& c) { c.options.dropout.first_key = -4; },
      "dropout.first_key is -4, must be 0 to 1152921504606846976"},
     {"more_heads_than_in_all", [](Call& c) { c.options.dropout.first_head = 3, c.options.dropout.total_heads = 6; },

@@ -17,7 +17,7 @@
 #include <tuple>
 #include <vector>
 
-#include "attention/reference.h"
+#include "attention/judge.h"
 #include "core/int_math.h"
 #include "opst/attention.h"
 #include "testing/compare.h"
@@ -114,84 +114,6 @@ class View {
   int64_t first_;
   std::unique_ptr<GuardedBuffer> buffer_;
   Tensor tensor_;
-};
-
-// Rows that an operator computed beside what they should be.
-struct JudgedRows {
-  std::string about;
-  DType query_dtype, out_dtype;
-  DType storage;   // the type of naive's steps
-  int64_t kv_len;  // most keys of a row
-  std::vector<attention::ReferenceRow> reference, naive;
-  double score_scale, typical_value;  // the largest of the reference's; of |value|
-  double flushed;                     // what subnormal operands may be worth
-  bool rounds_twice;                  // multiply-adds of the generic level
-  std::vector<double> out = {};       // got, [rows][value_head_dim]
-  std::vector<double> lse = {}, max = {}, sum = {};
-
-  // "" where all are close enough. worst_ratio: raised to the largest error / bound.
-  std::string judge(double& worst_ratio) const {
-    const auto num_rows = static_cast<int64_t>(reference.size());
-    if (num_rows == 0) return "";
-    const auto dims = static_cast<int64_t>(reference[0].out.size());
-    const double accumulator_epsilon = query_dtype == DType::f64 ? 0x1p-52 : 0x1p-23;
-    std::vector<double> reference_out, naive_out;
-    std::vector<char> got(static_cast<size_t>(num_rows * dims * size_bytes(out_dtype)));
-    const Tensor got_out = Tensor::contiguous(out_dtype, {num_rows, dims}, got.data());
-    for (size_t row = 0; row < reference.size(); ++row) {
-      reference_out.insert(reference_out.end(), reference[row].out.begin(), reference[row].out.end());
-      for (const double x : naive[row].out) naive_out.push_back(attention::reference::rounded_to(out_dtype, x));
-    }
-    for (int64_t i = 0; i < num_rows * dims; ++i) set(got_out, i, out[static_cast<size_t>(i)]);
-    CompareOptions options{.name = "out", .about = about};
-    // What f32 loses: in the scores, hence relatively in P, and in the sums.
-    options.extra = 4 * accumulator_epsilon * (1 + score_scale) * typical_value + flushed;
-    // Among subnormal numbers each step may lose half of the smallest one.
-    options.extra += static_cast<double>(kv_len) *
-                     (query_dtype == DType::f64 ? std::numeric_limits<double>::denorm_min() : 0x1p-149);
-    const double out_epsilon = epsilon(out_dtype);
-    if (rounds_twice) options.eps_factor *= 2;
-    if (out_dtype == DType::bf16 || out_dtype == DType::f16) options.eps_factor = 0.5;  // one rounding, at the end
-    if (out_dtype == DType::f16) options.extra += 0x1p-25;
-    // P is rounded to bf16, and so is each part of the sum that it is divided by, but not in step.
-    // A narrow row may cancel to less than its parts.
-    if (storage == DType::bf16) {
-      options.eps_factor += 0x1p-9 / out_epsilon;
-      options.extra += 0x1p-9 * typical_value;
-    }
-    const Comparison c = compare(got_out, ConstTensor::contiguous(DType::f64, {num_rows, dims}, reference_out.data()),
-                                 ConstTensor::contiguous(DType::f64, {num_rows, dims}, naive_out.data()), options);
-    worst_ratio = std::max(worst_ratio, c.max_error_ratio);
-    if (!c.ok) return c.message;
-
-    const auto statistic = [&](const char* name, const std::vector<double>& values,
-                               double attention::ReferenceRow::*member, bool is_score) {
-      std::vector<double> ref, naive_values;
-      for (const attention::ReferenceRow& row : reference) ref.push_back(row.*member);
-      for (const attention::ReferenceRow& row : naive) naive_values.push_back(row.*member);
-      const std::vector<float> values_f32(values.begin(), values.end());
-      const ConstTensor got_statistic = query_dtype == DType::f64
-                                            ? ConstTensor::contiguous(DType::f64, {num_rows, 1}, values.data())
-                                            : ConstTensor::contiguous(DType::f32, {num_rows, 1}, values_f32.data());
-      CompareOptions o{.name = name, .about = about};
-      o.per_row = false;
-      // exp(score) is as wrong relatively as the score is absolutely; the exponentials of the pairwise product by
-      // 2^-13.2.
-      o.extra = 4 * accumulator_epsilon * (1 + score_scale) + (storage == DType::bf16 ? 0x1.5p-13 : 0);
-      if (!is_score) {
-        double largest = 0;
-        for (const double x : ref) largest = std::isfinite(x) ? std::max(largest, x) : largest;
-        o.extra *= largest;
-      }
-      const Comparison judged = compare(got_statistic, ConstTensor::contiguous(DType::f64, {num_rows, 1}, ref.data()),
-                                        ConstTensor::contiguous(DType::f64, {num_rows, 1}, naive_values.data()), o);
-      return judged.ok ? "" : judged.message;
-    };
-    std::string message = statistic("softmax_lse", lse, &attention::ReferenceRow::lse, true);
-    if (message.empty()) message = statistic("softmax_max", max, &attention::ReferenceRow::max, true);
-    if (message.empty()) message = statistic("softmax_sum", sum, &attention::ReferenceRow::sum, false);
-    return message;
-  }
 };
 
 struct ProblemOptions {
@@ -357,10 +279,7 @@ class Problem {
     const AttentionPlan plan_used = plan(context.machine());
     const std::string about = to_string(p_) + "\n  " + to_string(context.machine()) + ", " +
                               std::to_string(context.num_threads()) + " threads\n  " + opst::to_string(plan_used);
-    // The unit of error: what plain code achieves that multiplies in the same type.
-    const DType storage = plan_used.product == AttentionProduct::f64        ? DType::f64
-                          : plan_used.product == AttentionProduct::bf16_dot ? DType::bf16
-                                                                            : DType::f32;
+    const DType storage = naive_storage(plan_used.product);
     compute_reference(storage, max_rows);
     for (View* view : {r.out.get(), r.lse.get(), r.max.get(), r.sum.get()}) {
       if (!view->gaps_intact()) return "an output was written beside its elements\n  " + about;

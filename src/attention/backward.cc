@@ -323,7 +323,7 @@ class BackwardCall {
     if (bias_order_ == BiasOrder::by_tile || bias_order_ == BiasOrder::by_block) {
       for (int64_t r = 0; r < b.queries.rows; ++r) b.bias_targets[r] = bias_row(head, b.first_row + r);
     }
-    if (grads_.grad_sinks.data != nullptr) sum_sinks(head, index, b, pack);
+    if (grads_.grad_sinks.data != nullptr) sum_sinks(head, index, b, w, pack);
     if (s.some_begin >= s.some_end)
       finish_query(head, b);
     else if (s.far)
@@ -575,7 +575,7 @@ class BackwardCall {
   double* sink_sum(int64_t head, int64_t block, int64_t g) const {
     return sink_sums_ + (head * layout_.blocks + block) * group_ + g;
   }
-  void sum_sinks(int64_t head, int64_t index, const Block& b, const PackQueries& pack) const {
+  void sum_sinks(int64_t head, int64_t index, const Block& b, const Worker& w, const PackQueries& pack) const {
     for (int64_t g = 0; g < group_; ++g) *sink_sum(head, index, g) = 0;
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const int64_t row = b.first_row + r, g = row % group_;
@@ -584,7 +584,13 @@ class BackwardCall {
       const double sum = pack.max.data != nullptr ? statistic(pack.sum, row) : 1;
       if (std::isinf(sink) || std::isinf(top)) continue;
       double delta = number(b.queries.delta, r);
-      if (number(b.queries.weight, r) == 0) delta = pack.grad_lse.data != nullptr ? -statistic(pack.grad_lse, row) : 0;
+      // Of a row that sees no key dO does not matter; O is 0, so a delta that is a number has nothing of dO.
+      const auto sees_key = [&] {
+        return !b.state->has_rules || kernels_.sees_key(b.state->rules, r, w.visible_begin[r], w.visible_end[r]);
+      };
+      if (number(b.queries.weight, r) == 0 || (!std::isfinite(delta) && !sees_key())) {
+        delta = pack.grad_lse.data != nullptr ? -statistic(pack.grad_lse, row) : 0;
+      }
       *sink_sum(head, index, g) -= std::exp(sink - top) / sum * delta;
     }
   }

@@ -559,12 +559,15 @@ struct Backward {
     return x;
   }
   // Element (row, key) of a column form.
-  static OPST_INLINE V element(const void* column_form, int64_t stride, int64_t row, int64_t key) {
+  static OPST_INLINE S number(const void* column_form, int64_t stride, int64_t row, int64_t key) {
     const Word* word = static_cast<const Word*>(column_form) + row / kStep * stride + key;
     if constexpr (kStep == 1)
-      return V::set1(*word);
+      return *word;
     else
-      return V::set1(widened(row % 2 == 0 ? *word << 16 : *word & 0xffff0000u));
+      return widened(row % 2 == 0 ? *word << 16 : *word & 0xffff0000u);
+  }
+  static OPST_INLINE V element(const void* column_form, int64_t stride, int64_t row, int64_t key) {
+    return V::set1(number(column_form, stride, row, key));
   }
   // kLanes elements of a row form.
   static OPST_INLINE V elements(const void* row_form, int64_t stride, int64_t row, int64_t d) {
@@ -587,7 +590,24 @@ struct Backward {
     if (b.rules == nullptr) return j >= row.begin && j < row.end;
     ScoreRules rules = *b.rules;
     if (!kept) rules.keep_below = 0, rules.drop_mask = nullptr;
-    return Ops::contributes(rules, rules.rows[r], t.first_key + j, t.first_key + row.begin, t.first_key + row.end);
+    // A bias of -inf hides no NaN score, whose dS is NaN; of a key that it does hide dS is 0.
+    rules.has_bias = false;
+    if (!Ops::contributes(rules, rules.rows[r], t.first_key + j, t.first_key + row.begin, t.first_key + row.end)) {
+      return false;
+    }
+    if (!b.rules->has_bias || !Ops::bias_hides(*b.rules, b.rules->rows[r], t.first_key + j)) return true;
+    const S ds = number(b.grad_score_columns, b.scores_stride, r, j);
+    return ds != ds;
+  }
+  // Whether row r sees any key of the block's sequence, whatever dropout keeps.
+  static bool sees_key(const ScoreRules& all, int64_t r, int64_t begin, int64_t end) {
+    ScoreRules rules = all;
+    rules.keep_below = 0, rules.drop_mask = nullptr;
+    const int64_t first = rules.prefix > 0 ? 0 : begin, last = end > rules.prefix ? end : rules.prefix;
+    for (int64_t key = first; key < last; ++key) {
+      if (Ops::contributes(rules, rules.rows[r], key, begin, end)) return true;
+    }
+    return false;
   }
 
   static OPST_NOINLINE void add_visible_to_keys(const GradBlock& b, const GradTile& t) {

@@ -116,6 +116,9 @@ struct BackwardKernels {
   // targets[r] + (first_key + j - first_target) * stride += factor * dS[r][j] after grad_tile, row by row.
   void (*add_grad_bias)(const GradBlock& block, const GradTile& tile, void* const* targets, int64_t first_target,
                         int64_t stride, double factor);
+  // Whether row r sees a key: one of [begin, end) or below the prefix that neither the mask nor a bias of -inf hides.
+  // Slow, one key at a time.
+  bool (*sees_key)(const ScoreRules& rules, int64_t r, int64_t begin, int64_t end);
   void (*finish_rows)(const FinishGradient& finish);
 };
 

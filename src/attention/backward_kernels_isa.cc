@@ -16,6 +16,7 @@ constexpr BackwardKernels backward_kernels() {
           .grad_tile = Backward<P>::grad_tile,
           .grad_query = Backward<P>::grad_query,
           .add_grad_bias = Backward<P>::add_grad_bias,
+          .sees_key = Backward<P>::sees_key,
           .finish_rows = Backward<P>::finish_rows};
 }
 

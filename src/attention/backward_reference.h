@@ -113,7 +113,7 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
             if (row.score[n] != -infinity) {
               grad_bias[static_cast<size_t>(broadcast_offset(at_bias, {b, h, i, j}))] += term(bias_scale * ds);
             }
-            if (bias == -infinity) continue;
+            if (bias == -infinity && row.score[n] == -infinity) continue;
           }
           ds = rounded_to(storage, ds * row.cap_slope[n]);
           const int64_t key = row_offset(in, in.key, b, kv_head, j);

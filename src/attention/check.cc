@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <string>
 
@@ -88,8 +89,11 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   within("alibi_query_start", options.alibi_query_start, -kMaxStart, kMaxStart);
   within("alibi_key_start", options.alibi_key_start, -kMaxStart, kMaxStart);
   const DropoutOptions& drop = options.dropout;
-  check.require(drop.keep_prob > 0 && drop.keep_prob <= 1, [&] {
-    return "dropout.keep_prob is " + std::to_string(drop.keep_prob) + ", must be above 0 and at most 1";
+  // A word of 32 bits decides, so no smaller probability can be; and 1 / keep_prob stays a number of f32.
+  check.require(drop.keep_prob >= 0x1p-32 && drop.keep_prob <= 1, [&] {
+    char text[64];
+    std::snprintf(text, sizeof(text), "%g", drop.keep_prob);
+    return std::string("dropout.keep_prob is ") + text + ", must be at least 2^-32 (2.33e-10) and at most 1";
   });
   within("dropout.first_query", drop.first_query, 0, kMaxStart);
   within("dropout.first_key", drop.first_key, 0, kMaxStart);

@@ -15,12 +15,12 @@
 //              Q row block [12][128] f32        6 KB   L1
 //              O row block [12][128] f32        6 KB   L1, all of O [96][128]: 48 KB L2
 //              K and V tile [256][128] f32    256 KB   L2; the next tile is prefetched while this one is multiplied
-// Numerics   S, O and the sums in f32 (f64 for f64). Exponents are c S - (c m as rounded), one multiply-add; the factor
-//            between two maxima is exact, so that rounding cancels. Where c m is large (struct Exponents) they are
-//            c (S - m). A row that has seen no key has m = -inf, and contributes exp2(-inf) = 0. P is rounded to bf16
-//            for the pairwise product, the sums are not. exp2 results below 2^-126 are 0. NaN scores make the row's sum
-//            NaN, hence the whole row. Hidden keys of a partial tile have P = 0; where such a tile holds a non-finite
-//            value, 0 * value would be NaN, so its rows are summed one by one over their visible keys.
+// Numerics   S, O and the sums in f32 (f64 for f64). Exponents are c (S - m): exactly 0 where a row has its maximum, so
+//            that a row which sees one key has P = 1 and O = V to the bit. A row that has seen no key has m = -inf, and
+//            contributes exp2(-inf) = 0. P is rounded to bf16 for the pairwise product, the sums are not. exp2 results
+//            below 2^-126 are 0. NaN scores make the row's sum NaN, hence the whole row. Hidden keys of a partial tile
+//            have P = 0; where such a tile holds a non-finite value, 0 * value would be NaN, so its rows are summed one
+//            by one over their visible keys.
 // Source     Dao et al., FlashAttention (2022), algorithm 1; Dao, FlashAttention-2 (2023), section 3.1 (one division at
 //            the end).
 #pragma once
@@ -234,15 +234,12 @@ struct Forward {
 
   static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
 
-  // How the exponents c (s - max) of a row are taken: c (s - origin) - reference in one multiply-add. For ordinary
-  // scores reference is c max as rounded, and origin 0. From |c max| = kFar on, where that rounding is no small number,
-  // origin is max and reference 0.
+  // The exponents of a row are c (s - max), subtracted first. (One multiply-add, c s - (c max as rounded), would be an
+  // instruction less per vector of scores, which no bench shows, but is not 0 at the maximum.)
   struct Exponents {
     S alpha[kTileRows];  // factor for what was summed against the old maximum
-    S reference[kTileRows];
-    S origin[kTileRows];
+    S max[kTileRows];    // 0 where a row has seen no key
   };
-  static constexpr S kFar = 1024;
 
   // Lane j: vector first + j of an array of `rows` vectors, its lanes joined; any value beyond the array.
   template <class Each>
@@ -272,22 +269,11 @@ struct Forward {
       const V old = kOnly ? unseen : V::load_n(max + i, n);
       if (!kOnly) top = simd::max(old, top);                  // a NaN row stays NaN: its sum is NaN already
       const V used = simd::select(top == unseen, zero, top);  // -inf - (-inf) would be NaN
-      const V reference = used * c;
-      const auto far = V::set1(kFar) <= simd::abs(reference);
-      // Between two rounded references the factor is exact, so their rounding cancels.
-      if (!kOnly) simd::exp2(simd::select(far, (old - used) * c, old * c - reference)).store_n(e.alpha + i, n);
-      simd::select(far, zero, reference).store_n(e.reference + i, n);
-      simd::select(far, used, zero).store_n(e.origin + i, n);
+      if (!kOnly) simd::exp2((old - used) * c).store_n(e.alpha + i, n);
+      used.store_n(e.max + i, n);
       top.store_n(max + i, n);
     }
   }
-  // What the exponents of a row are taken against, once more, from its maximum.
-  static OPST_INLINE double reference_of(S max, S c) {
-    const S reference = max * c;
-    const bool near = reference > -kFar && reference < kFar;
-    return near ? static_cast<double>(reference) : static_cast<double>(max) * static_cast<double>(c);
-  }
-
   // scores[i][0 .. width) -> P, as words in place; adds to the rows' sums.
   template <bool kOnly>
   static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowBlock rb, int64_t width, S* scores, int64_t stride,
@@ -296,23 +282,19 @@ struct Forward {
     for (int i = 0; i < rb.rows; ++i) {
       S* row = scores + i * stride;
       S* sums = row_of(q.state.sums, rb.first + i, kLanes);
-      if (e.origin[i] != 0) {
-        const V origin = V::set1(e.origin[i]);
-        for (int64_t j = 0; j < width; j += kLanes) (V::load(row + j) - origin).store(row + j);
-      }
-      const V minus_reference = V::set1(-e.reference[i]);
+      const V max = V::set1(e.max[i]);
       V sum0 = kOnly ? V::zero() : V::load(sums) * V::set1(e.alpha[i]);
       V sum1 = V::zero();
       int64_t j = 0;
       for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
-        const V p0 = exponential(simd::fma(V::load(row + j), c, minus_reference));
-        const V p1 = exponential(simd::fma(V::load(row + j + kLanes), c, minus_reference));
+        const V p0 = exponential((V::load(row + j) - max) * c);
+        const V p1 = exponential((V::load(row + j + kLanes) - max) * c);
         store_pair(p0, p1, row, j);
         sum0 = sum0 + p0;
         sum1 = sum1 + p1;
       }
       if (j < width) {
-        const V p0 = exponential(simd::fma(V::load(row + j), c, minus_reference));
+        const V p0 = exponential((V::load(row + j) - max) * c);
         store_pair(p0, V::zero(), row, j);
         sum0 = sum0 + p0;
       }
@@ -679,14 +661,12 @@ struct Forward {
       const S part_max = *row_of(f.parts[p].max, r, 1);
       max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
     }
-    const double reference = reference_of(max, c);
     S sum = 0;
     for (int64_t p = 0; p < f.num_parts; ++p) {
       const S part_max = *row_of(f.parts[p].max, r, 1);
       weights[p] = 1;
       if (f.num_parts > 1) {
-        const double rest = reference_of(part_max, c) - reference;
-        weights[p] = part_max == -__builtin_inff() ? S(0) : exp2_scalar(static_cast<S>(rest));
+        weights[p] = part_max == -__builtin_inff() ? S(0) : exp2_scalar((part_max - max) * c);
       }
       sum += weights[p] * simd::hsum(V::load(row_of(f.parts[p].sums, r, kLanes)));
     }
@@ -694,9 +674,7 @@ struct Forward {
     RowEnd end = {empty ? S(0) : S(1) / (sum * static_cast<S>(f.keep_prob)), empty};
     if (!f.writes_statistics() && f.sinks == nullptr) return end;
     double top = static_cast<double>(max) * f.score_scale;
-    // The sum against the maximum itself: times 2^rest, |rest| < 2^-13, e^x = 1 + x + x^2 / 2.
-    const double rest = (reference - static_cast<double>(max) * static_cast<double>(c)) * 0x1.62e42fefa39efp-1;
-    double exact = static_cast<double>(sum) * (1 + rest + rest * rest / 2);
+    double exact = static_cast<double>(sum);
     if (empty) top = -__builtin_inf(), exact = 0;
     if (f.sinks != nullptr) end.scale *= add_sink(static_cast<const S*>(f.sinks)[g * f.sinks_stride], top, exact);
     if (exact != exact) top = exact = __builtin_nan("");

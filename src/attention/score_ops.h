@@ -184,17 +184,20 @@ struct ScoreOps {
   }
 #endif
 
+  // Whether the bias of key `key` is -inf: it hides the key unless the score is NaN or +inf, and the sum NaN.
+  static OPST_NOINLINE bool bias_hides(const ScoreRules& o, const RowRules& w, int64_t key) {
+    S s[kLanes] = {};
+    add_bias(o, w, key, 1, kLanes, 0, s);
+    return s[0] == -__builtin_inff();
+  }
+
   // Whether key `key` reaches the row: shown by the structure (the row's interval is [begin, end)), by the mask and by
   // the bias, and kept by dropout. Slow: for rows that must be summed one key at a time.
   static OPST_NOINLINE bool contributes(const ScoreRules& o, const RowRules& w, int64_t key, int64_t begin,
                                         int64_t end) {
     if ((key < begin || key >= end) && key >= o.prefix) return false;
     if (o.has_mask && w.mask[key * o.mask_stride] == 0) return false;
-    if (o.has_bias) {
-      S s[kLanes] = {};
-      add_bias(o, w, key, 1, kLanes, 0, s);
-      if (s[0] == -__builtin_inff()) return false;
-    }
+    if (o.has_bias && bias_hides(o, w, key)) return false;
     if (!o.drops()) return true;
     KeepBits bits;
     keep(o, w, key, 1, bits);
