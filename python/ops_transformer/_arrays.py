@@ -70,6 +70,11 @@ def view(array: Any, name: Optional[str] = None) -> View:
         raise refusal(type(error), array, f"cannot be taken: {error}", name) from None
 
 
+def view_of_new(array: Any) -> View:
+    """The same of an array that `empty` made: what it is need not be asked."""
+    return View(sys.modules["torch"].utils.dlpack.to_dlpack(array)) if _is_torch(array) else view(array)
+
+
 def output(array: Any, name: str = "out") -> View:
     """What the core writes: memory of the user's or of `empty`."""
     if _is_torch(array):
@@ -117,7 +122,7 @@ def integers(values: Any, name: Optional[str] = None) -> View:
         values = values.to(torch.int64) if values.dtype != torch.uint64 else values.numpy()
         if _is_torch(values):
             return view(values, name)
-    return view(_integer_array(values, name), name)
+    return view(integer_array(values, name), name)
 
 
 def int64(values: Any, name: Optional[str] = None) -> View:
@@ -128,16 +133,8 @@ def int64(values: Any, name: Optional[str] = None) -> View:
     return view(np.asarray(values.detach() if _is_torch(values) else values, dtype=np.int64), name)
 
 
-def offsets(ends: Any, name: Optional[str] = None) -> View:
-    """Where sequences begin, of where they end: a zero in front. int64."""
-    tensor = integers(ends, name)
-    if len(tensor.shape) != 1:
-        raise refusal(ValueError, ends, f"must be a sequence of ends, but its shape is {list(tensor.shape)}", name)
-    found = np.asarray(ends.detach() if _is_torch(ends) else ends)
-    return view(np.concatenate([[0], found.astype(np.int64)]))
-
-
-def _integer_array(values: Any, name: Optional[str]) -> np.ndarray:
+def integer_array(values: Any, name: Optional[str] = None) -> np.ndarray:
+    """The integers of `values`, which is no torch tensor, as int32 or int64; refused as by `integers`."""
     if values is None or isinstance(values, (str, bytes, bytearray, set, frozenset, dict)):
         raise refusal(TypeError, values, f"must be integers (int32 or int64), but is {_kind(values)}", name)
     shown = _unmasked(values, values, name)
@@ -208,7 +205,8 @@ def _numpy_memory(memory: Any, dtype: Optional[str], value: Any, name: Optional[
     if _is_jax(memory):
         memory = np.asarray(memory)  # the same memory, and read-only, which JAX's DLPack does not say
     memory = _unmasked(memory, value, name)
-    if isinstance(memory, np.ndarray) and memory.dtype.name == "bfloat16" and dtype is None:
+    # The name of a dtype takes a microsecond to find, the kind of ml_dtypes' types none.
+    if isinstance(memory, np.ndarray) and memory.dtype.kind == "V" and memory.dtype.name == "bfloat16" and dtype is None:
         return memory.view(np.uint16), "bf16"
     if dtype is None and getattr(memory, "dtype", None) == np.uint16:
         raise refusal(ValueError, value, 'has dtype uint16, which says nothing about its elements: '

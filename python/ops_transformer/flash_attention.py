@@ -1,4 +1,4 @@
-"""Attention in O(N) memory, in the calling form of FlashAttentionScore.
+"""Attention in O(N) memory, in the calling form of FlashAttentionScore and in a plain one.
 
 Layouts, N heads of size D:
 
@@ -7,24 +7,38 @@ Layouts, N heads of size D:
     TND   [tokens, N, D]               sequences one after the other, without padding
 
 Arrays are NumPy's, torch's, or any other with DLPack or the buffer protocol, with any strides; nothing is copied on the
-way in or out. Dtypes: float32, bfloat16, float16, float64.
+way in or out. Dtypes: float32, bfloat16, float16, float64. Results of torch tensors that require gradients have gradients,
+for query, key, value, bias and sinks, also through softmax_lse and softmax_sum; torch.compile sees one operator.
+
+The diagonal. Where query and key differ in length, `alignment` says where causal masks, windows and ALiBi lie: "top_left"
+(the default here: query i sees keys 0 to i, so that one query against five cached keys sees key 0 only) or "bottom_right"
+(the last query sees the last key, what a cache of keys needs).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from . import _core
-from ._arrays import Tagged, default_context, empty, integers, offsets, optional_view, view
-from ._core import UNBOUNDED, AttentionCall, Context, View
+from ._arrays import default_context, empty, view, view_of_new
+from ._attention import DIFFERENTIABLE, Options, check_mask, core_call, is_torch, read, split_options, starts
+from ._calls import public
+from ._core import UNBOUNDED, Context
+from ._dropout import dropout_mask, pack_drop_mask
+from ._layouts import check_layout, from_heads_first, heads_first, hint, shape_of_out
+from ._merge import MergedAttention, merge_attention
 
-__all__ = ["UNBOUNDED", "AttentionScore", "MergedAttention", "flash_attention", "flash_attention_grad",
-           "flash_attention_score", "merge_attention"]
+__all__ = ["UNBOUNDED", "AttentionScore", "MergedAttention", "dropout_mask", "flash_attention", "flash_attention_grad",
+           "flash_attention_score", "merge_attention", "pack_drop_mask"]
 
-# The axes of each layout. H holds heads and their elements, N * D.
-_AXES = {"BNSD": "BNSD", "BSND": "BSND", "BSH": "BSH", "SBH": "SBH", "TND": "TND"}
+# Further keywords of each function, beside those of its signature.
+_SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignment", "bias_scale", "block_kv", "block_q",
+                  "first_head", "first_key", "first_query", "kv_lengths", "offset", "path", "total_heads")
+_PLAIN_OPTIONS = (*_SCORE_OPTIONS, "alibi_slopes", "bias", "cu_seqlens_k", "cu_seqlens_q", "drop_mask", "keep_prob", "mask",
+                  "prefix", "seed", "sinks", "softcap", "softmax_scale", "window_left", "window_right")
+_DEFAULTS = Options._field_defaults
+_ORDERS = {"BNSD": "BNSD", "BSND": "BSND", "BSH": "BSND", "SBH": "SBND", "TND": "TND"}
 
 
 class AttentionScore(NamedTuple):
@@ -35,104 +49,88 @@ class AttentionScore(NamedTuple):
     softmax_sum: Any  # likewise: sum of exp(score - max), before dropout
 
 
-def _heads_first(name: str, array: Any, layout: str, num_heads: Optional[int]) -> View:
-    """[batch, N, length, D], or TND as it is: the same memory."""
-    tensor = view(array)
-    axes = _AXES[layout]
-    if len(tensor.shape) != len(axes):
-        raise ValueError(
-            f"input_layout {layout} means {len(axes)} dimensions, but {name} has {len(tensor.shape)}: {list(tensor.shape)}"
-        )
-    if "H" in axes:
-        if num_heads is None or num_heads < 1:
-            raise ValueError(f"input_layout {layout} needs attn_head_num, the number of heads, for {name}")
-        if tensor.shape[2] % num_heads:
-            raise ValueError(
-                f"input_layout {layout}: dimension 2 of {name} is {tensor.shape[2]}, which is not attn_head_num = "
-                f"{num_heads} heads of one size"
-            )
-        tensor = tensor.split(2, num_heads)  # BSND or SBND
-        axes = axes[:2] + "ND"
-    if axes == "SBND":
-        tensor = tensor.transposed(0, 1)
-        axes = "BSND"
-    return tensor.transposed(1, 2) if axes == "BSND" else tensor
-
-
-def _check_heads(layout: str, query: View, num_heads: Optional[int], head_dim: Optional[int]) -> None:
-    for what, wanted, found in (("attn_head_num", num_heads, query.shape[1]), ("attn_dim_per_head", head_dim, query.shape[-1])):
-        if wanted is not None and wanted != found:
-            raise ValueError(f"{what} is {wanted}, but query has {found} in input_layout {layout}")
+def _visible(mask: Any, padding_mask: Any) -> Any:
+    """One mask of visible keys from `mask` (true: visible) and padding_mask [batch, kv_len] (true: hidden)."""
+    if padding_mask is None:
+        return mask
+    if len(padding_mask.shape) != 2:
+        raise ValueError(f"padding_mask has {len(padding_mask.shape)} dimensions, must be [batch, kv_len]")
+    kind = str(padding_mask.dtype)
+    if "float" in kind or "complex" in kind:
+        raise ValueError(f"padding_mask has dtype {kind}, must be bool or integer (not 0: hidden); numbers that are added to the "
+                        "scores are a bias")
+    if is_torch(padding_mask) and (mask is None or is_torch(mask)):
+        visible = (padding_mask == 0)[:, None, None, :]
+        if mask is None:
+            return visible
+        check_mask(mask, str(mask.dtype))
+        return visible & mask
+    visible = np.equal(np.asarray(padding_mask), 0)[:, None, None, :]
+    if mask is None:
+        return visible
+    tensor = view(mask, "mask")
+    check_mask(mask, tensor.dtype)
+    return visible & np.asarray(getattr(mask, "array", mask), dtype=np.bool_)
 
 
 class _Problem:
-    """One call's tensors, in the meaning [batch, N, length, D]."""
+    """One call's tensors, in the meaning [batch, N, length, D]: views, or torch tensors where `operator` computes."""
 
-    def __init__(self, query: Any, key: Any, value: Any, attn_head_num: Optional[int], attn_dim_per_head: Optional[int],
-                 kv_head_num: Optional[int], scale_value: Optional[float], input_layout: str, drop_mask: Any,
-                 padding_mask: Any, seed: int, pre_tokens: int, next_tokens: int, keep_prob: float, mask: Any, bias: Any,
-                 alibi_slopes: Any, sinks: Any, softcap: float, prefix: Optional[Sequence[int]],
-                 actual_seq_qlen: Optional[Sequence[int]], actual_seq_kvlen: Optional[Sequence[int]]) -> None:
-        if input_layout not in _AXES:
-            raise ValueError(f'input_layout is "{input_layout}", must be one of {", ".join(_AXES)}')
-        self.layout = input_layout
-        self.num_heads = attn_head_num
+    def __init__(self, function: str, query: Any, key: Any, value: Any, layout: str, attn_head_num: Optional[int],
+                 kv_head_num: Optional[int], attn_dim_per_head: Optional[int], ends: Tuple[Any, Any],
+                 padding_mask: Any, arrays: Dict[str, Any], numbers: Dict[str, Any], options: Dict[str, Any]) -> None:
+        check_layout(layout)
+        self.layout, self.num_heads = layout, attn_head_num
         self.num_kv_heads = attn_head_num if kv_head_num is None else kv_head_num
-        q = _heads_first("query", query, input_layout, self.num_heads)
-        k = _heads_first("key", key, input_layout, self.num_kv_heads)
-        v = _heads_first("value", value, input_layout, self.num_kv_heads)
-        _check_heads(input_layout, q, attn_head_num, attn_dim_per_head)
-        if kv_head_num is not None and kv_head_num != k.shape[1]:
-            raise ValueError(f"kv_head_num is {kv_head_num}, but key has {k.shape[1]} in input_layout {input_layout}")
-        self.query, self.key, self.value = q, k, v
-        call = self.call = AttentionCall(q, k, v)
-        if input_layout == "TND":
-            if actual_seq_qlen is None or actual_seq_kvlen is None:
+        arrays = {name: array for name, array in arrays.items() if array is not None}
+        self.numbers = {name: number for name, number in numbers.items() if number != _DEFAULTS[name]}
+        if options:
+            more, more_numbers = split_options(function, options, _SCORE_OPTIONS)
+            arrays.update(more)
+            self.numbers.update(more_numbers)
+        if padding_mask is not None:
+            arrays["mask"] = _visible(arrays.get("mask"), padding_mask)
+        self.given = query, key, value
+        self.operator, tensors = read({"query": query, "key": key, "value": value, **arrays}, (padding_mask, *ends), autocast=True)
+        self.as_given = [tensors[name] for name in ("query", "key", "value")]
+        self.counts = attn_head_num, kv_head_num, attn_dim_per_head
+        try:
+            q = heads_first("query", tensors["query"], layout, self.num_heads)
+            k = heads_first("key", tensors["key"], layout, self.num_kv_heads)
+            v = heads_first("value", tensors["value"], layout, self.num_kv_heads)
+            for what, wanted, name, tensor, axis in (("attn_head_num", attn_head_num, "query", q, 1),
+                                                     ("attn_dim_per_head", attn_dim_per_head, "query", q, -1),
+                                                     ("kv_head_num", kv_head_num, "key", k, 1)):
+                if wanted is not None and wanted != tensor.shape[axis]:
+                    raise ValueError(f"{what} is {wanted}, but {name} has {tensor.shape[axis]} in input_layout {layout}")
+        except ValueError as error:
+            raise self.explained(error) from None
+        tensors.update(query=q, key=k, value=v)
+        if layout == "TND":
+            if ends[0] is None or ends[1] is None:
                 raise ValueError("input_layout TND needs actual_seq_qlen and actual_seq_kvlen, where each sequence ends")
-            call.cu_seqlens_q = offsets(actual_seq_qlen)
-            call.cu_seqlens_k = offsets(actual_seq_kvlen)
-        elif actual_seq_qlen is not None or actual_seq_kvlen is not None:
-            raise ValueError(f"actual_seq_qlen and actual_seq_kvlen go with input_layout TND, not {input_layout}")
-        call.alignment = "top_left"
-        call.window_left, call.window_right = pre_tokens, next_tokens
-        call.softmax_scale = scale_value
-        call.keep_prob, call.seed = keep_prob, seed
-        call.softcap = softcap
-        call.drop_mask = optional_view(drop_mask)
-        call.bias = optional_view(bias)
-        call.alibi_slopes = optional_view(alibi_slopes)
-        call.sinks = optional_view(sinks)
-        call.prefix = None if prefix is None else integers(prefix)
-        call.mask = _visible(mask, padding_mask)
-        if input_layout == "TND":
-            self.statistics_shape = (q.shape[1], q.shape[0])
-        else:
-            self.statistics_shape = q.shape[:3]
-        self.statistics_dtype = "f64" if q.dtype == "f64" else "f32"
+            tensors["cu_seqlens_q"] = starts(self.operator, "actual_seq_qlen", ends[0], "query", q.shape[0])
+            tensors["cu_seqlens_k"] = starts(self.operator, "actual_seq_kvlen", ends[1], "key", k.shape[0])
+            if tensors["cu_seqlens_q"].shape != tensors["cu_seqlens_k"].shape:
+                raise ValueError(f"actual_seq_qlen has {tensors['cu_seqlens_q'].shape[0] - 1} sequences, but actual_seq_kvlen has "
+                                 f"{tensors['cu_seqlens_k'].shape[0] - 1}")
+        elif ends[0] is not None or ends[1] is not None:
+            raise ValueError(f"actual_seq_qlen and actual_seq_kvlen go with input_layout TND, not {layout}")
+        self.query, self.key, self.value, self.tensors = q, k, v, tensors
+        self.order = _ORDERS[layout]
 
-    def to_layout(self, name: str, array: Any, num_heads: Optional[int]) -> View:
-        return _heads_first(name, array, self.layout, num_heads)
+    def explained(self, error: ValueError) -> ValueError:
+        """The error in the names of FlashAttentionScore, with the layout that would fit."""
+        text = str(error).replace("softmax_scale", "scale_value")
+        return ValueError(text + hint(self.layout, *(tuple(tensor.shape) for tensor in self.as_given), *self.counts))
 
-    def out_shape(self) -> Tuple[int, ...]:
-        q, width = self.query.shape, self.value.shape[-1]
-        if self.layout == "TND":
-            return (q[0], q[1], width)
-        batch, heads, length, _ = q
-        return {"BNSD": (batch, heads, length, width), "BSND": (batch, length, heads, width),
-                "BSH": (batch, length, heads * width), "SBH": (length, batch, heads * width)}[self.layout]
+    def in_meaning(self, name: str, array: Any, num_heads: Optional[int]) -> Any:
+        """Another array of query's or key's layout."""
+        tensor = view(array, name) if self.operator is None else self.operator.to_tensor(name, array)
+        return heads_first(name, tensor, self.layout, num_heads)
 
 
-def _visible(mask: Any, padding_mask: Any) -> Optional[View]:
-    """One mask of visible keys from `mask` (true: visible) and padding_mask [batch, kv_len] (true: hidden)."""
-    if padding_mask is None:
-        return optional_view(mask)
-    visible = np.equal(np.asarray(padding_mask), 0)
-    if visible.ndim != 2:
-        raise ValueError(f"padding_mask has {visible.ndim} dimensions, must be [batch, kv_len]")
-    visible = visible[:, None, None, :]
-    return view(visible if mask is None else visible & np.asarray(mask, dtype=np.bool_))
-
-
+@public
 def flash_attention_score(
     query: Any,
     key: Any,
@@ -158,6 +156,7 @@ def flash_attention_score(
     actual_seq_qlen: Optional[Sequence[int]] = None,
     actual_seq_kvlen: Optional[Sequence[int]] = None,
     context: Optional[Context] = None,
+    **options: Any,
 ) -> AttentionScore:
     """softmax(scale_value * query key^T + bias) value, by heads.
 
@@ -170,28 +169,51 @@ def flash_attention_score(
     attn_dim_per_head; kv_head_num where keys have fewer heads (each serves attn_head_num / kv_head_num of query's).
     TND takes actual_seq_qlen and actual_seq_kvlen: where each sequence ends (lengths 2, 0, 3 -> [2, 2, 5]).
 
-    keep_prob < 1 drops weights: which ones is a function of `seed` and position; or drop_mask says so (packed bits,
-    uint8, 1 = keep, of [batch, N, query_len, kv_len]).
+    keep_prob < 1 drops weights: which ones is a function of `seed` and position (dropout_mask tells); or drop_mask says so
+    (pack_drop_mask of [batch, N, query_len, kv_len], true = keep).
+
+    Further options, by the names of opst/attention.h: alignment ("top_left", the default: both windows and causal count from
+    query 0 and key 0; "bottom_right": from the last of both), kv_lengths [batch] (keys of each sequence), bias_scale,
+    alibi_form ("linear", "square_root"), alibi_query_start, alibi_key_start, offset (of dropout), first_query, first_key,
+    first_head, total_heads (of a call that holds a part of a larger problem, for dropout), path ("automatic", "standard",
+    "flash"), block_q, block_kv.
+
+    Torch tensors: gradients for query, key, value, bias and sinks, also through softmax_sum (softmax_max counts as a constant,
+    which is right for whatever depends on both together, such as max + log(sum) and merge_attention). Under torch's autocast
+    query, key and value are cast as those of scaled_dot_product_attention are.
     """
-    problem = _Problem(query, key, value, attn_head_num, attn_dim_per_head, kv_head_num, scale_value, input_layout,
-                       drop_mask, padding_mask, seed, pre_tokens, next_tokens, keep_prob, mask, bias, alibi_slopes,
-                       sinks, softcap, prefix, actual_seq_qlen, actual_seq_kvlen)
-    out = empty(query, problem.out_shape(), problem.query.dtype)
-    softmax_max = empty(query, problem.statistics_shape, problem.statistics_dtype)
-    softmax_sum = empty(query, problem.statistics_shape, problem.statistics_dtype)
-    problem.call.forward(context or default_context(), problem.to_layout("out", out, problem.query.shape[1]), None,
-                         view(softmax_max), view(softmax_sum))
-    return AttentionScore(out, softmax_max, softmax_sum)
+    problem = _Problem(
+        "flash_attention_score", query, key, value, input_layout, attn_head_num, kv_head_num, attn_dim_per_head,
+        (actual_seq_qlen, actual_seq_kvlen), padding_mask,
+        dict(drop_mask=drop_mask, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, prefix=prefix),
+        dict(softmax_scale=scale_value, window_left=pre_tokens, window_right=next_tokens, keep_prob=keep_prob, seed=seed,
+             softcap=softcap), options)
+    try:
+        if problem.operator is not None:
+            out, _, largest, total = problem.operator.attend(problem.tensors, problem.numbers, order=problem.order,
+                                                             statistics=True, context=context)
+            return AttentionScore(from_heads_first(out, input_layout), largest, total)
+        shape, dtype = problem.query.shape, problem.query.dtype
+        out = empty(query, shape_of_out(input_layout, shape, problem.value.shape[-1]), dtype)
+        rows = (shape[1], shape[0]) if input_layout == "TND" else shape[:3]
+        largest, total = (empty(query, rows, "f64" if dtype == "f64" else "f32") for _ in range(2))
+        core_call(problem.tensors, problem.numbers).forward(
+            context or default_context(), heads_first("out", view_of_new(out), input_layout, shape[1]), None,
+            view_of_new(largest), view_of_new(total))
+    except ValueError as error:
+        raise problem.explained(error) from None
+    return AttentionScore(out, largest, total)
 
 
+@public
 def flash_attention_grad(
     query: Any,
     key: Any,
     value: Any,
     grad_out: Any,
-    softmax_max: Any,
-    softmax_sum: Any,
-    attention_out: Any,
+    softmax_max: Any = None,
+    softmax_sum: Any = None,
+    attention_out: Any = None,
     drop_mask: Any = None,
     padding_mask: Any = None,
     attn_head_num: Optional[int] = None,
@@ -212,73 +234,103 @@ def flash_attention_grad(
     prefix: Optional[Sequence[int]] = None,
     actual_seq_qlen: Optional[Sequence[int]] = None,
     actual_seq_kvlen: Optional[Sequence[int]] = None,
+    softmax_lse: Any = None,
+    grad_lse: Any = None,
+    wanted: Sequence[str] = ("query", "key", "value"),
     context: Optional[Context] = None,
-) -> Tuple[Any, Any, Any]:
+    **options: Any,
+) -> Tuple[Any, ...]:
     """(grad_query, grad_key, grad_value) of sum(grad_out * attention_out), in the layouts of query, key, value.
 
-    The arguments of flash_attention_score as they were then, and what it gave.
+    The arguments of flash_attention_score as they were then, and what it gave: softmax_max and softmax_sum, or softmax_lse in
+    their place. grad_lse: the gradient with respect to softmax_lse, of its shape and dtype. wanted: which gradients, in this
+    order, of "query", "key", "value", "bias" and "sinks" (those two float32, or float64).
     """
-    problem = _Problem(query, key, value, attn_head_num, attn_dim_per_head, kv_head_num, scale_value, input_layout,
-                       drop_mask, padding_mask, seed, pre_tokens, next_tokens, keep_prob, mask, bias, alibi_slopes,
-                       sinks, softcap, prefix, actual_seq_qlen, actual_seq_kvlen)
-    heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
-    gradients = [empty(array, view(array).shape, problem.query.dtype) for array in (query, key, value)]
-    grad_query, grad_key, grad_value = (
-        problem.to_layout(name, gradient, n)
-        for name, gradient, n in zip(("grad_query", "grad_key", "grad_value"), gradients, (heads, kv_heads, kv_heads))
-    )
-    problem.call.backward(
-        context or default_context(), problem.to_layout("attention_out", attention_out, heads),
-        problem.to_layout("grad_out", grad_out, heads), softmax_max=view(softmax_max), softmax_sum=view(softmax_sum),
-        grad_query=grad_query, grad_key=grad_key, grad_value=grad_value)
-    return tuple(gradients)
+    if attention_out is None:
+        raise ValueError("attention_out is needed, what flash_attention_score gave")
+    if (softmax_lse is None) == (softmax_max is None) or (softmax_max is None) != (softmax_sum is None):
+        raise ValueError("the statistics that flash_attention_score gave are needed: softmax_max and softmax_sum, or softmax_lse "
+                         "in their place")
+    wanted = tuple(wanted)
+    for name in wanted:
+        if name not in DIFFERENTIABLE:
+            raise ValueError(f'wanted has "{name}", must be among {", ".join(DIFFERENTIABLE)}')
+        if (name == "bias" and bias is None) or (name == "sinks" and sinks is None):
+            raise ValueError(f'wanted has "{name}", but {name} is not given')
+    problem = _Problem(
+        "flash_attention_grad", query, key, value, input_layout, attn_head_num, kv_head_num, attn_dim_per_head,
+        (actual_seq_qlen, actual_seq_kvlen), padding_mask,
+        dict(drop_mask=drop_mask, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, prefix=prefix),
+        dict(softmax_scale=scale_value, window_left=pre_tokens, window_right=next_tokens, keep_prob=keep_prob, seed=seed,
+             softcap=softcap), options)
+    statistics = {"softmax_lse": softmax_lse, "softmax_max": softmax_max, "softmax_sum": softmax_sum, "grad_lse": grad_lse}
+    heads = problem.query.shape[1]
+    try:
+        saved = {name: problem.in_meaning(name, array, heads)
+                 for name, array in (("attention_out", attention_out), ("grad_out", grad_out))}
+        saved.update({name: view(array, name) if problem.operator is None else problem.operator.to_tensor(name, array)
+                      for name, array in statistics.items() if array is not None})
+        if problem.operator is not None:
+            found = problem.operator.gradients(problem.tensors, problem.numbers, saved, wanted, context)
+            return tuple(from_heads_first(found[name], input_layout) if name in ("query", "key", "value") else found[name]
+                         for name in wanted)
+        return _gradients(problem, saved, wanted, bias, sinks, context)
+    except ValueError as error:
+        raise problem.explained(error) from None
 
 
+def _gradients(problem: _Problem, saved: Dict[str, Any], wanted: Tuple[str, ...], bias: Any, sinks: Any,
+               context: Optional[Context]) -> Tuple[Any, ...]:
+    real = "f64" if problem.query.dtype == "f64" else "f32"
+    arrays = dict(zip(DIFFERENTIABLE, (*problem.given, bias, sinks)))
+    of_heads = {"query": problem.query.shape[1], "key": problem.key.shape[1], "value": problem.key.shape[1]}
+    gradients, views = {}, {}
+    for name in wanted:
+        dtype = problem.query.dtype if name in of_heads else real
+        gradients[name] = empty(arrays[name], view(arrays[name]).shape, dtype)
+        views[f"grad_{name}"] = view(gradients[name])
+        if name in of_heads:
+            views[f"grad_{name}"] = problem.in_meaning(f"grad_{name}", gradients[name], of_heads[name])
+    out, grad_out = saved.pop("attention_out"), saved.pop("grad_out")
+    core_call(problem.tensors, problem.numbers).backward(context or default_context(), out, grad_out, **saved, **views)
+    return tuple(gradients[name] for name in wanted)
+
+
+@public
 def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse: bool = False,
-                    context: Optional[Context] = None) -> Any:
+                    context: Optional[Context] = None, **options: Any) -> Any:
     """softmax(q k^T / sqrt(D)) v for [batch, heads, length, D]; causal: query i sees keys 0 to i.
+
+    Where q and k differ in length the causal diagonal lies at the top left: one query against five cached keys sees key 0 only.
+    alignment="bottom_right" lets the last query see every key.
 
     k and v may have fewer heads, each for as many of q's; the result is as wide as v. return_lse: (out, softmax_lse),
     the latter float32 (float64) [batch, heads, length], natural logarithm, -inf where no key is seen.
+
+    Options, by the names of opst/attention.h (help(flash_attention_score) explains those that it shares): softmax_scale,
+    alignment, window_left and window_right (keys beside the diagonal, both ends included; negative: bands away from it), mask,
+    bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, softcap, sinks, prefix, kv_lengths,
+    keep_prob, seed, offset, drop_mask, first_query, first_key, first_head, total_heads, path, block_q, block_kv; cu_seqlens_q
+    and cu_seqlens_k [batch + 1] for sequences one after the other: q [tokens, heads, D], lse [heads, tokens].
     """
-    query, value = view(q), view(v)
-    if len(query.shape) != 4:
-        raise ValueError(f"q must be [batch, heads, length, head_dim], but its shape is {list(query.shape)}")
-    call = AttentionCall(query, view(k), value)
-    call.causal, call.alignment = causal, "top_left"
-    out = empty(q, (*query.shape[:3], value.shape[-1]), query.dtype)
-    lse = empty(q, query.shape[:3], "f64" if query.dtype == "f64" else "f32") if return_lse else None
-    call.forward(context or default_context(), view(out), optional_view(lse))
+    arrays: Dict[str, Any] = {}
+    numbers: Dict[str, Any] = {}
+    if options:
+        arrays, numbers = split_options("flash_attention", options, _PLAIN_OPTIONS)
+    if causal:
+        numbers["causal"] = True
+    operator, tensors = read({"query": q, "key": k, "value": v, **arrays}, autocast=True)
+    query, rows = tensors["query"], tensors["query"].shape
+    varlen = "cu_seqlens_q" in tensors
+    if len(rows) != (3 if varlen else 4):
+        form = "[tokens, heads, head_dim] with cu_seqlens_q" if varlen else "[batch, heads, length, head_dim]"
+        raise ValueError(f"q must be {form}, but its shape is {list(rows)}")
+    if operator is not None:
+        out, lse, *_ = operator.attend(tensors, numbers, order="TND" if varlen else "BNSD", context=context)
+        return (out, lse) if return_lse else out
+    out, lse = empty(q, (*rows[:-1], tensors["value"].shape[-1]), query.dtype), None
+    if return_lse:
+        lse = empty(q, (rows[1], rows[0]) if varlen else rows[:3], "f64" if query.dtype == "f64" else "f32")
+    core_call(tensors, numbers).forward(context or default_context(), view_of_new(out),
+                                        None if lse is None else view_of_new(lse))
     return (out, lse) if return_lse else out
-
-
-class MergedAttention(NamedTuple):
-    """Attention over all keys, of which the parts had some each."""
-
-    attention_out: Any
-    softmax_lse: Any  # of the form with softmax_lse, else None
-    softmax_max: Any = None  # of the form with softmax_max and softmax_sum, else None
-    softmax_sum: Any = None
-
-
-def merge_attention(attention_out: Any, softmax_lse: Any = None, softmax_max: Any = None, softmax_sum: Any = None, *,
-                    dtype: Optional[str] = None, context: Optional[Context] = None) -> MergedAttention:
-    """Joins attention over parts of the keys into attention over all of them.
-
-    attention_out [parts, .., D], float32 or float64, up to four more dimensions. Either softmax_lse, or softmax_max and
-    softmax_sum, of its dtype and of its shape without D; the result has the same form. A part whose lse is -inf or +inf
-    (max -inf, sum 0) has seen no key and adds nothing. dtype of the result: "f32", "bf16", "f16", "f64"; default that of
-    the parts. ValueError for shapes that disagree, and where neither form or both are given.
-    """
-    if (softmax_lse is None) == (softmax_max is None) or (softmax_max is None) != (softmax_sum is None):
-        raise ValueError("merge_attention takes softmax_lse, or softmax_max and softmax_sum")
-    parts = view(attention_out)
-    if len(parts.shape) < 2:
-        raise ValueError(f"attention_out must be [parts, .., D], but its shape is {list(parts.shape)}")
-    out = empty(attention_out, parts.shape[1:], dtype or parts.dtype)
-    lse, largest, total = (None if part is None else empty(part, parts.shape[1:-1], parts.dtype)
-                           for part in (softmax_lse, softmax_max, softmax_sum))
-    _core.merge_attention(context or default_context(), parts, optional_view(softmax_lse), optional_view(softmax_max),
-                          optional_view(softmax_sum), view(out), optional_view(lse), optional_view(largest),
-                          optional_view(total))
-    return MergedAttention(out, lse, largest, total)

@@ -20,17 +20,18 @@ argument, the place and both values, and has written nothing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
 from . import _core
-from ._arrays import default_context, empty, integers, offsets, optional_view, output, rank, view
+from ._arrays import default_context, empty, integers, optional_view, output, rank, view
 from ._calls import public
-from ._core import UNBOUNDED, AttentionCall, BlockPool, Context, View
+from ._core import UNBOUNDED, BlockPool, Context, View
+from ._paged_attention import PagedAttention, PagedStatistics, paged_attention
 
-__all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "convert_pages", "gather_pa_kv_cache", "new_pages", "paged_attention",
-           "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
+__all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "convert_pages", "gather_pa_kv_cache", "new_pages",
+           "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
 
 
 @public
@@ -133,48 +134,3 @@ def _page_sizes(pages: View, array: Any, layout: str, panel_dims: int) -> Tuple[
     if panel_dims == 2:
         return pages.shape[1], pages.shape[3] * (2 if pairs else 1)
     return pages.shape[1], pages.shape[3] // (2 if pairs else 1)
-
-
-class PagedAttention(NamedTuple):
-    """What paged_attention gives with return_lse."""
-
-    out: Any
-    softmax_lse: Any  # float32 [batch, num_heads, query_len], or [num_heads, tokens]; -inf where no key is seen
-
-
-@public
-def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *,
-                    scale_value: Optional[float] = None, causal: bool = True, actual_seq_qlen: Any = None,
-                    window_left: int = UNBOUNDED, softcap: float = 0.0, sinks: Any = None, layout: str = "norm",
-                    return_lse: bool = False, context: Optional[Context] = None) -> Any:
-    """Attention of query [batch, num_heads, query_len, head_dim] over cached keys; the result is as wide as a value.
-
-    block_table [batch, max_blocks]; kv_lengths [batch]: keys of each sequence. num_heads is a multiple of num_kv_heads.
-    causal: the last query sees every key of its sequence, the one before it all but the last, and so on. window_left: and
-    only so many keys before its own. sinks float32 [num_heads]: one more score of each row.
-
-    Prompts and decoded tokens in one call: with actual_seq_qlen, where each sequence's queries end (lengths 2, 0, 3 ->
-    [2, 2, 5]), query and result are [tokens, num_heads, head_dim].
-    """
-    tensor = view(query)
-    call = AttentionCall(tensor, view(key_cache), view(value_cache))
-    call.block_table, call.kv_lengths, call.page_layout = integers(block_table), integers(kv_lengths), layout
-    call.softmax_scale, call.causal, call.window_left, call.softcap = scale_value, causal, window_left, softcap
-    call.sinks = optional_view(sinks)
-    rank = 4
-    if actual_seq_qlen is not None:
-        call.cu_seqlens_q = offsets(actual_seq_qlen)
-        rank = 3
-    if len(tensor.shape) != rank:
-        raise ValueError(f"query has {len(tensor.shape)} dimensions, must have {rank}"
-                         f" {'with' if rank == 3 else 'without'} actual_seq_qlen")
-    values = view(value_cache).shape
-    # A panel of bfloat16 holds the values of two rows beside each other.
-    width = values[-1] // 2 if layout == "panel32" and view(value_cache).dtype == "bf16" else values[-1]
-    out = empty(query, (*tensor.shape[:-1], width), tensor.dtype)
-    lse = None
-    if return_lse:
-        shape = tensor.shape[:3] if rank == 4 else (tensor.shape[1], tensor.shape[0])
-        lse = empty(query, shape, "f32")
-    call.forward(context or default_context(), view(out), optional_view(lse))
-    return PagedAttention(out, lse) if return_lse else out

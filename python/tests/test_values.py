@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ops_transformer import kv_cache, matmul, quant, rowwise
-from ops_transformer._arrays import int64, integers, offsets
+from ops_transformer._arrays import int64, integers
 from ops_transformer._core import View
 
 NO_INTEGERS = [
@@ -39,9 +39,6 @@ def test_arrays_of_32_and_64_bits_are_not_copied():
         array = np.arange(5, dtype=dtype)
         assert integers(array[::2]).strides == (2,)
     assert integers([]).shape == (0,) and integers([[]]).shape == (1, 0)
-    assert offsets([2, 5]).shape == (3,)
-    with pytest.raises(ValueError, match="ends"):
-        offsets(5, "ends")
 
 
 def test_every_list_of_integers_goes_through_the_one_conversion():

@@ -1,0 +1,108 @@
+"""Attention that reads a paged cache; see kv_cache for the cache itself."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, NamedTuple, Optional
+
+from ._arrays import default_context, empty, output, view_of_new
+from ._attention import Options, core_call, read, split_options, starts
+from ._calls import public
+from ._core import UNBOUNDED, Context
+
+__all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]
+
+# Further keywords, beside those of the signature.
+_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alibi_slopes", "alignment", "bias", "bias_scale", "block_kv",
+            "block_q", "drop_mask", "first_head", "first_key", "first_query", "keep_prob", "mask", "offset", "path", "prefix",
+            "seed", "total_heads", "window_right")
+
+
+class PagedAttention(NamedTuple):
+    """What paged_attention gives with return_lse."""
+
+    out: Any
+    softmax_lse: Any  # float32 (float64) [batch, num_heads, query_len], or [num_heads, tokens]; -inf where no key is seen
+
+
+class PagedStatistics(NamedTuple):
+    """What paged_attention gives with return_statistics; the last three are float32 (float64), of softmax_lse's shape."""
+
+    out: Any
+    softmax_lse: Any
+    softmax_max: Any  # the largest score
+    softmax_sum: Any  # of exp(score - max), before dropout
+
+
+def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, sinks: Any,
+                         actual_seq_qlen: Any, numbers: Dict[str, Any], options: Dict[str, Any]):
+    """(operator, tensors, numbers) of a call."""
+    arrays, more = split_options("paged_attention", options, _OPTIONS)
+    arrays.update(query=query, key=key_cache, value=value_cache, block_table=block_table, kv_lengths=kv_lengths, sinks=sinks)
+    operator, tensors = read(arrays, (actual_seq_qlen,))
+    rank = 4 if actual_seq_qlen is None else 3
+    shape = tensors["query"].shape
+    if len(shape) != rank:
+        raise ValueError(f"query has {len(shape)} dimensions, must have {rank} {'with' if rank == 3 else 'without'} "
+                         "actual_seq_qlen")
+    if rank == 3:
+        tensors["cu_seqlens_q"] = starts(operator, "actual_seq_qlen", actual_seq_qlen, "query", shape[0])
+    numbers = {name: number for name, number in {**numbers, **more}.items() if number != Options._field_defaults[name]}
+    return operator, tensors, numbers
+
+
+@public
+def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *,
+                    scale_value: Optional[float] = None, causal: bool = True, actual_seq_qlen: Any = None,
+                    window_left: int = UNBOUNDED, softcap: float = 0.0, sinks: Any = None, layout: str = "norm",
+                    return_lse: bool = False, return_statistics: bool = False, alignment: str = "bottom_right", out: Any = None,
+                    context: Optional[Context] = None, **options: Any) -> Any:
+    """Attention of query [batch, num_heads, query_len, head_dim] over cached keys; the result is as wide as a value.
+
+    block_table [batch, max_blocks]; kv_lengths [batch]: keys of each sequence. num_heads is a multiple of num_kv_heads.
+    causal (the default): the last query sees every key of its sequence, the one before it all but the last, and so on;
+    alignment="top_left" lets query i see keys 0 to i instead. window_left: and only so many keys before its own. sinks float32
+    [num_heads]: one more score of each row. out: the array to write into, which is given back. return_lse gives a
+    PagedAttention, return_statistics a PagedStatistics.
+
+    Prompts and decoded tokens in one call: with actual_seq_qlen, where each sequence's queries end (lengths 2, 0, 3 ->
+    [2, 2, 5]), query and result are [tokens, num_heads, head_dim].
+
+    Further options, by the names of opst/attention.h (help(flash_attention.flash_attention_score) explains them):
+    window_right, mask, bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, prefix, keep_prob, seed,
+    offset, drop_mask, first_query, first_key, first_head, total_heads, path, block_q, block_kv.
+
+    Torch tensors: gradients for query, bias, sinks, and for the caches of layout "norm" (each row the sum over the sequences
+    that read it), where `out` is not given. Autocast casts nothing here: a query may have another dtype than its cache.
+    """
+    operator, tensors, numbers = _tensors_and_options(
+        query, key_cache, value_cache, block_table, kv_lengths, sinks, actual_seq_qlen,
+        dict(softmax_scale=scale_value, causal=causal, window_left=window_left, softcap=softcap, page_layout=layout,
+             alignment=alignment), options)
+    shape, values = tensors["query"].shape, tensors["value"]
+    varlen = actual_seq_qlen is not None
+    if operator is not None:
+        if out is not None:
+            raise ValueError("out is given, but an argument needs more than its bytes read (gradients, a compiler, a transform): "
+                             "leave out out, or call under torch.no_grad()")
+        given = operator.attend(tensors, numbers, order="TND" if varlen else "BNSD", statistics=return_statistics,
+                                context=context)
+        if return_statistics:
+            return PagedStatistics(*given)
+        return PagedAttention(*given[:2]) if return_lse else given[0]
+    # A panel of bfloat16 holds the values of two rows beside each other.
+    width = values.shape[-1] // (2 if layout == "panel32" and values.dtype == "bf16" else 1)
+    result = output(out, "out") if out is not None else None
+    if result is None:
+        out = empty(query, (*shape[:-1], width), tensors["query"].dtype)
+        result = view_of_new(out)
+    rows = (shape[1], shape[0]) if varlen else shape[:3]
+    statistics = [empty(query, rows, "f64" if tensors["query"].dtype == "f64" else "f32") if wanted else None
+                  for wanted in (return_lse or return_statistics, return_statistics, return_statistics)]
+    try:
+        core_call(tensors, numbers).forward(context or default_context(), result,
+                                            *(None if array is None else view_of_new(array) for array in statistics))
+    except ValueError as error:
+        raise ValueError(str(error).replace("softmax_scale", "scale_value")) from None
+    if return_statistics:
+        return PagedStatistics(out, *statistics)
+    return PagedAttention(out, statistics[0]) if return_lse else out

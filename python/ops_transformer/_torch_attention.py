@@ -1,0 +1,376 @@
+"""Attention of torch tensors as one operator of torch, with its gradients: every option of the core.
+
+`ops_transformer::attention` has a kernel for the CPU, one for shapes alone (torch.compile), gradients for query, key, value
+(paged: for the cache), bias and sinks, also through softmax_lse and softmax_sum, and a rule for vmap. Imported only where a
+torch tensor comes whose bytes are not all that it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _torch_door as door
+from ._arrays import default_context, integer_array, refusal
+from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, to_view
+from ._core import Context, View
+
+_TENSORS = Tensors._fields
+_DEFAULTS = Options._field_defaults
+_NUM_INPUTS = len(_TENSORS) + len(Options._fields) + 2  # and order, statistics
+
+# ---- the operators ---------------------------------------------------------------------------------------------------
+# Tensors in the core's shapes. order: which dimensions of `out` lie how in memory; statistics: softmax_max and softmax_sum
+# are wanted, else they are empty. softmax_lse is always there: gradients need it.
+
+_TYPES = {"Optional[float]": "float?", "float": "float", "bool": "bool", "str": "str", "int": "SymInt"}
+_tensors = ", ".join(f"Tensor{'' if i < 3 else '?'} {name}" for i, name in enumerate(_TENSORS))
+_options = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in KINDS.items())
+
+_library = torch.library.Library("ops_transformer", "FRAGMENT")
+_library.define(f"attention({_tensors}, {_options}, str order, bool statistics) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor softmax_lse, {_tensors}, {_options},"
+                " bool[5] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+
+
+def _view(tensor: Tensor) -> View:
+    return View(torch.utils.dlpack.to_dlpack(tensor))
+
+
+def _signed(number: int) -> int:
+    """64 bits without a sign as torch's integers."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _views(arguments: Tuple[Any, ...]) -> Tuple[Dict[str, View], Dict[str, Any]]:
+    """Views of the tensors, and the numbers that are not the defaults."""
+    tensors = {name: _view(tensor) for name, tensor in zip(_TENSORS, arguments) if tensor is not None}
+    numbers = {name: number for (name, default), number in zip(_DEFAULTS.items(), arguments[len(_TENSORS):])
+               if number != default}
+    for name in ("seed", "offset"):
+        if name in numbers:
+            numbers[name] &= 2**64 - 1
+    return tensors, numbers
+
+
+def _real(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+_ORDERS = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "SBND": (2, 0, 1, 3), "TND": (0, 1, 2)}
+
+
+def _new_outputs(arguments: Tuple[Any, ...], order: str, statistics: bool) -> List[Tensor]:
+    named = dict(zip(_TENSORS, arguments))
+    query, value = named["query"], named["value"]
+    width = value.shape[-1]
+    if arguments[len(_TENSORS) + Options._fields.index("page_layout")] == "panel32" and value.dtype == torch.bfloat16:
+        width = width // 2  # a panel of bfloat16 holds the values of two rows beside each other
+    shape = (*query.shape[:-1], width)
+    axes = _ORDERS[order]
+    out = query.new_empty([shape[axis] for axis in axes]).permute([axes.index(d) for d in range(len(axes))])
+    rows = query.shape[:3] if len(axes) == 4 else (query.shape[1], query.shape[0])
+    dtype = _real(query)
+    return [out, query.new_empty(rows, dtype=dtype)] + [query.new_empty(rows if statistics else (0,), dtype=dtype)
+                                                         for _ in range(2)]
+
+
+def _forward(arguments: Tuple[Any, ...], context: Optional[Context] = None) -> Tuple[Tensor, ...]:
+    *inputs, order, statistics = arguments
+    outputs = _new_outputs(arguments, order, statistics)
+    views = [_view(output) for output in outputs[: 4 if statistics else 2]]
+    core_call(*_views(tuple(inputs))).forward(context or default_context(), *views)
+    return tuple(outputs)
+
+
+def _new_gradients(inputs: Tuple[Any, ...], wanted: List[bool]) -> List[Tensor]:
+    named = dict(zip(_TENSORS, inputs))
+    query = named["query"]
+    real = _real(query)
+    gradients = []
+    for name, want in zip(DIFFERENTIABLE, wanted):
+        tensor = named[name]
+        if not want:
+            gradients.append(query.new_empty(0))
+        elif name in ("bias", "sinks"):
+            gradients.append(tensor.new_empty(tensor.shape, dtype=real))
+        else:
+            gradients.append(torch.empty_like(tensor))
+    return gradients
+
+
+def _backward(grad_out, grad_lse, out, lse, inputs, wanted, context=None) -> Tuple[Tensor, ...]:
+    gradients = _new_gradients(inputs, wanted)
+    views = [_view(gradient) if want else None for gradient, want in zip(gradients, wanted)]
+    core_call(*_views(tuple(inputs))).backward(
+        context or default_context(), _view(out), _view(grad_out), _view(lse),
+        grad_lse=None if grad_lse is None else _view(grad_lse),
+        **{f"grad_{name}": gradient for name, gradient in zip(DIFFERENTIABLE, views)})
+    return tuple(gradients)
+
+
+_library.impl("attention", lambda *arguments: _forward(arguments), "CPU")
+_library.impl("attention_backward", lambda grad_out, grad_lse, out, lse, *rest:
+              _backward(grad_out, grad_lse, out, lse, rest[:-1], rest[-1]), "CPU")
+
+
+@torch.library.register_fake("ops_transformer::attention", lib=_library)
+def _(*arguments):
+    return tuple(_new_outputs(arguments, *arguments[-2:]))
+
+
+@torch.library.register_fake("ops_transformer::attention_backward", lib=_library)
+def _(grad_out, grad_lse, out, lse, *rest):
+    return tuple(_new_gradients(rest[:-1], rest[-1]))
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx, inputs, output):
+    tensors = inputs[: len(_TENSORS)]
+    out, lse, largest, total = output
+    ctx.save_for_backward(*tensors, out, lse, total)
+    ctx.options = inputs[len(_TENSORS):len(_TENSORS) + len(Options._fields)]
+    ctx.context = inputs[_NUM_INPUTS] if len(inputs) > _NUM_INPUTS else None
+    ctx.num_inputs = len(inputs)
+    ctx.mark_non_differentiable(largest)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, grad_out, grad_lse, _, grad_sum):
+    if grad_out is None and grad_lse is None and grad_sum is None:
+        return (None,) * ctx.num_inputs
+    *tensors, out, lse, total = ctx.saved_tensors
+    if grad_sum is not None and grad_sum.numel() > 0:
+        # log(sum) + max = lse, and max moves nothing that depends on both of them.
+        through_sum = grad_sum * total
+        grad_lse = through_sum if grad_lse is None else grad_lse + through_sum
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    wanted = list(ctx.needs_input_grad[: len(DIFFERENTIABLE)])
+    inputs = (*tensors, *ctx.options)
+    if door.is_plain(grad_out, grad_lse, *tensors) and not torch.is_grad_enabled():
+        gradients = _backward(grad_out, grad_lse, out, lse, inputs, wanted, ctx.context)
+    else:
+        gradients = _call_backward(grad_out, grad_lse, out, lse, *inputs, wanted)
+    gradients = [gradient.to(tensor.dtype) if want else None
+                 for gradient, tensor, want in zip(gradients, tensors, wanted)]
+    return (*gradients, *[None] * (ctx.num_inputs - len(gradients)))
+
+
+_NO_CONTEXT = ("context is given, but under torch.compile, in transforms and modes the process's own Context computes: leave "
+               "context out (set_num_threads says how many threads that one has)")
+_SECOND = ("ops_transformer: second derivatives of attention are not implemented; "
+           "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) with torch's own function has them")
+_FORWARD_MODE = ("ops_transformer: forward-mode derivatives of attention are not implemented (torch.func.jvp, jacfwd, dual "
+                 "tensors); reverse mode has them (torch.func.vjp, jacrev, backward)")
+
+
+def _second_derivative(ctx, *_):
+    raise NotImplementedError(_SECOND)
+
+
+torch.library.register_autograd("ops_transformer::attention", _gradients, setup_context=_save, lib=_library)
+torch.library.register_autograd("ops_transformer::attention_backward", _second_derivative, lib=_library)
+_operator = torch.ops.ops_transformer.attention.default
+_backward_operator = torch.ops.ops_transformer.attention_backward.default
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func runs, which asks for an autograd.Function and not for an operator."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _call_backward(*arguments):
+    """attention_backward through the dispatcher."""
+    if _is_transformed():
+        return _Gradients.apply(*arguments[:-1], *arguments[-1])
+    return _backward_operator(*arguments)
+
+
+def _one_by_one(function, info, in_dims, arguments):
+    """vmap: one call for each element of the mapped dimension. No rule of the core takes one dimension more."""
+    results = []
+    for i in range(info.batch_size):
+        results.append(function(*[argument.select(dim, i) if isinstance(argument, Tensor) and dim is not None else argument
+                                  for argument, dim in zip(arguments, in_dims)]))
+    stacked = tuple(torch.stack(parts) for parts in zip(*results))
+    return stacked, (0,) * len(stacked)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradients, without the dispatcher. The last argument is the Context."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(inputs[:_NUM_INPUTS], inputs[_NUM_INPUTS])
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_gradients)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(_FORWARD_MODE)
+
+
+class _Transformable(torch.autograd.Function):
+    """The same for the transforms of torch.func, which ask for setup_context; it takes tens of microseconds more."""
+
+    @staticmethod
+    def forward(*inputs):
+        return _operator(*inputs)
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_gradients)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        return _one_by_one(_Transformable.apply, info, in_dims, inputs)
+
+
+class _Gradients(torch.autograd.Function):
+    """attention_backward for the transforms of torch.func. `wanted` comes last, one argument each."""
+
+    @staticmethod
+    def forward(*inputs):
+        arguments, wanted = inputs[: -len(DIFFERENTIABLE)], list(inputs[-len(DIFFERENTIABLE):])
+        return _backward_operator(*arguments, wanted)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(_second_derivative)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        return _one_by_one(_Gradients.apply, info, in_dims, inputs)
+
+
+for _name in ("attention", "attention_backward"):
+    _mapped = getattr(torch.ops.ops_transformer, _name).default
+    torch.library.register_vmap(
+        f"ops_transformer::{_name}",
+        lambda info, in_dims, *arguments, _mapped=_mapped: _one_by_one(_mapped, info, in_dims, arguments), lib=_library)
+
+# ---- what the package's functions call -------------------------------------------------------------------------------
+
+
+def is_needed(tensors: List[Tensor]) -> bool:
+    """Whether a call of these tensors is more than reading their bytes."""
+    return not door.is_plain(*tensors) or door.records(*tensors)
+
+
+def to_tensor(name: str, array: Any) -> Tensor:
+    """An argument of the operator: torch's as they are, others as torch tensors of the same memory."""
+    if isinstance(array, Tensor):
+        if name in INTEGERS and (array.is_floating_point() or array.dtype == torch.bool):
+            raise refusal(TypeError, array, f"must be integers (int32 or int64), but is {array.dtype}", name)
+        if name == "mask":
+            check_mask(array, str(array.dtype))
+        return array
+    if name in INTEGERS:
+        compiled = isinstance(array, (list, tuple, range)) and torch.compiler.is_compiling()
+        return torch.tensor(array, dtype=torch.int64) if compiled else torch.from_numpy(integer_array(array, name).copy())
+    if isinstance(array, np.ndarray):
+        if name == "mask":
+            check_mask(array, str(array.dtype))
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    raise refusal(TypeError, array, f"is a {type(array).__name__}, but query is a torch tensor that needs more than its bytes "
+                  "read (gradients, a compiler, ..): a torch tensor or a NumPy array is needed", name)
+
+
+def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool) -> Tuple[Optional[Any], Dict[str, Any]]:
+    """_attention.read, of arrays with a torch tensor among them."""
+    if autocast and torch.is_autocast_enabled("cpu"):
+        arrays = {**arrays, **dict(zip(("query", "key", "value"), _cast(arrays)))}
+    if is_needed([array for array in (*arrays.values(), *others) if isinstance(array, Tensor)]):
+        return sys.modules[__name__], {name: to_tensor(name, array) for name, array in arrays.items() if array is not None}
+    views = {}
+    for name, array in arrays.items():
+        if array is not None:
+            # What a tensor is was asked just now, but for lists of integers and masks.
+            views[name] = _view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
+    return None, views
+
+
+_FLOATS = frozenset(("query", "key", "value", "bias", "sinks", "alibi_slopes"))
+
+
+def _cast(arrays: Dict[str, Any]) -> List[Any]:
+    """query, key and value under autocast."""
+    dtype = torch.get_autocast_dtype("cpu")
+    given = [arrays[name] for name in ("query", "key", "value")]
+    return [array.to(dtype) if isinstance(array, Tensor) and array.is_floating_point() and array.dtype != torch.float64
+            else array for array in given]
+
+
+def is_traced(array: Any) -> bool:
+    """Whether the numbers of an array are not there to be looked at."""
+    if isinstance(array, Tensor):
+        return not door.is_plain(array)
+    return torch.compiler.is_compiling()
+
+
+def starts(name: str, ends: Any) -> Tensor:
+    """Where sequences begin, of where they end."""
+    ends = to_tensor("cu_seqlens_q", ends)
+    return torch.cat([ends.new_zeros(1), ends])
+
+
+def _arguments(tensors: Dict[str, Tensor], numbers: Dict[str, Any]) -> Tuple[Any, ...]:
+    """Tensors and options in the order of the operators."""
+    options = {**_DEFAULTS, **numbers}
+    options.update(seed=_signed(options["seed"]), offset=_signed(options["offset"]))
+    return (*[tensors.get(name) for name in _TENSORS], *options.values())
+
+
+def attend(tensors: Dict[str, Tensor], numbers: Dict[str, Any], *, order: str = "BNSD", statistics: bool = False,
+           context: Optional[Context] = None) -> Tuple[Tensor, ...]:
+    """(out, softmax_lse, softmax_max, softmax_sum); the last two empty without `statistics`."""
+    given = [tensors.get(name) for name in _TENSORS]
+    if torch.is_grad_enabled():
+        for name, tensor in zip(_TENSORS[len(DIFFERENTIABLE):], given[len(DIFFERENTIABLE):]):
+            if tensor is not None and tensor.requires_grad:
+                raise refusal(ValueError, tensor, f"requires gradients, but attention has none for it: pass {name}.detach()",
+                              name)
+    arguments = (*_arguments(tensors, numbers), order, statistics)
+    if door.has_tangent(*given):
+        raise NotImplementedError(_FORWARD_MODE)
+    if door.is_plain(*given):
+        return _Differentiable.apply(*arguments, context)
+    if context is not None:
+        raise ValueError(_NO_CONTEXT)
+    return _Transformable.apply(*arguments) if _is_transformed() else _operator(*arguments)
+
+
+def gradients(tensors: Dict[str, Tensor], numbers: Dict[str, Any], saved: Dict[str, Tensor], wanted: Tuple[str, ...],
+              context: Optional[Context]) -> Dict[str, Tensor]:
+    """What flash_attention_grad gives, of tensors that a compiler or a transform has to see. It has no gradients itself."""
+    everything = (*tensors.values(), *saved.values())
+    if door.records(*everything):
+        raise ValueError("an argument requires gradients, but flash_attention_grad has none: call it under torch.no_grad(), or let "
+                         "torch differentiate flash_attention_score")
+    lse = saved.get("softmax_lse")
+    if lse is None:
+        lse = saved["softmax_max"] + saved["softmax_sum"].log()
+    arguments = (saved["grad_out"], saved.get("grad_lse"), saved["attention_out"], lse,
+                 *_arguments(tensors, numbers), [name in wanted for name in DIFFERENTIABLE])
+    if context is not None:
+        raise ValueError(_NO_CONTEXT)
+    found = _call_backward(*arguments)
+    return dict(zip(DIFFERENTIABLE, found))

@@ -1,0 +1,515 @@
+"""Gradients of flash_attention, flash_attention_score, paged_attention and merge_attention as torch sees them."""
+
+import contextlib
+import math
+
+import numpy as np
+import pytest
+
+from ops_transformer import kv_cache
+from ops_transformer.flash_attention import (dropout_mask, flash_attention, flash_attention_grad, flash_attention_score,
+                                             merge_attention, pack_drop_mask)
+from ops_transformer.kv_cache import paged_attention
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request):
+    if "torch" in request.fixturenames:
+        request.getfixturevalue("torch").manual_seed(0)
+
+
+def leaves(torch, *shapes, dtype=None):
+    return [torch.randn(shape, dtype=dtype or torch.float64, requires_grad=True) for shape in shapes]
+
+
+def reference(torch, q, k, v, *, alignment="top_left", causal=False, left=None, right=None, mask=None, bias=None, slopes=None,
+              form="linear", starts=(0, 0), softcap=0.0, sinks=None, scale=None, prefix=None, lengths=None, keep=None,
+              keep_prob=1.0, bias_scale=1.0):
+    """The equation of attention in torch's operators, [batch, heads, length, D]. (out, lse)"""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    queries, keys = q.shape[2], k.shape[2]
+    batch = q.shape[0]
+    scores = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    off = keys - queries if alignment == "bottom_right" else 0
+    distance = torch.arange(keys)[None] - torch.arange(queries)[:, None] - off
+    if slopes is not None:
+        far = (distance + starts[1] - starts[0]).abs().to(scores.dtype)
+        scores = scores - slopes.reshape(-1, slopes.shape[-1], 1, 1) * (far if form == "linear" else far.sqrt())
+    if bias is not None:
+        scores = scores + bias_scale * bias
+    seen = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
+    if causal:
+        seen &= distance <= 0
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    if prefix is not None:
+        seen |= (torch.arange(keys)[None] < torch.as_tensor(prefix)[:, None])[:, None, None]
+    if lengths is not None:
+        seen &= (torch.arange(keys)[None] < torch.as_tensor(lengths)[:, None])[:, None, None]
+    if mask is not None:
+        seen = seen & mask
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(batch, -1, queries, 1)], -1)
+    lse = scores.logsumexp(-1)
+    weights = torch.where(scores == -math.inf, 0, (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp())
+    weights = weights[..., :keys]
+    if keep is not None:
+        weights = weights * torch.as_tensor(keep) / keep_prob
+    return weights @ v, lse
+
+
+def check(torch, ours, theirs, inputs, atol=1e-10):
+    """Values and gradients of two functions of the inputs, weighted alike."""
+    results, wanted = ours(*inputs), theirs(*inputs)
+    weights = [torch.randn_like(w) for w in wanted]
+    for got, want in zip(results, wanted):
+        assert got.shape == want.shape
+        assert torch.allclose(got, want, atol=atol)
+    grads = torch.autograd.grad(sum((r * w).sum() for r, w in zip(results, weights)), inputs)
+    expected = torch.autograd.grad(sum((r * w).sum() for r, w in zip(wanted, weights)), inputs)
+    for got, want in zip(grads, expected):
+        assert torch.allclose(got, want, atol=atol), (got - want).abs().max()
+
+
+# Options of flash_attention, and the same for the reference.
+FAMILIES = {
+    "plain": ({}, {}),
+    "causal_top_left": (dict(causal=True), dict(causal=True)),
+    "causal_bottom_right": (dict(causal=True, alignment="bottom_right"), dict(causal=True, alignment="bottom_right")),
+    "window": (dict(window_left=3, window_right=1), dict(left=3, right=1)),
+    "window_bottom_right": (dict(window_left=2, window_right=0, alignment="bottom_right"),
+                            dict(left=2, right=0, alignment="bottom_right")),
+    "negative_band": (dict(window_left=-1, window_right=4), dict(left=-1, right=4)),
+    "softcap": (dict(softcap=1.5), dict(softcap=1.5)),
+    "scale": (dict(softmax_scale=0.7), dict(scale=0.7)),
+    "prefix": (dict(causal=True, prefix=[2, 5]), dict(causal=True, prefix=[2, 5])),
+    "lengths": (dict(kv_lengths=[7, 4]), dict(lengths=[7, 4])),
+    "tiles": (dict(block_q=4, block_kv=32, path="flash", causal=True), dict(causal=True)),
+    "standard": (dict(path="standard", causal=True), dict(causal=True)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_of_each_option(torch, family):
+    ours, theirs = FAMILIES[family]
+    inputs = leaves(torch, (2, 4, 5, 6), (2, 2, 7, 6), (2, 2, 7, 3))
+    check(torch, lambda *x: flash_attention(*x, return_lse=True, **ours), lambda *x: reference(torch, *x, **theirs), inputs)
+    assert torch.autograd.gradcheck(lambda *x: flash_attention(*x, return_lse=True, **ours), inputs)
+
+
+@pytest.mark.parametrize("form", ["linear", "square_root"])
+def test_alibi(torch, form):
+    inputs = leaves(torch, (2, 4, 5, 6), (2, 2, 7, 6), (2, 2, 7, 3))
+    for slopes in (torch.rand(4, dtype=torch.float64), torch.rand(2, 4, dtype=torch.float64)):
+        for alignment in ("top_left", "bottom_right"):
+            check(torch, lambda *x: flash_attention(*x, return_lse=True, alibi_slopes=slopes, alibi_form=form,
+                                                    alibi_query_start=3, alibi_key_start=1, alignment=alignment),
+                  lambda *x: reference(torch, *x, slopes=slopes, form=form, starts=(3, 1), alignment=alignment), inputs)
+    slopes.requires_grad_()
+    with pytest.raises(ValueError, match=r"flash_attention: alibi_slopes requires gradients.*alibi_slopes.detach\(\)"):
+        flash_attention(*inputs, alibi_slopes=slopes)
+    with torch.no_grad():
+        flash_attention(*inputs, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (4, 1, 7), (2, 1, 5, 7)])
+def test_bias_mask_and_sinks_have_gradients(torch, shape):
+    inputs = leaves(torch, (2, 4, 5, 6), (2, 2, 7, 6), (2, 2, 7, 3), shape, (4,))
+    mask = torch.rand(2, 1, 5, 7) < 0.7
+
+    def ours(q, k, v, bias, sinks):
+        return flash_attention(q, k, v, return_lse=True, bias=bias, sinks=sinks, mask=mask, bias_scale=0.5)
+
+    check(torch, ours, lambda q, k, v, b, s: reference(torch, q, k, v, bias=b, sinks=s, mask=mask, bias_scale=0.5), inputs)
+    assert torch.autograd.gradcheck(ours, inputs)
+
+
+@pytest.mark.parametrize("seed", [5, 2**64 - 1])
+def test_dropout_by_seed_and_by_bits(torch, seed):
+    inputs = leaves(torch, (2, 4, 5, 6), (2, 2, 7, 6), (2, 2, 7, 3))
+    keep = dropout_mask(2, 4, 5, 7, 0.6, seed=seed, offset=3)
+    theirs = lambda *x: reference(torch, *x, keep=keep, keep_prob=0.6)  # noqa: E731
+    check(torch, lambda *x: flash_attention(*x, return_lse=True, keep_prob=0.6, seed=seed, offset=3), theirs, inputs)
+    bits = pack_drop_mask(keep)
+    for drop_mask in (bits, torch.from_numpy(bits)):
+        check(torch, lambda *x: flash_attention(*x, return_lse=True, keep_prob=0.6, drop_mask=drop_mask), theirs, inputs)
+
+
+def test_a_part_of_a_larger_problem_drops_what_the_whole_drops():
+    whole = dropout_mask(2, 6, 9, 21, 0.5, seed=7)
+    part = dropout_mask(2, 2, 4, 10, 0.5, seed=7, first_query=3, first_key=6, first_head=1, total_heads=6)
+    assert (part == whole[:, 1:3, 3:7, 6:16]).all() and 0.4 < whole.mean() < 0.6
+    x = np.zeros((2, 2, 4, 1))
+    out = flash_attention(x, np.zeros((2, 2, 10, 1)), np.broadcast_to(2.0 ** np.arange(10)[:, None], (2, 2, 10, 1)),
+                          keep_prob=0.5, seed=7, first_query=3, first_key=6, first_head=1, total_heads=6)
+    assert np.allclose(out[..., 0] * 10 * 0.5, (part * 2.0 ** np.arange(10)).sum(-1), rtol=1e-14)
+
+
+def score_reference(torch, q, k, v, layout, **options):
+    """flash_attention_score's (out, lse) by the reference."""
+    if layout == "SBH":
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    if layout in ("BSH", "SBH"):
+        q, k, v = q.unflatten(2, (4, -1)), k.unflatten(2, (2, -1)), v.unflatten(2, (2, -1))
+    if layout != "BNSD":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = reference(torch, q, k, v, **options)
+    if layout != "BNSD":
+        out = out.transpose(1, 2)
+    if layout in ("BSH", "SBH"):
+        out = out.flatten(2)
+    return (out.transpose(0, 1) if layout == "SBH" else out), lse
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
+def test_score_in_every_layout(torch, layout):
+    shapes = {"BNSD": ((2, 4, 5, 6), (2, 2, 7, 6), (2, 2, 7, 3)), "BSND": ((2, 5, 4, 6), (2, 7, 2, 6), (2, 7, 2, 3)),
+              "BSH": ((2, 5, 24), (2, 7, 12), (2, 7, 6)), "SBH": ((5, 2, 24), (7, 2, 12), (7, 2, 6))}[layout]
+    inputs = leaves(torch, *shapes)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    options = dict(attn_head_num=4, kv_head_num=2, input_layout=layout, pre_tokens=3, next_tokens=1, padding_mask=padding)
+
+    def ours(*x):
+        out, largest, total = flash_attention_score(*x, **options)
+        assert not largest.requires_grad
+        return out, largest + total.log()
+
+    theirs = lambda *x: score_reference(torch, *x, layout, left=3, right=1, mask=~padding[:, None, None])  # noqa: E731
+    check(torch, ours, theirs, inputs)
+    out, largest, total = flash_attention_score(*inputs, **options)
+    assert out.is_contiguous()
+    grad_out = torch.randn_like(out)
+    want = torch.autograd.grad(out, inputs, grad_out)
+    with torch.no_grad():
+        got = flash_attention_grad(*inputs, grad_out, largest, total, out, **options)
+        again = flash_attention_grad(*inputs, grad_out, attention_out=out, softmax_lse=largest + total.log(), wanted=("value",),
+                                     **options)
+    assert all(torch.allclose(g, w) for g, w in zip((*got, *again), (*want, want[2])))
+
+
+def test_score_of_sequences_one_after_the_other(torch):
+    inputs = leaves(torch, (9, 4, 6), (12, 2, 6), (12, 2, 3))
+    ends_q, ends_k = [4, 4, 9], [3, 5, 12]
+    for alignment in ("top_left", "bottom_right"):
+
+        def ours(*x):
+            return flash_attention_score(*x, input_layout="TND", actual_seq_qlen=ends_q, actual_seq_kvlen=ends_k, next_tokens=0,
+                                         pre_tokens=4, alignment=alignment, alibi_slopes=np.arange(1, 5) / 8)[:1]
+
+        def theirs(q, k, v):
+            parts = []
+            for a, b, c, d in zip([0] + ends_q, ends_q, [0] + ends_k, ends_k):
+                part = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
+                parts.append(reference(torch, *part, left=4, right=0, alignment=alignment,
+                                       slopes=torch.arange(1, 5).double() / 8)[0][0].transpose(0, 1))
+            return (torch.cat(parts),)
+
+        check(torch, ours, theirs, inputs)
+    cu_q, cu_k = ([0] + ends for ends in (ends_q, ends_k))
+    assert torch.autograd.gradcheck(lambda *x: flash_attention(*x, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+                                                               return_lse=True), inputs)
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def gathered(torch, cache, table, length):
+    """[1, heads, length, D] of one sequence."""
+    return torch.cat([cache[block] for block in table])[:length].transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(causal=False), dict(window_left=4), dict(window_left=4, window_right=1, causal=False), dict(softcap=2.0),
+    dict(alignment="top_left"), dict(prefix=[3, 2])], ids=str)
+def test_paged_attention_and_its_gradients(torch, options):
+    query, keys, values, sinks = leaves(torch, (2, 4, 3, 6), (5, 4, 2, 6), (5, 4, 2, 3), (4,))
+    table, lengths = [[2, 0, 3], [2, 4, 0]], [9, 6]  # block 2 is shared
+
+    def ours(query, keys, values, sinks):
+        return tuple(paged_attention(query, keys, values, table, lengths, sinks=sinks, return_lse=True, **options)[:2])
+
+    def theirs(query, keys, values, sinks):
+        parts = []
+        for b in range(2):
+            own = {"alignment": "bottom_right", "causal": True, **options}
+            for name, other in (("window_left", "left"), ("window_right", "right")):
+                if name in own:
+                    own[other] = own.pop(name)
+            if "prefix" in own:
+                own["prefix"] = [options["prefix"][b]]
+            parts.append(reference(torch, query[b : b + 1], gathered(torch, keys, table[b], lengths[b]),
+                                   gathered(torch, values, table[b], lengths[b]), sinks=sinks, **own))
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    check(torch, ours, theirs, [query, keys, values, sinks])
+    assert torch.autograd.gradcheck(ours, [query, keys, values, sinks])
+
+
+def test_paged_mask_bias_alibi_dropout_statistics_and_out(torch):
+    query, keys, values, bias = leaves(torch, (1, 4, 3, 6), (5, 4, 2, 6), (5, 4, 2, 3), (4, 3, 9))
+    mask, slopes = torch.rand(3, 9) < 0.8, torch.rand(4, dtype=torch.float64)
+    options = dict(mask=mask, alibi_slopes=slopes, keep_prob=0.7, seed=4, bias_scale=2.0)
+    keep = dropout_mask(1, 4, 3, 9, 0.7, seed=4)
+    dense = lambda k: gathered(torch, k, [2, 0, 3], 9)  # noqa: E731
+    theirs = lambda q, k, v, b: reference(torch, q, dense(k), dense(v), mask=mask, bias=b, slopes=slopes, keep=keep,  # noqa: E731
+                                          keep_prob=0.7, bias_scale=2.0, causal=True, alignment="bottom_right")
+    ours = lambda q, k, v, b: tuple(paged_attention(q, k, v, [[2, 0, 3]], [9], return_lse=True, bias=b, **options)[:2])  # noqa: E731
+    check(torch, ours, theirs, [query, keys, values, bias])
+    with torch.no_grad():
+        plain = paged_attention(query, keys, values, [[2, 0, 3]], [9], bias=bias, return_statistics=True, **options)
+        assert torch.allclose(plain.softmax_max + plain.softmax_sum.log(), plain.softmax_lse)
+        assert plain.softmax_lse.dtype == torch.float64
+        out = torch.empty_like(plain.out)
+        version = out._version
+        assert paged_attention(query, keys, values, [[2, 0, 3]], [9], bias=bias, out=out, **options) is out
+        assert torch.equal(out, plain.out) and out._version > version
+    with pytest.raises(ValueError, match="paged_attention: out is given, but an argument needs more"):
+        paged_attention(query, keys, values, [[2, 0, 3]], [9], out=torch.empty_like(out))
+
+
+def test_paged_lse_of_float64(rng):
+    keys, values = (rng.standard_normal((2, 4, 1, 8)) for _ in "kv")
+    query = rng.standard_normal((1, 1, 2, 8))
+    got = paged_attention(query, keys, values, [[1, 0]], [7], return_lse=True)
+    scores = query[0, 0] @ np.concatenate([keys[1, :, 0], keys[0, :3, 0]]).T / np.sqrt(8)
+    scores[0, 6] = -np.inf
+    assert got.softmax_lse.dtype == np.float64
+    assert np.allclose(got.softmax_lse[0, 0], np.log(np.exp(scores).sum(-1)), rtol=0, atol=1e-13)
+
+
+def test_prompts_and_decoded_tokens_in_one_call_have_gradients(torch):
+    query, keys, values = leaves(torch, (4, 2, 6), (5, 4, 2, 6), (5, 4, 2, 3))
+
+    def ours(query, keys, values):
+        return paged_attention(query, keys, values, [[2, 0, 3], [2, 4, 0]], [9, 6], actual_seq_qlen=[3, 4])
+
+    assert torch.autograd.gradcheck(ours, [query, keys, values])
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["lse", "max_sum"])
+def test_merged_parts_train_as_the_whole(torch, form):
+    inputs = leaves(torch, (2, 4, 5, 6), (2, 2, 9, 6), (2, 2, 9, 3))
+    cuts = [(0, 4), (4, 5), (5, 9)]
+
+    def ours(q, k, v):
+        if form == "lse":
+            parts = [flash_attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in cuts]
+            merged = merge_attention(*(torch.stack(x) for x in zip(*parts)))
+            return merged.attention_out, merged.softmax_lse
+        parts = [flash_attention_score(q, k[:, :, a:b], v[:, :, a:b], input_layout="BNSD") for a, b in cuts]
+        out, largest, total = (torch.stack(x) for x in zip(*parts))
+        merged = merge_attention(out, softmax_max=largest, softmax_sum=total)
+        return merged.attention_out, merged.softmax_max + merged.softmax_sum.log()
+
+    check(torch, ours, lambda *x: reference(torch, *x), inputs)
+    assert torch.autograd.gradcheck(ours, inputs)
+
+
+def test_merge_of_torch_parts_is_the_same_with_and_without_gradients(torch):
+    out = torch.randn(3, 5, 4).bfloat16()
+    lse = torch.randn(3, 5)
+    out[1, 2], lse[1, 2] = math.nan, -math.inf
+    out[0, 3], lse[0, 3] = math.nan, math.inf
+    lse[:, 4] = -math.inf
+    plain = merge_attention(out, lse, dtype="f32")
+    with_gradients = merge_attention(out.requires_grad_(), lse.requires_grad_(), dtype="f32")
+    for a, b in zip(plain[:2], with_gradients[:2]):
+        assert torch.allclose(a, b, atol=1e-6)
+    grads = torch.autograd.grad(with_gradients.attention_out.sum() + with_gradients.softmax_lse[:4].sum(), [out, lse])
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+# ---- torch's machinery -----------------------------------------------------------------------------------------------
+
+CALLS = {
+    "flash_attention": lambda q, k, v: flash_attention(q, k, v, causal=True, window_left=9),
+    "flash_attention_score": lambda q, k, v: flash_attention_score(q, k, v, input_layout="BNSD", keep_prob=0.8, seed=3)[0],
+    "lse": lambda q, k, v: flash_attention(q, k, v, return_lse=True)[1],
+    "paged_attention": lambda q, k, v: paged_attention(q[:1], k[0].unflatten(1, (2, 4)).permute(1, 2, 0, 3),
+                                                       v[0].unflatten(1, (2, 4)).permute(1, 2, 0, 3), [[1, 0]], [7]),
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    return CALLS[request.param]
+
+
+def inputs_of(torch, dtype=None):
+    return leaves(torch, (2, 2, 5, 6), (2, 2, 8, 6), (2, 2, 8, 3), dtype=dtype)
+
+
+def test_gradcheck(torch, call):
+    assert torch.autograd.gradcheck(call, inputs_of(torch))
+    assert torch.autograd.gradcheck(call, inputs_of(torch), check_batched_grad=True)
+
+
+def test_compile_of_the_whole_graph(torch, call):
+    inputs = inputs_of(torch, torch.float32)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    want, got = call(*inputs), compiled(*inputs)
+    assert torch.equal(want, got) and want.stride() == got.stride()
+    weight = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(want, inputs, weight), torch.autograd.grad(got, inputs, weight)):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), want)
+
+
+def test_compile_takes_a_new_seed_and_ends_without_a_new_graph(torch):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(2, 2, 8, 4)
+    drop = torch.compile(lambda x, seed: flash_attention(x, x, x, keep_prob=0.5, seed=seed), fullgraph=True, backend=backend)
+    for seed in (11, 12, 13, 14):
+        assert torch.equal(drop(x, seed), flash_attention(x, x, x, keep_prob=0.5, seed=seed))
+    assert len(graphs) <= 2
+    t = torch.randn(9, 2, 4)
+    ends = torch.compile(lambda t, ends: flash_attention_score(t, t, t, input_layout="TND", actual_seq_qlen=ends,
+                                                               actual_seq_kvlen=ends)[0], fullgraph=True, backend=backend)
+    for numbers in ([3, 9], [5, 9]):
+        want = flash_attention_score(t, t, t, input_layout="TND", actual_seq_qlen=numbers, actual_seq_kvlen=numbers)[0]
+        assert torch.equal(ends(t, torch.tensor(numbers)), want)
+
+
+def test_checkpoint_retain_graph_and_strided_gradients(torch, call):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = inputs_of(torch)
+    out = call(*inputs)
+    weight = torch.randn(*out.shape[::-1], dtype=out.dtype).permute(*range(out.dim() - 1, -1, -1))
+    first = torch.autograd.grad(out, inputs, weight, retain_graph=True, allow_unused=True)
+    for other in (torch.autograd.grad(out, inputs, weight.contiguous(), allow_unused=True),
+                  torch.autograd.grad(checkpoint(call, *inputs, use_reentrant=False), inputs, weight, allow_unused=True),
+                  torch.autograd.grad(call(*inputs), inputs, torch.ones((), dtype=out.dtype).expand(out.shape) * 0 + weight,
+                                      allow_unused=True)):
+        for a, b in zip(first, other):
+            assert (a is None and b is None) or torch.equal(a, b)
+    out = call(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones((), dtype=out.dtype).expand(out.shape), allow_unused=True)
+
+
+def test_no_grad_inference_mode_and_what_needs_no_gradient(torch, call):
+    inputs = inputs_of(torch)
+    want = call(*inputs)
+    assert want.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            got = call(*inputs)
+        assert not got.requires_grad and torch.equal(got, want)
+    only_key = [x.detach().requires_grad_(i == 1) for i, x in enumerate(inputs)]
+    grad = torch.autograd.grad(call(*only_key).sum(), only_key[1])[0]
+    assert torch.allclose(grad, torch.autograd.grad(want.sum(), inputs[1])[0])
+
+
+def test_transforms_of_torch_func(torch, call):
+    inputs = inputs_of(torch)
+    loss = lambda *x: (call(*x) ** 2).sum()  # noqa: E731
+    want = torch.autograd.grad(loss(*inputs), inputs, allow_unused=True)
+    plain = [x.detach() for x in inputs]
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(*plain)
+    assert all(torch.allclose(a, torch.zeros_like(a) if b is None else b) for a, b in zip(got, want))
+    many = [torch.stack([x, 2 * x, x - 1]) for x in plain]
+    mapped = torch.func.vmap(call)(*many)
+    for i in range(3):
+        assert torch.allclose(mapped[i], call(*(x[i] for x in many)))
+    jacobian = torch.autograd.functional.jacobian(lambda q: call(q, *plain[1:]), plain[0], vectorize=True)
+    assert torch.allclose(jacobian, torch.autograd.functional.jacobian(lambda q: call(q, *plain[1:]), plain[0]))
+
+
+def test_forward_mode_and_second_derivatives_are_refused(torch, call):
+    q, k, v = (x.detach() for x in inputs_of(torch))
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives of attention are not implemented"):
+        torch.func.jvp(lambda q: call(q, k, v), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+        call(torch.autograd.forward_ad.make_dual(q, q), k, v)
+    q.requires_grad_()
+    (grad,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives of attention are not implemented"):
+        grad.sum().backward()
+
+
+def test_views_with_the_negative_bit(torch):
+    z = torch.complex(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)).conj()
+    x = z.imag
+    assert x.is_neg()
+    assert torch.equal(flash_attention(x, x, x), flash_attention(x.clone(), x.clone(), x.clone()))
+    assert torch.equal(flash_attention_score(x, x, x, input_layout="BNSD")[0], flash_attention(x.clone(), x.clone(), x.clone()))
+
+
+def test_autocast_is_that_of_torchs_attention(torch):
+    q, k, v = inputs_of(torch, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attention(q, k.bfloat16(), v)
+        score = flash_attention_score(q, k, v, input_layout="BNSD").attention_out
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == score.dtype == want.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), want.float(), atol=2e-2) and torch.equal(out, score)
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32 and k.grad is not None
+
+
+def test_a_context_computes_forward_and_backward(torch):
+    from ops_transformer import Context
+
+    inputs = inputs_of(torch)
+    context = Context(num_threads=1)
+    want = torch.autograd.grad(flash_attention(*inputs).sum(), inputs)
+    got = torch.autograd.grad(flash_attention(*inputs, context=context).sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    with pytest.raises(ValueError, match="context is given, but"):
+        torch.func.vmap(lambda q: flash_attention(q[None], q[None], q[None], context=context))(inputs[0].detach())
+
+
+def test_a_module_of_the_users_trains(torch):
+    class Block(torch.nn.Module):
+        def __init__(self, attend):
+            super().__init__()
+            self.projection, self.out, self.attend = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16), attend
+
+        def forward(self, x):
+            q, k, v = self.projection(x).unflatten(-1, (3, 4, 4)).unbind(2)
+            return self.out(self.attend(q, k, v).flatten(2))
+
+    def torchs(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    losses = []
+    x, target = torch.randn(2, 10, 16), torch.randn(2, 10, 16)
+    for attend in (torchs, lambda q, k, v: flash_attention_score(q, k, v, next_tokens=0).attention_out):
+        torch.manual_seed(1)
+        model = Block(attend)
+        optimiser = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(5):
+            optimiser.zero_grad()
+            loss = ((model(x) - target) ** 2).mean()
+            loss.backward()
+            assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters() if p.dim() > 1)
+            optimiser.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_cache_whose_layout_has_no_gradients(torch):
+    keys, values = kv_cache.new_pages(2, 32, 1, 8, layout="panel32", like=torch.empty(0))
+    query = torch.randn(1, 1, 1, 8, requires_grad=True)
+    out = paged_attention(query, keys, values, [[0]], [5], layout="panel32")
+    with pytest.raises(RuntimeError, match="panel32"):
+        out.sum().backward()
+    with contextlib.nullcontext():
+        assert paged_attention(query.detach(), keys, values, [[0]], [5], layout="panel32").shape == (1, 1, 1, 8)

@@ -1,0 +1,142 @@
+"""One list of the library's options, and that each is reachable from Python or named as not.
+
+The structs are read from include/opst: a new field that is not in the list fails here.
+"""
+
+import importlib
+import inspect
+import pathlib
+import re
+
+import pytest
+
+from ops_transformer import _attention, _paged_attention, flash_attention
+
+HEADERS = pathlib.Path(__file__).resolve().parents[2] / "include" / "opst"
+SCORE, GRAD, PLAIN = ("flash_attention.flash_attention_score", "flash_attention.flash_attention_grad",
+                      "flash_attention.flash_attention")
+PAGED, MERGE = "kv_cache.paged_attention", "flash_attention.merge_attention"
+MORE = {SCORE: flash_attention._SCORE_OPTIONS, GRAD: flash_attention._SCORE_OPTIONS, PLAIN: flash_attention._PLAIN_OPTIONS,
+        PAGED: _paged_attention._OPTIONS}
+
+
+def by_name(*functions):
+    return lambda field: [(function, field) for function in functions]
+
+
+def named(name, *functions):
+    return lambda field: [(function, name) for function in functions]
+
+
+EVERYWHERE = by_name(SCORE, GRAD, PLAIN, PAGED)
+RESULT = "a result: the function gives all of them back"
+GRAPH = "graphs of operators are not in Python"
+
+
+def each(names, where):
+    return {name: where for name in names.split()}
+
+# struct -> field -> where it is, or why it is nowhere.
+LIST = {
+    "AttentionInputs": {
+        "query": by_name(SCORE, GRAD, PAGED), "key": by_name(SCORE, GRAD), "value": by_name(SCORE, GRAD),
+        "block_table": by_name(PAGED), "kv_lengths": EVERYWHERE, "page_layout": named("layout", PAGED),
+        "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
+        "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE},
+    "AttentionOutputs": {
+        "out": by_name(PAGED, MERGE), "softmax_lse": named("return_lse", PLAIN, PAGED),
+        "softmax_max": named("return_statistics", PAGED), "softmax_sum": named("return_statistics", PAGED)},
+    "DropoutOptions": {name: EVERYWHERE for name in ("keep_prob", "seed", "offset", "first_query", "first_key", "first_head",
+                                                     "total_heads")},
+    "AttentionOptions": {
+        "softmax_scale": lambda field: [(SCORE, "scale_value"), (GRAD, "scale_value"), (PLAIN, field), (PAGED, "scale_value")],
+        "causal": by_name(PLAIN, PAGED), "alignment": EVERYWHERE, "path": EVERYWHERE, "block_q": EVERYWHERE,
+        "block_kv": EVERYWHERE,
+        "window_left": lambda field: [(SCORE, "pre_tokens"), (GRAD, "pre_tokens"), (PLAIN, field), (PAGED, field)],
+        "window_right": lambda field: [(SCORE, "next_tokens"), (GRAD, "next_tokens"), (PLAIN, field), (PAGED, field)],
+        "softcap": EVERYWHERE, "bias_scale": EVERYWHERE, "alibi_form": EVERYWHERE, "alibi_query_start": EVERYWHERE,
+        "alibi_key_start": EVERYWHERE, "dropout": lambda field: [(PLAIN, "keep_prob")]},
+    "AttentionParts": {"out": named("attention_out", MERGE), "softmax_lse": by_name(MERGE), "softmax_max": by_name(MERGE),
+                       "softmax_sum": by_name(MERGE)},
+    "AttentionSaved": {"out": named("attention_out", GRAD), "softmax_lse": by_name(GRAD), "softmax_max": by_name(GRAD),
+                       "softmax_sum": by_name(GRAD), "grad_out": by_name(GRAD), "grad_lse": by_name(GRAD)},
+    "AttentionGradients": {name: named("wanted", GRAD) for name in ("grad_query", "grad_key", "grad_value", "grad_bias",
+                                                                    "grad_sinks")},
+    "MatmulOptions": {**each("bias activation residual batch_invariant out_scales", by_name("matmul.matmul")),
+                      "activations": named("int8_activations", "matmul.matmul")},
+    "IntMatmulOptions": each("x_scales bias", by_name("matmul.matmul_int")),
+    "MatmulGradients": each("x weight bias", RESULT),
+    "QuantizeOptions": {"zeros": by_name("quant.quantize"), "scales_given": named("scales", "quant.quantize")},
+    "DynamicQuantOptions": {"smooth_scales": by_name("quant.dynamic_quant")},
+    "RmsNormOptions": {"eps": by_name("rowwise.rms_norm", "rowwise.add_rms_norm"),
+                       "rstd": named("return_rstd", "rowwise.rms_norm", "rowwise.add_rms_norm")},
+    "RmsNormBackwardOptions": each("eps grad_sum", by_name("rowwise.rms_norm_backward")),
+    "LayerNormOptions": {**each("eps weight bias", by_name("rowwise.layer_norm")),
+                         **each("mean rstd", named("return_statistics", "rowwise.layer_norm"))},
+    "NormGradients": each("x weight bias", RESULT),
+    "SoftmaxOptions": {"scale": by_name("rowwise.softmax", "rowwise.softmax_backward")},
+    "RopeTableOptions": each("theta sections", by_name("rowwise.rope_table")),
+    "RopeOptions": each("style inverse", by_name("rowwise.rope")),
+    "RopeCachedOptions": each("style inverse sections", by_name("rowwise.rope_cached")),
+    "SwigluOptions": {"swapped": by_name("rowwise.swiglu", "rowwise.swiglu_backward")},
+    "ScatterOptions": {"layout": by_name("kv_cache.scatter_pa_kv_cache")},
+    "RopeScatterInputs": each("query key value cos sin slot_mapping query_weight key_weight",
+                              by_name("kv_cache.rope_scatter_pa_kv_cache")),
+    "RopeScatterOptions": each("layout style eps", by_name("kv_cache.rope_scatter_pa_kv_cache")),
+    "ConvertPagesOptions": {"from": named("from_layout", "kv_cache.convert_pages"),
+                            "to": named("to_layout", "kv_cache.convert_pages")},
+    "GatherOptions": each("layout cumulative_lengths seq_offset head_indices zero_fill", by_name("kv_cache.gather_pa_kv_cache")),
+    "ContextOptions": {"num_threads": by_name("_core.Context"),
+                       "isa": by_name("_core.Context"),
+                       **each("cache bf16_product", "for tests and benches; OPST_BF16 sets the product for a process")},
+    "MatmulNodeOptions": each("bias activation residual dtype activations", GRAPH),
+    "LayerNormNodeOptions": each("eps weight bias", GRAPH),
+}
+
+
+def fields_of(struct):
+    """Names of a struct's fields, from the headers."""
+    for header in sorted(HEADERS.glob("*.h")):
+        found = re.search(rf"^struct {struct} {{\n(.*?)^}};", header.read_text(encoding="utf-8"), re.M | re.S)
+        if found:
+            body = re.sub(r"//.*", "", found.group(1))
+            return [name for statement in body.split(";") if "(" not in statement.split("=")[0]
+                    for name in re.findall(r"(?:[>\w]\s+|,\s*)(\w+)\s*(?==|$|,)", re.sub(r"=\s*(\{.*?\}|[^,]*)", "=",
+                                                                                         statement.strip()))]
+    raise AssertionError(f"no struct {struct} in include/opst")
+
+
+def test_the_parser_reads_fields():
+    assert fields_of("AttentionSaved") == ["out", "softmax_lse", "softmax_max", "softmax_sum", "grad_out", "grad_lse"]
+    assert len(fields_of("AttentionOptions")) == 14 and fields_of("LayerNormNodeOptions") == ["eps", "weight", "bias"]
+
+
+@pytest.mark.parametrize("struct", LIST)
+def test_every_option_is_reachable_or_named_as_not(struct):
+    assert sorted(fields_of(struct)) == sorted(LIST[struct])
+    for field, where in LIST[struct].items():
+        if isinstance(where, str):
+            continue
+        for function, parameter in where(field):
+            assert parameter in parameters_of(function), f"{struct}.{field}: {function} lacks {parameter}"
+
+
+def parameters_of(function):
+    module, name = function.split(".")
+    found = getattr(importlib.import_module(f"ops_transformer.{module}"), name)
+    if isinstance(found, type):  # of the extension module, whose signatures are in its texts
+        return re.findall(r"(\w+):", found.__init__.__doc__)
+    return (*inspect.signature(found).parameters, *MORE.get(function, ()))
+
+
+def test_every_struct_of_options_is_in_the_list():
+    found = {name for header in HEADERS.glob("*.h")
+             for name in re.findall(r"^struct (\w*(?:Options|Inputs|Outputs|Gradients|Saved|Parts)) {", header.read_text("utf-8"),
+                                    re.M)}
+    assert found == set(LIST)
+
+
+def test_options_and_tensors_of_a_call_are_those_of_the_core():
+    dropout = set(fields_of("DropoutOptions"))
+    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | {"page_layout"}
+    assert set(_attention.Tensors._fields) == set(fields_of("AttentionInputs")) - {"page_layout"}
