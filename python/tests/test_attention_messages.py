@@ -6,7 +6,7 @@ from conftest import assert_near, attention_reference
 
 from ops_transformer import Context, Tagged, default_context, kv_cache
 from ops_transformer._core import AttentionCall, View
-from ops_transformer.flash_attention import (MergedAttention, dropout_mask, flash_attention, flash_attention_grad,
+from ops_transformer.flash_attention import (MergedAttention, attention_weights, dropout_mask, flash_attention, flash_attention_grad,
                                              flash_attention_score, merge_attention, pack_drop_mask)
 from ops_transformer.kv_cache import paged_attention
 
@@ -193,3 +193,29 @@ def test_a_page_layout_and_its_name():
     cache = kv_cache.new_pages(2, 32, 2, 4)
     with pytest.raises(ValueError, match="layout"):
         paged_attention(X, *cache, [[0, 1]], [5], layout="rows")
+
+
+def test_weights_and_scores_of_each_stage(rng):
+    q, k, v = (rng.standard_normal((2, n, m, 8), dtype=np.float32) for n, m in ((4, 5), (2, 600), (2, 600)))
+    bias, sinks = rng.standard_normal((4, 1, 600)), rng.standard_normal(4)
+    slopes, bits = np.arange(1, 5) / 64, pack_drop_mask(rng.random((2, 4, 5, 600)) < 0.5)
+    options = dict(softmax_scale=0.4, softcap=3.0, bias=bias, alibi_slopes=slopes, sinks=sinks, keep_prob=0.5, drop_mask=bits,
+                   window_right=500)
+    scaled = 0.4 * np.einsum("bhid,bhjd->bhij", q.astype(np.float64), np.repeat(k, 2, 1))
+    capped = 3 * np.tanh(scaled / 3)
+    distance = np.arange(600) - np.arange(5)[:, None]
+    scores = np.where(distance <= 500, capped - slopes[:, None, None] * np.abs(distance) + bias, -np.inf)
+    for stage, want in (("scaled", scaled), ("capped", capped), ("scores", scores)):
+        got = attention_weights(q, k, stage=stage, **options)
+        assert got.shape == want.shape and np.allclose(got, want, rtol=0, atol=1e-9)
+    weights = attention_weights(q, k, **options)
+    total = np.exp(scores).sum(-1, keepdims=True) + np.exp(sinks)[:, None, None]
+    keep = np.unpackbits(bits, bitorder="little")[:weights.size].reshape(weights.shape)
+    assert np.allclose(weights, np.exp(scores) / total * keep / 0.5, atol=1e-12)
+    floats = {**options, "bias": bias.astype(np.float32), "sinks": sinks.astype(np.float32), "alibi_slopes": slopes.astype(np.float32)}
+    assert_near(flash_attention(q, k, v, **floats), weights @ np.repeat(v, 2, 1).astype(np.float64), factor=4)
+    bits16 = Tagged((k.view(np.uint32) >> 16).astype(np.uint16), "bf16")
+    exact = (bits16.array.astype(np.uint32) << 16).view(np.float32)
+    assert (attention_weights(q, bits16, True) == attention_weights(q, exact, True)).all()
+    with pytest.raises(ValueError, match='stage is "raw", must be one of scaled, capped, scores, weights'):
+        attention_weights(q, k, stage="raw")
