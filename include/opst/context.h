@@ -65,7 +65,8 @@ struct ContextOptions {
 
 // A Machine, a pool of threads and reusable scratch memory. Operators called on one Context from several threads are
 // legal: each call leases its own workspace. Operators give the same bits for every number of threads.
-// After fork() the child's first parallel call starts new threads.
+// fork() is legal at any time, also while other threads are inside calls: the child's first parallel call starts new
+// threads. Scratch memory that the parent's other threads had in use at that moment stays unused in the child.
 class Context {
  public:
   static Result<Context> create(const ContextOptions& options = {});

@@ -28,6 +28,11 @@ class [[nodiscard]] Status {
  public:
   Status() = default;
   Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  // Copying never throws: where there is no memory for the message, the copy says "out of memory" instead.
+  Status(const Status& other) noexcept;
+  Status& operator=(const Status& other) noexcept { return *this = Status(other); }
+  Status(Status&&) noexcept = default;
+  Status& operator=(Status&&) noexcept = default;
 
   static Status invalid_argument(std::string message) { return {StatusCode::invalid_argument, std::move(message)}; }
   static Status unsupported(std::string message) { return {StatusCode::unsupported, std::move(message)}; }

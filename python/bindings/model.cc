@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <memory>
@@ -36,7 +37,9 @@ class Model {
       : file_(value_or_raise(model::GgufFile::open(path))),
         tokenizer_(value_or_raise(model::Tokenizer::from_gguf(file_))),
         weights_(value_or_raise(unlocked([&] { return model::LlamaModel::load(context, file_); }))),
-        session_(value_or_raise(model::LlamaSession::create(context, weights_, session_options(max_context)))) {}
+        context_(context),
+        options_(session_options(max_context)),
+        sequence_(make_sequence()) {}
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
 
@@ -81,10 +84,11 @@ class Model {
       }
       return {};
     };
+    Sequence& sequence = this->sequence();
     Result<model::Generation> result = unlocked([&] {
-      const std::lock_guard lock(mutex_);
-      session_.reset();
-      return model::generate(session_, tokenizer_, prompt, options, reader);
+      const std::lock_guard lock(sequence.mutex);
+      sequence.session.reset();
+      return model::generate(sequence.session, tokenizer_, prompt, options, reader);
     });
     if (failure) throw nb::python_error(std::move(*failure));
     const model::Generation generation = value_or_raise(std::move(result));
@@ -94,34 +98,62 @@ class Model {
   // logits [tokens, vocab_size] f32
   void logits(const Ids& tokens, const View& out) {
     const Tensor y = out.output("logits");
-    const int64_t rows = static_cast<int64_t>(tokens.size()), vocab = session_.config().vocab_size;
+    const int64_t rows = static_cast<int64_t>(tokens.size()), vocab = vocab_size();
     if (y.dtype != DType::f32 || y.rank != 2 || y.shape[0] != rows || y.shape[1] != vocab || !y.is_contiguous()) {
       raise(PyExc_ValueError, "logits must be a contiguous f32 [" + std::to_string(rows) + ", " +
                                   std::to_string(vocab) + "], not " + to_string(y));
     }
+    Sequence& sequence = this->sequence();
     run([&] {
-      const std::lock_guard lock(mutex_);
-      session_.reset();
-      return session_.feed_all(tokens, [&](int64_t position, std::span<const float> row) {
+      const std::lock_guard lock(sequence.mutex);
+      sequence.session.reset();
+      return sequence.session.feed_all(tokens, [&](int64_t position, std::span<const float> row) {
         std::copy(row.begin(), row.end(), static_cast<float*>(y.data) + position * vocab);
       });
     });
   }
 
   double perplexity(const Ids& tokens) {
+    Sequence& sequence = this->sequence();
     return value_or_raise(unlocked([&] {
-             const std::lock_guard lock(mutex_);
-             session_.reset();
-             return model::measure_perplexity(session_, tokens, {});
+             const std::lock_guard lock(sequence.mutex);
+             sequence.session.reset();
+             return model::measure_perplexity(sequence.session, tokens, {});
            }))
         .perplexity();
   }
 
-  int64_t vocab_size() const { return session_.config().vocab_size; }
-  int64_t max_context() const { return session_.context(); }
+  int64_t vocab_size() const { return weights_.config().vocab_size; }
+  int64_t max_context() const { return options_.context; }
   int64_t weight_bytes() const { return weights_.weight_bytes(); }
 
  private:
+  struct Sequence {
+    explicit Sequence(model::LlamaSession s) : session(std::move(s)) {}
+    model::LlamaSession session;
+    std::mutex mutex;  // one sequence at a time
+    pid_t process = getpid();
+  };
+  std::unique_ptr<Sequence> make_sequence() const {
+    return std::make_unique<Sequence>(value_or_raise(model::LlamaSession::create(context_, weights_, options_)));
+  }
+
+  // With the interpreter's lock. In a forked child another thread of the parent may have been inside the sequence: it
+  // stays locked there, and half written. The child leaves it to its fate and starts one of its own.
+  Sequence& sequence() {
+    if (sequence_->process != getpid()) {
+      if (sequence_->mutex.try_lock()) {
+        sequence_->mutex.unlock();
+        sequence_->process = getpid();
+      } else {
+        std::unique_ptr<Sequence> fresh = make_sequence();
+        (void)sequence_.release();
+        sequence_ = std::move(fresh);
+      }
+    }
+    return *sequence_;
+  }
+
   model::SessionOptions session_options(int64_t max_context) const {
     model::SessionOptions options;
     options.context = max_context > 0 ? max_context : std::min(options.context, weights_.config().max_context);
@@ -131,8 +163,9 @@ class Model {
   model::GgufFile file_;
   model::Tokenizer tokenizer_;
   model::LlamaModel weights_;
-  model::LlamaSession session_;
-  std::mutex mutex_;  // one sequence at a time
+  Context& context_;
+  const model::SessionOptions options_;
+  std::unique_ptr<Sequence> sequence_;
 };
 
 }  // namespace

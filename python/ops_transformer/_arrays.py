@@ -6,6 +6,7 @@ so raises TypeError or ValueError; `_calls.public` puts the function's and the a
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from typing import Any, NamedTuple, Optional, Sequence
@@ -16,6 +17,8 @@ from ._core import Context, View
 
 _default: Optional[Context] = None
 _lock = threading.Lock()
+# Another thread of the parent may have held it when a child was forked.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 def default_context() -> Context:

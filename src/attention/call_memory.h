@@ -128,9 +128,9 @@ class CallMemory {
   }
   RowState take_state(Arena& arena) const {
     const int64_t bytes = geometry_.accumulator_bytes;
-    void* acc = arena.take_bytes(plan_.block_q * layout.acc_stride * bytes);
-    void* max = arena.take_bytes(plan_.block_q * bytes);
-    return {acc, max, arena.take_bytes(plan_.block_q * geometry_.lanes * bytes)};
+    void* acc = arena.take_bytes(Arena::round_up(plan_.block_q * layout.acc_stride * bytes));
+    void* max = arena.take_bytes(Arena::round_up(plan_.block_q * bytes));
+    return {acc, max, arena.take_bytes(Arena::round_up(plan_.block_q * geometry_.lanes * bytes))};
   }
 
   const AttentionInputs& in_;

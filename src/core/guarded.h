@@ -3,6 +3,14 @@
 //   Status scatter(...) {
 //     return guarded([&]() -> Status { ... });
 //   }
+//
+// or, where the body is long and returns from many places,
+//
+//   Status scatter(...) try {
+//     ...
+//   } catch (...) {
+//     return status_of_exception();
+//   }
 #pragma once
 
 #include <new>
@@ -13,16 +21,25 @@
 
 namespace opst {
 
-// The Status or Result that `body` returns; what it throws becomes a Status. The messages fit into a small string, so
-// that reporting exhausted memory needs none.
-template <class Body>
-std::invoke_result_t<Body> guarded(Body&& body) noexcept {
+// What the exception becomes that is being handled. The messages fit into a small string, so that reporting exhausted
+// memory needs none.
+inline Status status_of_exception() noexcept {
   try {
-    return std::forward<Body>(body)();
+    throw;
   } catch (const std::bad_alloc&) {
     return Status::out_of_memory();
   } catch (...) {
     return Status::internal("exception");
+  }
+}
+
+// The Status or Result that `body` returns; what it throws becomes a Status.
+template <class Body>
+std::invoke_result_t<Body> guarded(Body&& body) noexcept {
+  try {
+    return std::forward<Body>(body)();
+  } catch (...) {
+    return status_of_exception();
   }
 }
 

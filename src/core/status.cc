@@ -2,6 +2,14 @@
 
 namespace opst {
 
+Status::Status(const Status& other) noexcept : code_(other.code_) {
+  try {
+    message_ = other.message_;
+  } catch (...) {
+    message_ = out_of_memory().message_;  // fits a small string
+  }
+}
+
 const char* to_string(StatusCode code) {
   switch (code) {
     case StatusCode::ok:

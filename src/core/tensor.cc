@@ -3,10 +3,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <limits>
+#include <new>
 #include <utility>
 
+#include "core/guarded.h"
 #include "core/int_math.h"
 
 namespace opst {
@@ -139,8 +140,8 @@ bool BasicTensor<kConst>::is_contiguous() const {
 template struct BasicTensor<false>;
 template struct BasicTensor<true>;
 
-// Small blocks come from malloc. Large ones are mappings of their own: aligned to the huge pages they ask for, and gone
-// from this process as soon as they are freed.
+// Small blocks come from operator new, as all memory of the library but the following. Large ones are mappings of their
+// own: aligned to the huge pages they ask for, and gone from this process as soon as they are freed.
 namespace {
 
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;
@@ -165,7 +166,7 @@ void release(void* data, int64_t size_bytes) {
   if (size_bytes >= kHugePageBytes) {
     munmap(data, static_cast<size_t>(round_up(size_bytes, kHugePageBytes)));
   } else {
-    std::free(data);
+    ::operator delete (data, std::align_val_t{kAlignmentBytes});
   }
 }
 
@@ -173,15 +174,17 @@ void release(void* data, int64_t size_bytes) {
 
 Result<Buffer> Buffer::allocate(int64_t size_bytes) {
   if (size_bytes < 0) {
-    return Status::invalid_argument("Buffer::allocate: size_bytes is " + std::to_string(size_bytes) +
-                                    ", but must be >= 0");
+    return guarded([&] {
+      return Status::invalid_argument("Buffer::allocate: size_bytes is " + std::to_string(size_bytes) +
+                                      ", but must be >= 0");
+    });
   }
   Buffer buffer;
   if (size_bytes == 0) return buffer;
   if (size_bytes > std::numeric_limits<int64_t>::max() - 2 * kHugePageBytes) return Status::out_of_memory();
-  buffer.data_ = size_bytes >= kHugePageBytes
-                     ? map_huge(round_up(size_bytes, kHugePageBytes))
-                     : std::aligned_alloc(kAlignmentBytes, static_cast<size_t>(round_up(size_bytes, kAlignmentBytes)));
+  buffer.data_ = size_bytes >= kHugePageBytes ? map_huge(round_up(size_bytes, kHugePageBytes))
+                                              : ::operator new (static_cast<size_t>(size_bytes),
+                                                                std::align_val_t{kAlignmentBytes}, std::nothrow);
   if (buffer.data_ == nullptr) return Status::out_of_memory();
   buffer.size_bytes_ = size_bytes;
   return buffer;

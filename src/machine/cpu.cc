@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <fstream>
@@ -18,6 +19,24 @@
 #endif
 
 namespace opst {
+
+namespace {
+
+constexpr int kUnknown = -1;
+
+// The value of the first call that ends, for all callers. Not a static variable's initialiser: a child that is forked
+// while another thread is inside one waits for its end for ever.
+template <class Value>
+Value remembered(std::atomic<int>& memory, Value (*find)()) {
+  int known = memory.load(std::memory_order_relaxed);
+  if (known == kUnknown) {
+    const int found = static_cast<int>(find());
+    if (memory.compare_exchange_strong(known, found, std::memory_order_relaxed)) known = found;
+  }
+  return static_cast<Value>(known);
+}
+
+}  // namespace
 
 const char* to_string(Isa isa) {
   switch (isa) {
@@ -97,8 +116,8 @@ Isa detect() {
 }  // namespace
 
 Isa detect_isa() {
-  static const Isa isa = detect();
-  return isa;
+  static constinit std::atomic<int> isa = kUnknown;
+  return remembered(isa, detect);
 }
 #else
 Isa detect_isa() { return Isa::generic; }
@@ -136,8 +155,8 @@ Bf16Product measure_bf16_product() { return Bf16Product::widen; }
 }  // namespace
 
 Bf16Product measured_bf16_product() {
-  static const Bf16Product product = measure_bf16_product();
-  return product;
+  static constinit std::atomic<int> product = kUnknown;
+  return remembered(product, measure_bf16_product);
 }
 
 namespace {

@@ -8,8 +8,8 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 
+#include "machine/fork_safe_mutex.h"
 #include "opst/tensor.h"
 
 namespace opst {
@@ -21,7 +21,8 @@ class WeightMemory {
 
  private:
   struct Block;
-  std::mutex mutex_;
+  // Of this object and all its blocks; the last of them takes it along.
+  std::shared_ptr<ForkSafeMutex> mutex_ = std::make_shared<ForkSafeMutex>();
   std::shared_ptr<Block> block_;  // from which the next weight is taken
 };
 

@@ -1,10 +1,13 @@
 #include "machine/workspace.h"
 
 #include <algorithm>
+#include <cstring>
+#include <mutex>
 #include <utility>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
+#include "core/watched.h"
 
 namespace opst {
 namespace {
@@ -18,20 +21,28 @@ int64_t rounded_size(int64_t size_bytes) {
 
 }  // namespace
 
+WorkspaceLease::WorkspaceLease(WorkspacePool* pool, Buffer buffer, int64_t size_bytes)
+    : pool_(pool), buffer_(std::move(buffer)), size_bytes_(kWatched ? size_bytes : buffer_.size_bytes()) {
+  if (!kWatched || pool == nullptr) return;
+  allow(data(), buffer_.size_bytes());
+  std::memset(data(), 0xff, static_cast<size_t>(size_bytes_));
+  forbid(static_cast<char*>(data()) + size_bytes_, buffer_.size_bytes() - size_bytes_);
+}
+
 WorkspaceLease::~WorkspaceLease() {
   if (pool_ != nullptr) pool_->give_back(std::move(buffer_));
 }
 
 WorkspaceLease::WorkspaceLease(WorkspaceLease&& other) noexcept
-    : pool_(std::exchange(other.pool_, nullptr)), buffer_(std::move(other.buffer_)) {}
+    : pool_(std::exchange(other.pool_, nullptr)), buffer_(std::move(other.buffer_)), size_bytes_(other.size_bytes_) {}
 
 Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
   return guarded([&]() -> Result<WorkspaceLease> {
-    if (size_bytes == 0) return WorkspaceLease(nullptr, Buffer());
+    if (size_bytes == 0) return WorkspaceLease(nullptr, Buffer(), 0);
     if (size_bytes < 0 || size_bytes >= kMaxBytes) return Status::out_of_memory();
     Buffer buffer;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard<ForkSafeMutex> lock(mutex_);
       auto best = idle_.end();
       auto largest = idle_.end();
       for (auto it = idle_.begin(); it != idle_.end(); ++it) {
@@ -45,46 +56,55 @@ Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
         buffer = std::move(*taken);
         idle_.erase(taken);
       } else {
-        // Room for every buffer that exists, so that giving one back cannot fail.
         idle_.reserve(static_cast<size_t>(num_buffers_ + 1));
         ++num_buffers_;
       }
-      if (fits) return WorkspaceLease(this, std::move(buffer));
+      if (fits) return WorkspaceLease(this, std::move(buffer), size_bytes);
       held_bytes_ -= buffer.size_bytes();
     }
+    allow(buffer.data(), buffer.size_bytes());
     buffer = Buffer();  // gone before its successor comes: the peak is one of the two
     Result<Buffer> fresh = Buffer::allocate(rounded_size(size_bytes));
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<ForkSafeMutex> lock(mutex_);
     ++allocations_;
     if (!fresh.ok()) {
       --num_buffers_;
       return fresh.status();
     }
     held_bytes_ += fresh.value().size_bytes();
-    return WorkspaceLease(this, std::move(fresh.value()));
+    return WorkspaceLease(this, std::move(fresh.value()), size_bytes);
   });
 }
 
+// An idle buffer is nobody's. Before the system takes it back its bytes are allowed again: the next owner of these
+// addresses is another one.
 void WorkspacePool::give_back(Buffer buffer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  forbid(buffer.data(), buffer.size_bytes());
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   idle_.push_back(std::move(buffer));
 }
 
 void WorkspacePool::trim() {
-  std::vector<Buffer> freed;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const Buffer& buffer : idle_) held_bytes_ -= buffer.size_bytes();
-  num_buffers_ -= static_cast<int64_t>(idle_.size());
-  freed.swap(idle_);
+  // One by one: the room in idle_ stays, and the system takes the memory back outside the lock.
+  for (;;) {
+    Buffer freed;
+    const std::lock_guard<ForkSafeMutex> lock(mutex_);
+    if (idle_.empty()) return;
+    freed = std::move(idle_.back());
+    idle_.pop_back();
+    held_bytes_ -= freed.size_bytes();
+    --num_buffers_;
+    allow(freed.data(), freed.size_bytes());
+  }
 }
 
 int64_t WorkspacePool::held_bytes() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   return held_bytes_;
 }
 
 int64_t WorkspacePool::allocations() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<ForkSafeMutex> lock(mutex_);
   return allocations_;
 }
 

@@ -4,14 +4,18 @@
 //   if (!lease.ok()) return lease.status();
 //   Arena arena(lease.value());
 //   float* scores = arena.take<float>(rows * columns);      // 64-byte aligned
+//
+// Under AddressSanitizer a lease has exactly the bytes that were asked for, filled with 0xff (NaN, or true): what reads
+// scratch that nobody wrote shows. A red zone follows each piece of an arena: one element too far is reported.
 #pragma once
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "core/int_math.h"
+#include "core/watched.h"
+#include "machine/fork_safe_mutex.h"
 #include "opst/tensor.h"
 
 namespace opst {
@@ -21,21 +25,25 @@ class WorkspacePool;
 // Owns one buffer of the pool until it is destroyed.
 class WorkspaceLease {
  public:
-  WorkspaceLease(WorkspacePool* pool, Buffer buffer) : pool_(pool), buffer_(std::move(buffer)) {}
+  WorkspaceLease(WorkspacePool* pool, Buffer buffer, int64_t size_bytes);
   ~WorkspaceLease();
   WorkspaceLease(WorkspaceLease&& other) noexcept;
   WorkspaceLease& operator=(WorkspaceLease&&) = delete;
 
   void* data() const { return buffer_.data(); }
-  int64_t size_bytes() const { return buffer_.size_bytes(); }
+  int64_t size_bytes() const { return size_bytes_; }
 
  private:
   WorkspacePool* pool_;
   Buffer buffer_;
+  int64_t size_bytes_;
 };
 
+// In a forked child the buffers that the parent's other threads had on lease stay on lease: nobody there gives them
+// back.
 class WorkspacePool {
  public:
+  ~WorkspacePool() { trim(); }
   // At least `size_bytes` of memory: the smallest idle buffer that is large enough; else the largest idle one is
   // replaced by a larger one.
   Result<WorkspaceLease> lease(int64_t size_bytes);
@@ -47,9 +55,9 @@ class WorkspacePool {
   friend class WorkspaceLease;
   void give_back(Buffer buffer);
 
-  mutable std::mutex mutex_;
-  std::vector<Buffer> idle_;
-  int64_t num_buffers_ = 0;  // idle and leased
+  mutable ForkSafeMutex mutex_;
+  std::vector<Buffer> idle_;  // with room for every buffer that exists, so that giving one back cannot fail
+  int64_t num_buffers_ = 0;   // idle and leased
   int64_t held_bytes_ = 0;
   int64_t allocations_ = 0;
 };
@@ -61,28 +69,42 @@ class Arena {
   explicit Arena(const WorkspaceLease& lease) : next_(static_cast<char*>(lease.data())), left_(lease.size_bytes()) {}
   Arena(void* data, int64_t size_bytes) : next_(static_cast<char*>(data)), left_(size_bytes) {}
 
-  // kMaxBytes for every number from there on.
-  static constexpr int64_t round_up(Size bytes) { return (bytes.value() + 63) / 64 * 64; }
+  // The bytes that a piece of `bytes` uses up. kMaxBytes for every number from there on.
+  static constexpr int64_t round_up(Size bytes) {
+    return bytes.value() == 0 ? 0 : (Size(aligned(bytes.value())) + kRedZone).value();
+  }
   template <class T>
   static constexpr int64_t size_of(Size count) {
     return round_up(count * static_cast<int64_t>(sizeof(T)));
   }
 
-  // Null when the block is used up: the plan was wrong.
+  // `size` is a result of round_up or size_of, or a sum of such. Null when the block is used up: the plan was wrong.
   void* take_bytes(Size size) {
-    const int64_t bytes = round_up(size);
+    const int64_t bytes = aligned(size.value());
     if (bytes < 0 || bytes > left_) return nullptr;
-    void* piece = next_;
+    char* const piece = next_;
     next_ += bytes;
     left_ -= bytes;
+    if (kWatched && bytes > 0) {
+      allow(piece, bytes - kRedZone);
+      forbid(next_ - kRedZone, kRedZone);
+    }
     return piece;
   }
   template <class T>
   T* take(Size count) {
-    return static_cast<T*>(take_bytes(size_of<T>(count)));
+    void* const piece = take_bytes(size_of<T>(count));
+    if (kWatched && piece != nullptr) {
+      const int64_t bytes = (count * static_cast<int64_t>(sizeof(T))).value();
+      forbid(static_cast<char*>(piece) + bytes, aligned(bytes) - bytes);
+    }
+    return static_cast<T*>(piece);
   }
 
  private:
+  static constexpr int64_t kRedZone = kWatched ? 64 : 0;
+  static constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
   char* next_;
   int64_t left_;
 };

@@ -182,18 +182,43 @@ TEST(Workspace, SizesThatGrowSlowlyAllocateSeldom) {
 }
 
 TEST(Arena, HandsOutAlignedPiecesUntilItIsEmpty) {
-  WorkspacePool pool;
-  const WorkspaceLease memory = lease(pool, 4 * 64);
-  Arena arena(memory.data(), 4 * 64);
-  EXPECT_EQ(Arena::size_of<float>(17), 128);
+  if (!kWatched) {
+    EXPECT_EQ(Arena::size_of<float>(17), 128);
+    EXPECT_EQ(Arena::size_of<int8_t>(1), 64);
+  }
   EXPECT_EQ(Arena::size_of<float>(0), 0);
+  WorkspacePool pool;
+  const int64_t bytes = Arena::size_of<float>(17) + Arena::size_of<int8_t>(1) + Arena::size_of<double>(8);
+  const WorkspaceLease memory = lease(pool, bytes);
+  Arena arena(memory.data(), bytes);
   float* a = arena.take<float>(17);
   int8_t* b = arena.take<int8_t>(1);
   double* c = arena.take<double>(8);
   EXPECT_EQ(a, memory.data());
-  EXPECT_EQ(reinterpret_cast<char*>(b) - reinterpret_cast<char*>(a), 128);
-  EXPECT_EQ(reinterpret_cast<char*>(c) - reinterpret_cast<char*>(b), 64);
+  EXPECT_EQ(reinterpret_cast<char*>(b) - reinterpret_cast<char*>(a), Arena::size_of<float>(17));
+  EXPECT_EQ(reinterpret_cast<char*>(c) - reinterpret_cast<char*>(b), Arena::size_of<int8_t>(1));
   EXPECT_EQ(arena.take<char>(1), nullptr);
+}
+
+// What AddressSanitizer is told (core/watched.h).
+TEST(Arena, OneElementTooFarIsReported) {
+  if (!kWatched) GTEST_SKIP() << "only in a build with AddressSanitizer";
+  WorkspacePool pool;
+  float* left_over = nullptr;
+  for (const int64_t count : {16, 17, 1, 100}) {
+    const int64_t bytes = 2 * Arena::size_of<float>(count);
+    const WorkspaceLease memory = lease(pool, bytes);
+    EXPECT_EQ(memory.size_bytes(), bytes);
+    Arena arena(memory);
+    volatile float* const a = arena.take<float>(count);
+    volatile float* const b = arena.take<float>(count);
+    for (int64_t i = 0; i < count; ++i) EXPECT_TRUE(a[i] != a[i] && b[i] != b[i]) << "scratch begins as NaN";
+    EXPECT_DEATH(a[count] = 1, "use-after-poison");
+    EXPECT_DEATH(b[count] = 1, "use-after-poison");
+    EXPECT_DEATH(b[-1] = 1, "use-after-poison");
+    left_over = const_cast<float*>(a);
+  }
+  EXPECT_DEATH(*static_cast<volatile float*>(left_over) = 1, "use-after-poison");
 }
 
 }  // namespace

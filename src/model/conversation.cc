@@ -2,11 +2,13 @@
 
 #include <span>
 
+#include "core/guarded.h"
+
 namespace opst::model {
 
 Result<Conversation> Conversation::create(LlamaSession& session, const Tokenizer& tokenizer,
                                           const ChatTemplate& chat_template, std::optional<std::string> system,
-                                          const SamplingOptions& sampling) {
+                                          const SamplingOptions& sampling) try {
   Result<Sampler> sampler = Sampler::create(sampling);
   if (!sampler.ok()) return sampler.status();
   Conversation conversation(session, tokenizer, chat_template, std::move(system), std::move(sampler.value()));
@@ -18,6 +20,8 @@ Result<Conversation> Conversation::create(LlamaSession& session, const Tokenizer
         " tokens, which leaves no room in a context of " + std::to_string(session.context()));
   }
   return conversation;
+} catch (...) {
+  return status_of_exception();
 }
 
 Result<std::vector<int32_t>> Conversation::turn(const std::string& message) const {
@@ -29,7 +33,7 @@ Result<std::vector<int32_t>> Conversation::turn(const std::string& message) cons
 }
 
 Result<Generation> Conversation::answer(const std::string& message, int64_t max_tokens, const TextReader& on_text,
-                                        const std::function<bool()>& interrupted) {
+                                        const std::function<bool()>& interrupted) try {
   const Result<std::vector<int32_t>> turn = this->turn(message);
   if (!turn.ok()) return turn.status();
   const auto str = [](auto number) { return std::to_string(number); };
@@ -51,6 +55,9 @@ Result<Generation> Conversation::answer(const std::string& message, int64_t max_
   const bool ended = generation.value().finish_reason == FinishReason::stop;
   ids_.insert(ids_.end(), answer.begin(), answer.end() - (ended ? 1 : 0));
   return generation;
+} catch (...) {
+  reset();
+  return status_of_exception();
 }
 
 void Conversation::reset() {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "core/guarded.h"
 #include "model/utf8.h"
 
 namespace opst::model {
@@ -31,16 +32,18 @@ std::string str(int64_t value) { return std::to_string(value); }
 }  // namespace
 
 Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, std::span<const int32_t> prompt,
-                            const GenerateOptions& options, const TextReader& on_text) {
+                            const GenerateOptions& options, const TextReader& on_text) try {
   Result<Sampler> sampler = Sampler::create(options.sampling);
   if (!sampler.ok()) return sampler.status();
   session.reset();
   return continue_sequence(session, tokenizer, sampler.value(), prompt, options, on_text, {});
+} catch (...) {
+  return status_of_exception();
 }
 
 Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tokenizer, Sampler& sampler,
                                      std::span<const int32_t> tokens, const GenerateOptions& options,
-                                     const TextReader& on_text, const std::function<bool()>& interrupted) {
+                                     const TextReader& on_text, const std::function<bool()>& interrupted) try {
   if (tokenizer.vocab_size() != session.config().vocab_size) {
     return Status::invalid_argument("the tokenizer has " + str(tokenizer.vocab_size()) + " tokens, but the model has " +
                                     str(session.config().vocab_size));
@@ -114,6 +117,8 @@ Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tok
     generation.decode_tokens_per_s = 1000.0 / *generation.tpot_ms;
   }
   return generation;
+} catch (...) {
+  return status_of_exception();
 }
 
 }  // namespace opst::model

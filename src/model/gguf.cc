@@ -9,7 +9,10 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <utility>
+
+#include "core/guarded.h"
 
 namespace opst::model {
 
@@ -260,11 +263,13 @@ GgufFile& GgufFile::operator=(GgufFile&& other) noexcept {
   return *this;
 }
 
-Result<GgufFile> GgufFile::open(const std::string& path) {
+Result<GgufFile> GgufFile::open(const std::string& path) try {
   GgufFile file;
   file.name_ = path;
   // O_NONBLOCK: opening a named pipe must not wait for a writer.
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const auto close_file = [](const int* d) { ::close(*d); };
+  const std::unique_ptr<const int, decltype(close_file)> open_file(descriptor < 0 ? nullptr : &descriptor, close_file);
   if (descriptor < 0) return file.error(std::string("cannot open: ") + std::strerror(errno));
   struct stat info {};
   Status status;
@@ -278,24 +283,28 @@ Result<GgufFile> GgufFile::open(const std::string& path) {
     const auto size = static_cast<size_t>(info.st_size);
     void* mapping = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0);
     if (mapping == MAP_FAILED) {
+      if (errno == ENOMEM) return Status::out_of_memory();
       status = file.error(std::string("cannot map: ") + std::strerror(errno));
     } else {
       file.mapping_ = mapping;
       file.bytes_ = {static_cast<const std::byte*>(mapping), size};
     }
   }
-  close(descriptor);
   if (!status.ok()) return status;
   if (Status read = file.read(); !read.ok()) return read;
   return file;
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<GgufFile> GgufFile::parse(std::string name, std::span<const std::byte> bytes) {
+Result<GgufFile> GgufFile::parse(std::string name, std::span<const std::byte> bytes) try {
   GgufFile file;
   file.name_ = std::move(name);
   file.bytes_ = bytes;
   if (Status read = file.read(); !read.ok()) return read;
   return file;
+} catch (...) {
+  return status_of_exception();
 }
 
 Status GgufFile::read() {
@@ -445,7 +454,7 @@ Result<const GgufValue*> typed(const GgufFile& file, std::string_view key, const
 
 }  // namespace
 
-Result<int64_t> GgufFile::integer(std::string_view key) const {
+Result<int64_t> GgufFile::integer(std::string_view key) const try {
   const auto value = typed(*this, key, "an integer", [](const GgufValue& v) { return is_integer(v.type); });
   if (!value.ok()) return value.status();
   int64_t number = 0;
@@ -453,9 +462,11 @@ Result<int64_t> GgufFile::integer(std::string_view key) const {
     return error("key " + quoted(key) + " does not fit 63 bits");
   }
   return number;
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<double> GgufFile::real(std::string_view key) const {
+Result<double> GgufFile::real(std::string_view key) const try {
   const auto value = typed(*this, key, "a number", [](const GgufValue& v) {
     return v.type == GgufType::f32 || v.type == GgufType::f64 || is_integer(v.type);
   });
@@ -466,22 +477,28 @@ Result<double> GgufFile::real(std::string_view key) const {
   const Result<int64_t> number = integer(key);
   if (!number.ok()) return number.status();
   return static_cast<double>(number.value());
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<bool> GgufFile::boolean(std::string_view key) const {
+Result<bool> GgufFile::boolean(std::string_view key) const try {
   const auto value = typed(*this, key, "bool", [](const GgufValue& v) { return v.type == GgufType::boolean; });
   if (!value.ok()) return value.status();
   return load<uint8_t>(value.value()->bytes.data()) != 0;
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<std::string_view> GgufFile::string(std::string_view key) const {
+Result<std::string_view> GgufFile::string(std::string_view key) const try {
   const auto value = typed(*this, key, "string", [](const GgufValue& v) { return v.type == GgufType::string; });
   if (!value.ok()) return value.status();
   const auto bytes = value.value()->bytes.subspan(8);
   return std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<std::vector<std::string_view>> GgufFile::strings(std::string_view key) const {
+Result<std::vector<std::string_view>> GgufFile::strings(std::string_view key) const try {
   const auto value = typed(*this, key, "array of string", [](const GgufValue& v) {
     return v.type == GgufType::array && v.element_type == GgufType::string;
   });
@@ -492,9 +509,11 @@ Result<std::vector<std::string_view>> GgufFile::strings(std::string_view key) co
     if (!cursor.take_string(text)) return error("key " + quoted(key) + ": " + cursor.problem());
   }
   return texts;
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<std::vector<int32_t>> GgufFile::integers(std::string_view key) const {
+Result<std::vector<int32_t>> GgufFile::integers(std::string_view key) const try {
   const auto value = typed(*this, key, "array of integers",
                            [](const GgufValue& v) { return v.type == GgufType::array && is_integer(v.element_type); });
   if (!value.ok()) return value.status();
@@ -509,6 +528,8 @@ Result<std::vector<int32_t>> GgufFile::integers(std::string_view key) const {
     numbers[i] = static_cast<int32_t>(number);
   }
   return numbers;
+} catch (...) {
+  return status_of_exception();
 }
 
 void GgufFile::release(const GgufTensor& tensor) const {

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "core/guarded.h"
+
 namespace opst::model {
 
 #define OPST_TRY(call) \
@@ -182,7 +184,7 @@ class TensorSource {
 
 }  // namespace
 
-Result<LlamaConfig> read_llama_config(const GgufFile& file) {
+Result<LlamaConfig> read_llama_config(const GgufFile& file) try {
   const Result<std::string_view> architecture = file.string("general.architecture");
   if (!architecture.ok()) return architecture.status();
   if (architecture.value() != "llama") {
@@ -232,9 +234,11 @@ Result<LlamaConfig> read_llama_config(const GgufFile& file) {
   OPST_TRY(read_size(file, "llama.vocab_size", embedding->dims[1], config.vocab_size));
   if (config.vocab_size > kLargestSize) return file.error("the vocabulary has " + str(config.vocab_size) + " tokens");
   return config;
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<LlamaModel> LlamaModel::load(Context& context, const GgufFile& file) {
+Result<LlamaModel> LlamaModel::load(Context& context, const GgufFile& file) try {
   const Result<LlamaConfig> config = read_llama_config(file);
   if (!config.ok()) return config.status();
   LlamaModel model;
@@ -266,6 +270,8 @@ Result<LlamaModel> LlamaModel::load(Context& context, const GgufFile& file) {
   }
   OPST_TRY(source.refuse_others());
   return model;
+} catch (...) {
+  return status_of_exception();
 }
 
 int64_t LlamaModel::weight_bytes() const {
@@ -279,7 +285,8 @@ int64_t LlamaModel::weight_bytes() const {
   return bytes;
 }
 
-Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& model, const SessionOptions& options) {
+Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& model,
+                                          const SessionOptions& options) try {
   const auto positive = [](const char* name, int64_t value) {
     return value >= 1 ? Status() : Status::invalid_argument(std::string(name) + " is " + str(value) + ", must be >= 1");
   };
@@ -306,6 +313,8 @@ Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& mo
   OPST_TRY(session.build_layers());
   OPST_TRY(session.build_head());
   return session;
+} catch (...) {
+  return status_of_exception();
 }
 
 Status LlamaSession::allocate(DType dtype, std::initializer_list<int64_t> shape, Tensor& tensor) {
@@ -472,10 +481,12 @@ Status LlamaSession::build_head() {
   return head_.setup(context_->machine());
 }
 
-Status LlamaSession::size_graphs(int64_t tokens, int64_t kv_len) {
+Status LlamaSession::size_graphs(int64_t tokens, int64_t kv_len) try {
   OPST_TRY(layers_.set(rows_, tokens));
   OPST_TRY(layers_.set(kv_len_, kv_len));
   return head_.set(logit_rows_, 1);
+} catch (...) {
+  return status_of_exception();
 }
 
 Status LlamaSession::check(std::span<const int32_t> tokens) const {
@@ -494,29 +505,48 @@ Status LlamaSession::check(std::span<const int32_t> tokens) const {
   return {};
 }
 
-Result<std::span<const float>> LlamaSession::feed(std::span<const int32_t> tokens) {
+namespace {
+
+// Puts a position back where it was, unless the call comes to its end.
+class Advance {
+ public:
+  explicit Advance(int64_t& position) : position_(position), before_(position) {}
+  ~Advance() {
+    if (!kept_) position_ = before_;
+  }
+  Advance(const Advance&) = delete;
+  Advance& operator=(const Advance&) = delete;
+  void keep() { kept_ = true; }
+
+ private:
+  int64_t& position_;
+  const int64_t before_;
+  bool kept_ = false;
+};
+
+}  // namespace
+
+Result<std::span<const float>> LlamaSession::feed(std::span<const int32_t> tokens) try {
   OPST_TRY(check(tokens));
-  const int64_t before = position_;
+  Advance advance(position_);
   int64_t in_last_chunk = 0;
   while (!tokens.empty()) {
     const auto chunk = tokens.first(std::min(tokens.size(), static_cast<size_t>(options_.prefill_chunk)));
-    if (const Status status = run_layers(chunk); !status.ok()) {
-      position_ = before;
-      return status;
-    }
+    OPST_TRY(run_layers(chunk));
     in_last_chunk = static_cast<int64_t>(chunk.size());
     tokens = tokens.subspan(chunk.size());
   }
-  if (const Status status = compute_logits(in_last_chunk - 1, 1); !status.ok()) {
-    position_ = before;
-    return status;
-  }
+  OPST_TRY(compute_logits(in_last_chunk - 1, 1));
+  advance.keep();
   return std::span<const float>(static_cast<const float*>(logits_.data),
                                 static_cast<size_t>(model_->config().vocab_size));
+} catch (...) {
+  return status_of_exception();
 }
 
-Status LlamaSession::feed_all(std::span<const int32_t> tokens, const LogitsVisitor& visit) {
+Status LlamaSession::feed_all(std::span<const int32_t> tokens, const LogitsVisitor& visit) try {
   OPST_TRY(check(tokens));
+  Advance advance(position_);
   const auto vocab_size = static_cast<size_t>(model_->config().vocab_size);
   while (!tokens.empty()) {
     const auto chunk = tokens.first(std::min(tokens.size(), static_cast<size_t>(options_.prefill_chunk)));
@@ -533,7 +563,10 @@ Status LlamaSession::feed_all(std::span<const int32_t> tokens, const LogitsVisit
     }
     tokens = tokens.subspan(chunk.size());
   }
+  advance.keep();
   return {};
+} catch (...) {
+  return status_of_exception();
 }
 
 Status LlamaSession::run_layers(std::span<const int32_t> tokens) {

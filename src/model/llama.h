@@ -107,7 +107,8 @@ class LlamaSession {
   // sequence is as before.
   Result<std::span<const float>> feed(std::span<const int32_t> tokens);
 
-  // The same with the logits after every token, in order.
+  // The same with the logits after every token, in order. After a failure, which an exception of `visit` is too, the
+  // sequence is as before; what was visited was right.
   using LogitsVisitor = std::function<void(int64_t position, std::span<const float> logits)>;
   Status feed_all(std::span<const int32_t> tokens, const LogitsVisitor& visit);
 

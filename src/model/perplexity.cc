@@ -4,6 +4,8 @@
 #include <cmath>
 #include <string>
 
+#include "core/guarded.h"
+
 namespace opst::model {
 
 namespace {
@@ -22,7 +24,7 @@ double Perplexity::mean_nll() const { return nll_sum / static_cast<double>(count
 double Perplexity::perplexity() const { return std::exp(mean_nll()); }
 
 Result<Perplexity> measure_perplexity(LlamaSession& session, std::span<const int32_t> tokens,
-                                      const std::function<void(const WindowScore&)>& on_window) {
+                                      const std::function<void(const WindowScore&)>& on_window) try {
   if (tokens.size() < 2) {
     return Status::invalid_argument("the text has " + std::to_string(tokens.size()) +
                                     " tokens, but predicting one from another takes 2");
@@ -48,6 +50,8 @@ Result<Perplexity> measure_perplexity(LlamaSession& session, std::span<const int
     begin += window.size();
   }
   return total;
+} catch (...) {
+  return status_of_exception();
 }
 
 }  // namespace opst::model

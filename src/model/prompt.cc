@@ -1,5 +1,7 @@
 #include "model/prompt.h"
 
+#include "core/guarded.h"
+
 namespace opst::model {
 
 namespace {
@@ -15,13 +17,15 @@ constexpr const char* kSmolLm2System = "You are a helpful AI assistant named Smo
 
 }  // namespace
 
-Result<std::vector<int32_t>> raw_prompt(const Tokenizer& tokenizer, std::string_view text, bool parse_special) {
+Result<std::vector<int32_t>> raw_prompt(const Tokenizer& tokenizer, std::string_view text, bool parse_special) try {
   Result<std::vector<int32_t>> ids = tokenizer.encode(text, parse_special);
   if (ids.ok() && tokenizer.leading_token()) ids.value().insert(ids.value().begin(), *tokenizer.leading_token());
   return ids;
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<ChatTemplate> ChatTemplate::from_gguf(const GgufFile& file, const Tokenizer& tokenizer) {
+Result<ChatTemplate> ChatTemplate::from_gguf(const GgufFile& file, const Tokenizer& tokenizer) try {
   const Result<std::string_view> chat_template = file.string("tokenizer.chat_template");
   if (!chat_template.ok()) return chat_template.status();
   if (chat_template.value() != kSmolLm2Template) {
@@ -31,21 +35,27 @@ Result<ChatTemplate> ChatTemplate::from_gguf(const GgufFile& file, const Tokeniz
   const auto turn_begin = tokenizer.find_special("<|im_start|>"), turn_end = tokenizer.find_special("<|im_end|>");
   if (!turn_begin || !turn_end) return file.error("the special tokens <|im_start|> and <|im_end|> are missing");
   return ChatTemplate(tokenizer, *turn_begin, *turn_end);
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<std::vector<int32_t>> ChatTemplate::prompt(const std::vector<ChatMessage>& messages) const {
+Result<std::vector<int32_t>> ChatTemplate::prompt(const std::vector<ChatMessage>& messages) const try {
   std::vector<int32_t> ids;
   if (tokenizer_->leading_token()) ids.push_back(*tokenizer_->leading_token());
   if (messages.empty() || messages[0].role != "system") {
     if (Status status = append_turn({"system", kSmolLm2System}, ids); !status.ok()) return status;
   }
   return up_to_answer(std::move(ids), messages);
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<std::vector<int32_t>> ChatTemplate::next(const ChatMessage& message) const {
+Result<std::vector<int32_t>> ChatTemplate::next(const ChatMessage& message) const try {
   std::vector<int32_t> ids = {turn_end_};
   if (Status status = append_plain("\n", ids); !status.ok()) return status;
   return up_to_answer(std::move(ids), {message});
+} catch (...) {
+  return status_of_exception();
 }
 
 Result<std::vector<int32_t>> ChatTemplate::up_to_answer(std::vector<int32_t> ids,
@@ -72,10 +82,12 @@ Status ChatTemplate::append_plain(std::string_view text, std::vector<int32_t>& i
 }
 
 Result<std::vector<int32_t>> chat_prompt(const GgufFile& file, const Tokenizer& tokenizer,
-                                         const std::vector<ChatMessage>& messages) {
+                                         const std::vector<ChatMessage>& messages) try {
   const Result<ChatTemplate> chat_template = ChatTemplate::from_gguf(file, tokenizer);
   if (!chat_template.ok()) return chat_template.status();
   return chat_template.value().prompt(messages);
+} catch (...) {
+  return status_of_exception();
 }
 
 }  // namespace opst::model

@@ -4,11 +4,12 @@
 #include <cmath>
 #include <string>
 
+#include "core/guarded.h"
 #include "model/philox.h"
 
 namespace opst::model {
 
-Result<Sampler> Sampler::create(const SamplingOptions& options) {
+Result<Sampler> Sampler::create(const SamplingOptions& options) try {
   if (options.top_k < 0)
     return Status::invalid_argument("top_k is " + std::to_string(options.top_k) + ", must be >= 0");
   if (!(options.top_p > 0.0 && options.top_p <= 1.0)) {
@@ -19,9 +20,11 @@ Result<Sampler> Sampler::create(const SamplingOptions& options) {
                                     ", must be finite and >= 0");
   }
   return Sampler(options);
+} catch (...) {
+  return status_of_exception();
 }
 
-Result<int32_t> Sampler::next(std::span<const float> logits) {
+Result<int32_t> Sampler::next(std::span<const float> logits) try {
   const uint64_t draw = draws_++;
   candidates_.clear();
   for (size_t i = 0; i < logits.size(); ++i) {
@@ -71,6 +74,8 @@ Result<int32_t> Sampler::next(std::span<const float> logits) {
     if (target < sum) return candidates_[i].second;
   }
   return candidates_.back().second;  // the sum rounded below the target
+} catch (...) {
+  return status_of_exception();
 }
 
 }  // namespace opst::model

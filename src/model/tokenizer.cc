@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <queue>
 
+#include "core/guarded.h"
 #include "model/utf8.h"
 
 namespace opst::model {
@@ -67,7 +68,7 @@ Result<bool> flag(const GgufFile& file, const char* key) {
 
 }  // namespace
 
-Result<Tokenizer> Tokenizer::from_gguf(const GgufFile& file) {
+Result<Tokenizer> Tokenizer::from_gguf(const GgufFile& file) try {
   const Result<std::string_view> model = file.string("tokenizer.ggml.model");
   if (!model.ok()) return model.status();
   if (model.value() != "gpt2") {
@@ -163,6 +164,8 @@ Result<Tokenizer> Tokenizer::from_gguf(const GgufFile& file) {
     tokenizer.leading_token_ = bos.value();
   }
   return tokenizer;
+} catch (...) {
+  return status_of_exception();
 }
 
 std::optional<int32_t> Tokenizer::find_special(std::string_view name) const {
@@ -172,7 +175,7 @@ std::optional<int32_t> Tokenizer::find_special(std::string_view name) const {
   return {};
 }
 
-Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, bool parse_special) const {
+Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, bool parse_special) const try {
   if (!is_valid_utf8(text)) return Status::invalid_argument("text is not valid UTF-8");
   std::vector<int32_t> ids;
   size_t plain_begin = 0;
@@ -196,6 +199,8 @@ Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, bool parse
   }
   append_words(text.substr(plain_begin), ids);
   return ids;
+} catch (...) {
+  return status_of_exception();
 }
 
 void Tokenizer::append_words(std::string_view text, std::vector<int32_t>& ids) const {
