@@ -64,6 +64,21 @@ std::string plan(const AttentionCall& call, const Context& context) {
   return to_string(plan_attention(value_or_raise(attention_problem(call.inputs, call.options)), context.machine()));
 }
 
+// Whether torch gives the result of these tensors in the query's order of dimensions (its flash kernel does), where
+// `out` has that order. Elsewhere torch's result is row after row, and nothing depends on the order of a query that is.
+bool has_strides_of_torch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, bool grouped) {
+  if (q.strides[3] != 1) return false;
+  bool row_major = true;
+  int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    row_major = row_major && (out.shape[i] == 1 || out.strides[i] == stride);
+    stride *= out.shape[i];
+  }
+  if (row_major) return true;
+  return q.shape[0] == k.shape[0] && k.shape[0] == v.shape[0] && k.shape[1] == v.shape[1] &&
+         (grouped || q.shape[1] == k.shape[1]) && k.strides[3] == 1 && v.strides[3] == 1;
+}
+
 // Attention without options in one step, as a short call takes no longer than the objects of the general way. Tensors
 // are DLPack capsules. False, and nothing done, where the operator would refuse the call.
 bool attend_plain(Context& context, nb::handle query, nb::handle key, nb::handle value, nb::handle out, bool causal,
@@ -71,7 +86,9 @@ bool attend_plain(Context& context, nb::handle query, nb::handle key, nb::handle
   const std::optional<Tensor> q = tensor_of_capsule(query), k = tensor_of_capsule(key), v = tensor_of_capsule(value),
                               o = tensor_of_capsule(out);
   if (!q || !k || !v || !o || q->dtype != k->dtype || q->dtype != v->dtype) return false;
+  if (q->rank != 4 || k->rank != 4 || v->rank != 4 || o->rank != 4) return false;
   if (!grouped && q->shape[1] != k->shape[1]) return false;
+  if (!has_strides_of_torch(*q, *k, *v, *o, grouped)) return false;
   AttentionOptions options;
   options.softmax_scale = softmax_scale;
   options.causal = causal, options.alignment = CausalAlignment::top_left;

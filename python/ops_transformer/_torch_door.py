@@ -10,15 +10,19 @@ replaces a torch function, or reads torch tensors through their memory, asks her
     records(*tensors)           autograd has to hear of it
     has_tangent(*tensors)       forward-mode autograd has to hear of it
     bytes_of(tensor, ...)       the tensor whose memory holds these values; TypeError where there is none
+    output_of(tensor, ...)      the tensor that is written into: TypeError or RuntimeError where torch has one, version counted
     refuse_gradients(...)       for functions without a gradient: RuntimeError where one would be lost
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional
+import contextlib
+from typing import Any, Iterator, Optional
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack, has_torch_function_variadic
@@ -33,6 +37,10 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _dispatch_keys = torch._C._dispatch_keys
 _grad_enabled = torch.is_grad_enabled
+
+
+# What stands for a plain tensor while a compiler or a tracer looks on.
+TRACED = (FakeTensor, FunctionalTensor)
 
 
 def _plain_keys() -> frozenset:
@@ -58,6 +66,8 @@ def watcher() -> Optional[str]:
         return "a TorchDispatchMode is active"
     if _transform() is not None:
         return "inside a transform of torch.func"
+    if _function_modes() and not _is_default_device_only():
+        return "a TorchFunctionMode is active"
     if _profiler_enabled():
         return "a profiler is active"
     return None
@@ -67,6 +77,26 @@ def _is_default_device_only() -> bool:
     """Whether the modes are those of `with torch.device(..)` and torch.set_default_device alone, which change nothing but
     where new tensors are made."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp ..) is under way."""
+    return _transform() is not None
+
+
+def in_jit_trace() -> bool:
+    return _tracing_state() is not None
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """torch.jit.trace records nothing of the block: comparisons of sizes are no part of a graph."""
+    state = _tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
 
 
 def overridden(*arguments: Any) -> bool:
@@ -92,7 +122,7 @@ def has_plain_bytes(tensor: Tensor) -> bool:
 def is_plain(*tensors: Optional[Tensor]) -> bool:
     """Whether the dispatcher may be left out: nobody has to see the operator, and each tensor (None: not given) is its
     bytes. Whether autograd has to hear of it is another question: records, has_tangent."""
-    if watcher() is not None or _function_modes() and not _is_default_device_only():
+    if watcher() is not None:
         return False
     for tensor in tensors:
         if tensor is not None and not has_plain_bytes(tensor):
@@ -164,3 +194,16 @@ def refuse_gradients(function: str, **tensors: Any) -> None:
             )
         if has_tangent(tensor):
             raise RuntimeError(f"{function}: {name} carries a forward-mode tangent and this function has no derivative")
+
+
+def output_of(tensor: Tensor, function: str, name: str) -> Tensor:
+    """The same tensor, to be written into through its memory; its version is counted, so that a backward pass that has saved
+    it says so. TypeError where the memory would not say what was written, RuntimeError where autograd would not know."""
+    if not has_plain_bytes(tensor):
+        reason = why_no_bytes(tensor) or "a view with the negative or conjugate bit, or a zero tensor"
+        raise TypeError(f"{function}: {name} is {reason}; a dense tensor of the host's memory is needed")
+    if records(tensor):
+        raise RuntimeError(f"{function}: {name} requires gradients and is written into; pass {name}.detach()")
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+    return tensor

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402
 
 import ops_transformer.torch as ot  # noqa: E402
+from ops_transformer import _torch_sdpa as attention  # noqa: E402
 from ops_transformer.torch import scaled_dot_product_attention as ours  # noqa: E402
 
 theirs = torch._C._nn.scaled_dot_product_attention
@@ -113,7 +114,7 @@ def test_opcheck(mask):
     q, k, v = (heads(2, 3, 9, 8, grad=True) for _ in "qkv")
     tensor = {None: None, "bool": torch.rand(9, 9) < 0.8, "float": torch.randn(9, 9, requires_grad=True)}[mask]
     seed = torch.tensor([11])
-    torch.library.opcheck(torch.ops.ops_transformer.sdpa.default, (q, k, v, tensor, seed, 0.25, False, 0.3))
+    torch.library.opcheck(torch.ops.ops_transformer.sdpa.default, (q, k, v, tensor, seed, 0.25, 0, 0.3, False))
 
 
 def test_compile_without_graph_breaks():
@@ -184,7 +185,7 @@ def test_a_second_derivative_is_refused_not_forgotten():
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
 def test_transforms_go_to_torch(transform):
     x = heads(3, 1, 2, 5, 8)
-    ot._warned.clear()
+    attention._warned.clear()
 
     def result(function):
         if transform == "vmap":
@@ -275,14 +276,15 @@ def test_explain():
     assert told.path == "ops_transformer" and ("flash" in told.plan or "standard" in told.plan)
     assert ot.explain(q, q, q, dropout_p=1.0).path == "ops_transformer"
     assert ot.explain(q, q, q, attn_mask=torch.ones(64, 64, dtype=torch.bool), dropout_p=0.5).plan
-    wide = heads(1, 1, 4, 800)
+    wide = heads(1, 1, 64, 800)
     for arguments, path, why in [
-        ((wide, wide, q), "torch", "768"),
+        ((wide, wide, q[:1, :1]), "torch", "768"),
         ((q.to(torch.complex64),) * 3, "torch", "complex64"),
         ((q, q.double(), q), "torch", "dtype"),
         ((q.to_sparse(),) * 3, "torch", "sparse"),
         ((q, q[:, :3], q[:, :3]), "refused", "fit together"),
-        ((q, q, q, torch.ones(64, 64, dtype=torch.bool), 0.0, True), "refused", "is_causal"),
+        ((q, q, q, torch.ones(63, 64, dtype=torch.bool)), "refused", "attn_mask [63, 64]"),
+        ((q, q, q, None, 1.5), "refused", "dropout_p is 1.5"),
     ]:
         told = ot.explain(*arguments)
         assert told.path == path and why in told.reason and str(told).startswith(path)
@@ -297,7 +299,7 @@ def test_a_custom_scale_is_taken_in_double():
 
 def test_what_is_not_covered_goes_to_torch_with_one_warning():
     q = heads(1, 1, 4, 800)
-    ot._warned.clear()
+    attention._warned.clear()
     with pytest.warns(UserWarning, match="goes to torch: head_dim 800"):
         out = ours(q, q, q)
     assert_same(out, theirs(q, q, q))
@@ -474,10 +476,19 @@ def test_case_b12_true_means_visible():
     assert torch.allclose(out, torch.tensor([1, 1.5, 7 / 3, 3.75])) and torch.equal(out, ours(q, q, v, is_causal=True).flatten())
 
 
-def test_case_b14_mask_and_is_causal_are_refused():
-    q = heads(1, 1, 4, 8)
-    with pytest.raises(RuntimeError, match="attn_mask is given and is_causal is True"):
-        ours(q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.bool), is_causal=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("value_dim", [8, 6])  # torch's math path, which takes 6, refuses the pair that its flash kernel has
+def test_case_b14_a_mask_and_is_causal_both_apply(dtype, kind, value_dim):
+    q, k, v = (heads(2, 3, *size, dtype=dtype, grad=True) for size in ((5, 8), (7, 8), (7, value_dim)))
+    mask = torch.rand(5, 7) < 0.6 if kind == "bool" else torch.randn(5, 7, dtype=dtype)
+    tril = torch.ones(5, 7, dtype=torch.bool).tril()
+    both = mask & tril if kind == "bool" else mask.masked_fill(~tril, -torch.inf)
+    out, want = ours(q, k, v, mask, is_causal=True), theirs(q, k, v, both)
+    assert_same(out, want)
+    for got, reference in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))):
+        assert_same(got, reference, factor=6)
+    assert ot.explain(q, k, v, mask, is_causal=True).path == "ops_transformer"
 
 
 def test_case_b15_mask_dtypes():

@@ -86,8 +86,8 @@ def test_who_watches():
         seen.setdefault(name, door.watcher())  # torch.jit.trace runs it again to compare
         return y * 1
 
-    for name, run in [("torch.func", lambda: torch.func.vmap(look)(x)), ("torch.func ", lambda: torch.func.grad(lambda y: look(y).sum())(x)),
-                      ("torch.jit", lambda: torch.jit.trace(look, x))]:
+    for name, run in [("torch.func", lambda: torch.func.vmap(look)(x)), ("torch.jit", lambda: torch.jit.trace(look, x)),
+                      ("torch.func ", lambda: torch.func.grad(lambda y: look(y).sum())(x))]:
         run()
         assert name.strip() in seen[name]
     with Dispatched():
@@ -137,3 +137,20 @@ def test_batched_tensors_have_no_bytes():
 
     for transform in (torch.func.vmap, _vmap):
         transform(look)(torch.ones(3, 2))
+
+
+def test_what_is_written_into():
+    x, w = torch.ones(2), torch.ones(2, requires_grad=True)
+    squared = (w * x).square()
+    assert door.output_of(x, "f", "out") is x and x._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+    with pytest.raises(RuntimeError, match="f: out requires gradients and is written into"):
+        door.output_of(w, "f", "out")
+    with torch.no_grad():
+        assert door.output_of(w, "f", "out") is w
+    for tensor in (x._neg_view(), torch._efficientzerotensor((2,)), torch.ones(2, device="meta"), x.as_subclass(Subclass)):
+        with pytest.raises(TypeError, match="f: out is"):
+            door.output_of(tensor, "f", "out")
+    with torch.inference_mode():
+        door.output_of(torch.ones(2), "f", "out")

@@ -10,6 +10,7 @@ else:
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import ops_transformer.torch as ot  # noqa: E402
+from ops_transformer import _torch_sdpa_operator as operator  # noqa: E402
 
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 
@@ -39,8 +40,8 @@ def test_logits_and_gradients(make, monkeypatch):
     model, options = make()
     tokens = torch.randint(5, 97, (2, 13))
     calls = []
-    forward = ot._forward
-    monkeypatch.setattr(ot, "_forward", lambda *a: calls.append(1) or forward(*a))
+    forward = operator._forward
+    monkeypatch.setattr(operator, "_forward", lambda *a: calls.append(1) or forward(*a))
 
     def step():
         model.zero_grad()
