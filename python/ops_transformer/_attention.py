@@ -105,13 +105,15 @@ def check_mask(mask: Any, dtype: str) -> None:
     raise refusal(ValueError, mask, f"has dtype {dtype.replace('torch.', '')}, must be bool; {said}", "mask")
 
 
-def to_view(name: str, array: Any) -> Optional[View]:
-    if array is None:
-        return None
+def shown(name: str) -> Optional[str]:
+    """A tensor's name in messages; of these three the caller's function finds its own."""
+    return None if name in ("query", "key", "value") else name
+
+
+def to_view(name: str, array: Any) -> View:
     if name in INTEGERS:
         return integers(array, name)
-    # Messages name these three as the caller's function does.
-    tensor = view(array, None if name in ("query", "key", "value") else name)
+    tensor = view(array, shown(name))
     if name == "mask":
         check_mask(array, tensor.dtype)
     return tensor
@@ -140,10 +142,11 @@ def read(arrays: Dict[str, Any], others: Tuple[Any, ...] = (), autocast: bool = 
     key and value of torch become what torch's autocast makes of those of scaled_dot_product_attention."""
     torch = sys.modules.get("torch")
     if torch is None or not (isinstance(arrays["query"], torch.Tensor) or any(map(is_torch, (*arrays.values(), *others)))):
-        return None, {name: to_view(name, array) for name, array in arrays.items() if array is not None}
+        return None, {name: to_view(name, array) for name, array in arrays.items()}
     from . import _torch_attention
 
-    return _torch_attention.read(arrays, others, autocast)
+    needed, tensors = _torch_attention.read(arrays, others, autocast)
+    return _torch_attention if needed else None, tensors
 
 
 # ---- the core's call -------------------------------------------------------------------------------------------------

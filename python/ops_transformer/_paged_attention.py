@@ -37,7 +37,9 @@ def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_tab
                          actual_seq_qlen: Any, numbers: Dict[str, Any], options: Dict[str, Any]):
     """(operator, tensors, numbers) of a call."""
     arrays, more = split_options("paged_attention", options, _OPTIONS)
-    arrays.update(query=query, key=key_cache, value=value_cache, block_table=block_table, kv_lengths=kv_lengths, sinks=sinks)
+    arrays.update(query=query, key=key_cache, value=value_cache, block_table=block_table, kv_lengths=kv_lengths)
+    if sinks is not None:
+        arrays["sinks"] = sinks
     operator, tensors = read(arrays, (actual_seq_qlen,))
     rank = 4 if actual_seq_qlen is None else 3
     shape = tensors["query"].shape

@@ -7,7 +7,6 @@ torch tensor comes whose bytes are not all that it is.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from . import _torch_door as door
 from ._arrays import default_context, integer_array, refusal
-from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, to_view
+from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, shown, to_view
 from ._core import Context, View
 
 _TENSORS = Tensors._fields
@@ -275,9 +274,22 @@ def is_needed(tensors: List[Tensor]) -> bool:
     return not door.is_plain(*tensors) or door.records(*tensors)
 
 
+def _refuse_without_values(name: str, tensor: Tensor) -> None:
+    """TypeError for sparse and nested tensors, other devices, and subclasses whose memory may mean anything (the masks of
+    torch.nn.attention.bias hold no values). Tracers' own tensors, and those of the device meta, go through the operator."""
+    if (torch.compiler.is_compiling() or tensor.device.type == "meta"
+            or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+            or torch._C._functorch.is_functorch_wrapped_tensor(tensor)):
+        return
+    reason = door.why_no_bytes(tensor)
+    if reason is not None:
+        raise refusal(TypeError, tensor, f"is {reason}; a dense tensor of the host's memory is needed", shown(name))
+
+
 def to_tensor(name: str, array: Any) -> Tensor:
     """An argument of the operator: torch's as they are, others as torch tensors of the same memory."""
     if isinstance(array, Tensor):
+        _refuse_without_values(name, array)
         if name in INTEGERS and (array.is_floating_point() or array.dtype == torch.bool):
             raise refusal(TypeError, array, f"must be integers (int32 or int64), but is {array.dtype}", name)
         if name == "mask":
@@ -290,22 +302,21 @@ def to_tensor(name: str, array: Any) -> Tensor:
         if name == "mask":
             check_mask(array, str(array.dtype))
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    raise refusal(TypeError, array, f"is a {type(array).__name__}, but query is a torch tensor that needs more than its bytes "
-                  "read (gradients, a compiler, ..): a torch tensor or a NumPy array is needed", name)
+    raise refusal(TypeError, array, f"is a {type(array).__name__}, but must be a torch tensor or a NumPy array, as another argument is "
+                  "a torch tensor that needs more than its bytes read (gradients, a compiler, ..)", shown(name))
 
 
-def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool) -> Tuple[Optional[Any], Dict[str, Any]]:
-    """_attention.read, of arrays with a torch tensor among them."""
+def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool) -> Tuple[bool, Dict[str, Any]]:
+    """_attention.read, of arrays with a torch tensor among them; whether the operator is needed comes first."""
     if autocast and torch.is_autocast_enabled("cpu"):
         arrays = {**arrays, **dict(zip(("query", "key", "value"), _cast(arrays)))}
     if is_needed([array for array in (*arrays.values(), *others) if isinstance(array, Tensor)]):
-        return sys.modules[__name__], {name: to_tensor(name, array) for name, array in arrays.items() if array is not None}
+        return True, {name: to_tensor(name, array) for name, array in arrays.items()}
     views = {}
     for name, array in arrays.items():
-        if array is not None:
-            # What a tensor is was asked just now, but for lists of integers and masks.
-            views[name] = _view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
-    return None, views
+        # What a tensor is was asked just now, but for lists of integers and masks.
+        views[name] = _view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
+    return False, views
 
 
 _FLOATS = frozenset(("query", "key", "value", "bias", "sinks", "alibi_slopes"))

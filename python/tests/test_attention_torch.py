@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -384,6 +386,51 @@ def test_compile_takes_a_new_seed_and_ends_without_a_new_graph(torch):
     for numbers in ([3, 9], [5, 9]):
         want = flash_attention_score(t, t, t, input_layout="TND", actual_seq_qlen=numbers, actual_seq_kvlen=numbers)[0]
         assert torch.equal(ends(t, torch.tensor(numbers)), want)
+
+
+def test_compile_in_a_process_that_has_not_called_it_before(torch):
+    code = """
+import torch
+from ops_transformer.flash_attention import flash_attention
+q = torch.randn(1, 2, 5, 4, requires_grad=True)
+call = lambda q: flash_attention(q, q, q, causal=True)
+out = torch.compile(call, fullgraph=True, backend="aot_eager")(q)
+assert torch.equal(out, call(q))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_compile_of_the_gradients_function(torch):
+    q, k, v, go = (torch.randn(2, 2, 6, 4) for _ in range(4))
+
+    def gradients(q, k, v, go):
+        out, largest, total = flash_attention_score(q, k, v, input_layout="BNSD")
+        return flash_attention_grad(q, k, v, go, largest, total, out, input_layout="BNSD", wanted=("key", "query"))
+
+    got = torch.compile(gradients, fullgraph=True, backend="aot_eager")(q, k, v, go)
+    for a, b in zip(got, gradients(q, k, v, go)):
+        assert torch.allclose(a, b, atol=1e-6)
+    q.requires_grad_()
+    with pytest.raises((ValueError, RuntimeError), match="requires gradients"):
+        gradients(q, k, v, go)
+
+
+def test_tensors_whose_memory_does_not_hold_their_values(torch):
+    from torch.nn.attention.bias import causal_upper_left
+
+    q = torch.randn(1, 2, 5, 4, requires_grad=True)
+    for plain in (False, True):
+        x = q.detach() if plain else q
+        for bad, message in ((x.to_sparse(), "sparse"), (torch.nested.nested_tensor([torch.randn(3, 4)]), "nested")):
+            for call in (lambda: flash_attention(x, x, bad), lambda: flash_attention_score(bad, x, x, input_layout="BNSD")):
+                with pytest.raises(TypeError, match=f"flash_attention.*{message}.*a dense tensor of the host's memory is needed"):
+                    call()
+        with pytest.raises(TypeError, match="bias is a torch.nn.attention.bias.CausalBias, whose memory need not hold its values"):
+            flash_attention(x, x, x, bias=causal_upper_left(5, 5))
+        with pytest.raises(TypeError, match="flash_attention: q .*(None|array)"):
+            flash_attention(None, x, x)
+    meta = torch.empty(1, 2, 5, 4, device="meta")
+    assert flash_attention(meta, meta, meta).shape == meta.shape
 
 
 def test_checkpoint_retain_graph_and_strided_gradients(torch, call):
