@@ -1,6 +1,7 @@
 // opst: runs a language model through the library's operators, measures and explains them.
 #include <csignal>
 #include <cstdio>
+#include <exception>
 #include <new>
 
 #include "bench.h"
@@ -21,10 +22,7 @@ int fail(const CLI::App& app, int exit_code, std::string message) {
   return exit_code;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is an error of the write, not of the process
+int run(int argc, char** argv) {
   CLI::App app("Transformer operators for CPUs: run a language model through them, measure them, explain them.",
                "opst");
   app.require_subcommand(0, 1);
@@ -62,4 +60,19 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     return fail(app, 1, "out of memory");
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is an error of the write, not of the process
+  // What run() does not catch happened while it made the command line, or a message: what follows needs no memory.
+  try {
+    return run(argc, argv);
+  } catch (const std::bad_alloc&) {
+    std::fputs("opst: out of memory\n", stderr);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "opst: %s\n", error.what());
+  }
+  return 1;
 }

@@ -1,0 +1,186 @@
+// The attention calls that operator_fuzz draws.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "opst/attention.h"
+#include "opst/attention_backward.h"
+#include "testing/fuzz_call.h"
+
+namespace opst::test {
+
+inline AttentionOptions draw_options(Choices& c) {
+  AttentionOptions o;
+  o.causal = c.coin();
+  if (c.coin()) o.alignment = CausalAlignment::top_left;
+  o.path = c.pick({AttentionPath::automatic, AttentionPath::flash, AttentionPath::standard});
+  if (c.rarely(64)) o.path = static_cast<AttentionPath>(9);
+  if (c.rarely(4)) o.block_q = c.size(c.integer(0, 70)), o.block_kv = c.size(c.integer(0, 70));
+  if (c.rarely(4)) o.window_left = c.size(c.integer(-3, 20));
+  if (c.rarely(4)) o.window_right = c.size(c.integer(-3, 20));
+  if (c.rarely(4)) o.softcap = c.pick({5.0f, 0.5f, -1.0f, std::numeric_limits<float>::quiet_NaN()});
+  if (c.rarely(4)) o.softmax_scale = c.pick({0.3, 0.0, -1.0, 1e300, std::numeric_limits<double>::infinity()});
+  if (c.rarely(8)) o.bias_scale = 0.5f;
+  if (c.rarely(8)) o.alibi_form = AlibiForm::square_root;
+  if (c.rarely(8)) o.alibi_query_start = c.size(c.integer(0, 9)), o.alibi_key_start = c.size(c.integer(0, 9));
+  if (c.rarely(4)) {
+    o.dropout.keep_prob = c.pick({0.5, 0.9, 1.0, 0.0, -1.0, 2.0});
+    o.dropout.seed = c.byte();
+    o.dropout.first_query = c.size(c.byte());
+    o.dropout.total_heads = c.size(0);
+  }
+  if (std::getenv("OPST_FUZZ_SHOW") != nullptr) {
+    std::fprintf(stderr, "causal %d top_left %d scale %g softcap %g keep_prob %g windows %lld %lld\n", o.causal,
+                 o.alignment == CausalAlignment::top_left, o.softmax_scale.value_or(-77),
+                 static_cast<double>(o.softcap), o.dropout.keep_prob, static_cast<long long>(o.window_left),
+                 static_cast<long long>(o.window_right));
+  }
+  return o;
+}
+
+// Shapes of an attention call: dense, sequences one after another, or pages.
+struct AttentionSizes {
+  int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim, block_size = 0, num_blocks = 0, table_columns = 0;
+  bool varlen_q = false, varlen_k = false, paged = false;
+
+  explicit AttentionSizes(Choices& c) {
+    batch = c.integer(1, 3), kv_heads = c.integer(1, 2), heads = kv_heads * c.integer(1, 3);
+    q_len = c.pick<int64_t>({1, 2, 7, 17, 33, 65}), kv_len = c.pick<int64_t>({1, 3, 16, 31, 64, 100});
+    head_dim = c.pick<int64_t>({1, 8, 16, 33, 64}), value_dim = c.coin() ? head_dim : c.integer(1, 40);
+    const int form = c.pick({0, 0, 0, 1, 2, 3, 4});
+    varlen_q = form == 1 || form == 4, varlen_k = form == 1 || form == 2, paged = form == 3 || form == 4;
+    if (!paged) return;
+    block_size = c.pick<int64_t>({1, 4, 16, 32}), num_blocks = c.integer(1, 9);
+    table_columns = c.integer(1, 5);
+    kv_len = table_columns * block_size;
+  }
+  std::vector<int64_t> query(int64_t dim) const {
+    if (varlen_q) return {q_len, heads, dim};
+    return {batch, heads, q_len, dim};
+  }
+  std::vector<int64_t> keys(int64_t dim) const {
+    if (paged) return {num_blocks, block_size, kv_heads, dim};
+    if (varlen_k) return {kv_len, kv_heads, dim};
+    return {batch, kv_heads, kv_len, dim};
+  }
+  std::vector<int64_t> statistic() const {
+    if (varlen_q) return {heads, q_len};
+    return {batch, heads, q_len};
+  }
+  // Ascending offsets from 0 to at most `total`.
+  std::vector<int64_t> offsets(Choices& c, int64_t total) const {
+    std::vector<int64_t> ends = {0};
+    for (int64_t b = 0; b < batch; ++b) ends.push_back(c.integer(0, total));
+    if (!c.rarely(16)) std::sort(ends.begin(), ends.end());
+    return ends;
+  }
+};
+
+// The operands of AttentionInputs, in its order: 13 of them.
+inline void draw_attention_inputs(Choices& c, const AttentionSizes& s, DType q, DType kv, Operands& t) {
+  const DType narrow = q == DType::f64 ? DType::f64 : DType::f32;
+  t.input(q, s.query(s.head_dim));
+  t.input(kv, s.keys(s.head_dim));
+  t.input(kv, s.keys(s.value_dim));
+  const auto maybe = [&](int rarity, const auto& add) { c.rarely(rarity) ? add() : t.absent(); };
+  const auto index_type = [&] { return c.pick({DType::i32, DType::i64}); };
+  if (s.paged) {
+    t.input(index_type(), {s.batch, s.table_columns}, c.rarely(16) ? -1 : 0, s.num_blocks - (c.rarely(16) ? 0 : 1));
+    t.input(index_type(), {s.batch}, 0, s.kv_len);
+  } else {
+    t.absent();
+    t.absent();
+  }
+  s.varlen_q ? t.integers(index_type(), {s.batch + 1}, s.offsets(c, s.q_len)) : t.absent();
+  s.varlen_k ? t.integers(index_type(), {s.batch + 1}, s.offsets(c, s.kv_len)) : t.absent();
+  maybe(8, [&] { t.input(index_type(), {s.batch}, 0, c.rarely(8) ? s.kv_len + 1 : 1); });
+  const std::vector<int64_t> scores = {c.coin() ? s.batch : 1, c.coin() ? s.heads : 1, c.coin() ? s.q_len : 1,
+                                       s.kv_len};
+  maybe(6, [&] { t.input(DType::boolean, scores); });
+  maybe(6, [&] { t.input(c.coin() ? narrow : q, scores); });
+  maybe(8, [&] { t.input(narrow, {s.heads}); });
+  maybe(8, [&] { t.input(narrow, {s.heads}); });
+  t.absent();  // drop_mask
+}
+
+inline AttentionInputs attention_inputs(const Views& v) {
+  return {.query = v[0],
+          .key = v[1],
+          .value = v[2],
+          .block_table = v[3],
+          .kv_lengths = v[4],
+          .cu_seqlens_q = v[5],
+          .cu_seqlens_k = v[6],
+          .prefix = v[7],
+          .mask = v[8],
+          .bias = v[9],
+          .alibi_slopes = v[10],
+          .sinks = v[11],
+          .drop_mask = v[12]};
+}
+inline constexpr size_t kAttentionInputs = 13;
+
+inline FuzzedCall draw_forward(Choices& c, Operands& t) {
+  const AttentionSizes s(c);
+  const DType q = c.float_dtype(), kv = q == DType::f64 ? q : c.pick({q, DType::f32, DType::bf16, DType::f16});
+  draw_attention_inputs(c, s, q, kv, t);
+  t.output(q == DType::f64 ? q : c.pick({q, DType::f32, DType::bf16}), s.query(s.value_dim));
+  const DType narrow = q == DType::f64 ? q : DType::f32;
+  for (int i = 0; i < 3; ++i) c.coin() ? t.output(narrow, s.statistic()) : t.absent();
+  const AttentionOptions options = draw_options(c);
+  return {[=](Context& context, const Views& v) {
+    const AttentionOutputs out = {v[kAttentionInputs], v[kAttentionInputs + 1], v[kAttentionInputs + 2],
+                                  v[kAttentionInputs + 3]};
+    return flash_attention_forward(context, attention_inputs(v), out, options);
+  }};
+}
+
+// Forward comes before the call: out and lse belong together.
+inline FuzzedCall draw_backward(Choices& c, Operands& t) {
+  const AttentionSizes s(c);
+  const DType q = c.float_dtype(), kv = q == DType::f64 ? q : c.pick({q, DType::f32});
+  draw_attention_inputs(c, s, q, kv, t);
+  const DType narrow = q == DType::f64 ? q : DType::f32;
+  t.input(q, s.query(s.value_dim));  // out
+  t.input(narrow, s.statistic());
+  t.input(q, s.query(s.value_dim));
+  c.rarely(8) ? t.input(narrow, s.statistic()) : t.absent();
+  c.rarely(8) ? t.absent() : t.output(q, s.query(s.head_dim));
+  c.rarely(8) ? t.absent() : t.output(kv, s.keys(s.head_dim));
+  c.rarely(8) ? t.absent() : t.output(kv, s.keys(s.value_dim));
+  const Tensor bias = t.all()[9].view;
+  if (bias.data != nullptr && bias.rank >= 0 && bias.rank <= 4 && c.coin()) {
+    t.output(narrow, std::vector<int64_t>(bias.shape, bias.shape + bias.rank));
+  } else {
+    t.absent();
+  }
+  t.all()[11].view.data != nullptr&& c.coin() ? t.output(narrow, {s.heads}) : t.absent();
+  const AttentionOptions options = draw_options(c);
+  const auto forward = [=](Context& context, const Views& v) {
+    return flash_attention_forward(context, attention_inputs(v),
+                                   {.out = v[kAttentionInputs], .softmax_lse = v[kAttentionInputs + 1]}, options);
+  };
+  const auto backward = [=](Context& context, const Views& v) {
+    const Tensor* const o = v.data() + kAttentionInputs;
+    return flash_attention_backward(context, attention_inputs(v),
+                                    {.out = o[0], .softmax_lse = o[1], .grad_out = o[2], .grad_lse = o[3]},
+                                    {o[4], o[5], o[6], o[7], o[8]}, options);
+  };
+  return {backward, {}, forward};
+}
+
+inline FuzzedCall draw_merge(Choices& c, Operands& t) {
+  const int64_t parts = c.integer(1, 4), heads = c.integer(1, 3), rows = c.integer(1, 40), dim = c.integer(1, 40);
+  const DType narrow = c.pick({DType::f32, DType::f64});
+  t.input(narrow, {parts, heads, rows, dim});
+  const bool with_lse = c.coin();
+  for (int i = 0; i < 3; ++i) (i == 0) == with_lse ? t.input(narrow, {parts, heads, rows}) : t.absent();
+  t.output(c.pick({narrow, narrow, DType::bf16}), {heads, rows, dim});
+  for (int i = 0; i < 3; ++i) c.coin() ? t.output(narrow, {heads, rows}) : t.absent();
+  return {[](Context& context, const Views& v) {
+    return merge_attention(context, {v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]});
+  }};
+}
+
+}  // namespace opst::test

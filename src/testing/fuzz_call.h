@@ -1,0 +1,43 @@
+// The questions that every fuzzed call must answer, whatever it computes.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "opst/context.h"
+#include "opst/status.h"
+#include "testing/fuzz_operands.h"
+
+namespace opst::test {
+
+using Views = std::vector<Tensor>;
+using Call = std::function<Status(Context&, const Views&)>;
+
+struct FuzzedCall {
+  Call call;
+  std::optional<double> tolerance = {};  // default: what the dtypes allow; 0: the same bits everywhere
+  // Writes inputs that belong to others, before the call. Where it is refused those hold anything: values are not
+  // asked.
+  Call prepare = {};
+  Call plain = {};  // the call on contiguous copies, where it differs
+  // True once a call of several operators has begun with the first: then a refusal by a later one comes after writes.
+  std::shared_ptr<bool> began = {};
+};
+
+// Faults planted behind the library's back, one for each question: a test shows that the answer is no.
+enum class PlantedFault : uint8_t {
+  none,
+  refused,  // a byte changes though the call was refused
+  outside,  // a byte of an input changes
+  threads,  // one thread gives another bit
+  value,    // the generic level gives another value
+};
+
+// A refused call has written nothing. An accepted one wrote its outputs alone, the same bits on one thread, and the
+// values that contiguous copies give at the generic level. A broken promise ends the process. True where accepted.
+bool answers(const FuzzedCall& fuzzed, Operands& operands, PlantedFault fault);
+
+}  // namespace opst::test
