@@ -13,8 +13,10 @@
 //   status = graph.execute(context);                                  // allocates nothing
 //
 // Building. Each call that adds something names it and gives the Value or Dim for later calls; the shapes of results
-// follow from those of the inputs. The first contradiction is kept and reported by setup(), so that building needs no
-// checks in between. Nodes run in the order in which they were added.
+// follow from those of the inputs. A call adds all that it should or nothing. The first one that fails (a
+// contradiction, exhausted memory, a Value or Dim of another graph) marks the graph as failed: later calls add nothing,
+// and setup(), bind(), set() and execute() return its Status, so that building needs no checks in between. Nodes run in
+// the order in which they were added.
 //
 // Memory. What a node makes lives in one workspace that the graph owns, from the node that makes it to the last one
 // that reads it; what does not live at the same time shares memory, and where an operator may write onto its input and
@@ -26,7 +28,8 @@
 // the moment. An external tensor may be larger than a named size: its first elements are used.
 //
 // Errors: invalid_argument, naming graph, node, tensor, dimension and both values; those of the operators, behind the
-// names of graph and node; out_of_memory. A Graph is used by one thread at a time.
+// names of graph and node; internal, where a function of a node or listener throws, with the node's name and what it
+// threw; out_of_memory. A Graph is used by one thread at a time, and not by the nodes that it runs.
 #pragma once
 
 #include <chrono>
@@ -61,7 +64,8 @@ class Dim {
  private:
   friend struct GraphImpl;
   int64_t bound_ = 0;
-  int symbol_ = -1;  // index of the name; -1: a number
+  int32_t symbol_ = -1;  // index of the name; -1: a number
+  uint32_t graph_ = 0;   // number of the graph that has the name
 };
 
 struct Shape {
@@ -84,8 +88,9 @@ class Value {
 
  private:
   friend struct GraphImpl;
-  explicit Value(int index) : index_(index) {}
-  int index_ = -1;
+  Value(int32_t index, uint32_t graph) : index_(index), graph_(graph) {}
+  int32_t index_ = -1;
+  uint32_t graph_ = 0;  // number of the graph that it belongs to
 };
 
 // What a node costs at the sizes of the moment.
@@ -97,22 +102,29 @@ struct NodeCost {
   NodeCost& operator+=(const NodeCost& other);
 };
 
-// The tensors of a node that runs, in the order of its NodeSpec, at the sizes of the moment.
+// The tensors of a node that runs, in the order of its NodeSpec, at the sizes of the moment. An index that the node
+// does not have gives a tensor of rank 0 without data; one that is no weight, a weight [0, 0].
 class NodeTensors {
  public:
-  const Tensor& input(int i) const { return tensors_[arguments_[i]]; }
-  const PackedWeight& weight(int i) const { return *weights_[arguments_[i]]; }  // an input that is a weight
-  const Tensor& output(int i) const { return tensors_[arguments_[num_inputs_ + i]]; }
+  const Tensor& input(int i) const { return has(i, num_inputs_) ? tensors_[arguments_[i]] : no_tensor(); }
+  const PackedWeight& weight(int i) const { return has(i, num_inputs_) ? *weights_[arguments_[i]] : no_weight(); }
+  const Tensor& output(int i) const {
+    return has(i, num_outputs_) ? tensors_[arguments_[num_inputs_ + i]] : no_tensor();
+  }
+  // -1 for a Dim of another graph.
   int64_t size(Dim dim) const;
 
  private:
   friend struct GraphImpl;
   NodeTensors() = default;
+  static bool has(int i, int count) { return static_cast<unsigned>(i) < static_cast<unsigned>(count); }
+  static const Tensor& no_tensor();
+  static const PackedWeight& no_weight();
   const GraphImpl* graph_ = nullptr;
   const Tensor* tensors_ = nullptr;               // of all values
   const PackedWeight* const* weights_ = nullptr;  // of all values
   const int* arguments_ = nullptr;                // inputs, then outputs
-  int num_inputs_ = 0;
+  int num_inputs_ = 0, num_outputs_ = 0;
 };
 
 // Any operator as a node; the methods of Graph below are made of this.
@@ -126,7 +138,7 @@ struct NodeSpec {
     int input = 0, output = 0;  // `output` may be written onto `input`
   };
   std::string name;
-  const char* op = "";               // kept as a pointer
+  const char* op = "";               // kept as a pointer, not null
   std::vector<Value> inputs = {};    // read; caches may be written as well
   std::vector<Output> outputs = {};  // written, every element
   std::vector<InPlace> in_place = {};
@@ -289,8 +301,8 @@ class Graph {
 
   const std::string& name() const;
   int num_nodes() const;
-  NodeInfo describe(int node) const;
-  NodeCost cost() const;  // of all nodes
+  Result<NodeInfo> describe(int node) const;
+  Result<NodeCost> cost() const;  // of all nodes
   GraphMemory memory() const;
 
  private:
@@ -299,7 +311,7 @@ class Graph {
   std::unique_ptr<GraphImpl> impl_;
 };
 
-// A table of the nodes: name, operator, result, place in the workspace, cost, plan.
+// A table of the nodes: name, operator, result, place in the workspace, cost, plan; or why there is none.
 std::string to_string(const Graph& graph);
 
 }  // namespace opst

@@ -148,6 +148,20 @@ bool may_alias_itself(const ConstTensor& tensor) {
   return false;
 }
 
+bool same_view(const ConstTensor& a, const ConstTensor& b) {
+  if (a.data != b.data || a.dtype != b.dtype || a.rank != b.rank || a.rank < 0 || a.rank > kMaxRank) return false;
+  if (!std::equal(a.shape, a.shape + a.rank, b.shape)) return false;
+  const bool empty = !has_elements(a);
+  for (int i = 0; i < a.rank; ++i) {
+    if (a.strides[i] != b.strides[i] && a.shape[i] != 1 && !empty) return false;
+  }
+  return true;
+}
+
+int64_t distinct(const ConstTensor& tensor, int dim) {
+  return tensor.strides[dim] == 0 ? std::min<int64_t>(tensor.shape[dim], 1) : tensor.shape[dim];
+}
+
 ConstTensor normal_strides(ConstTensor tensor) { return with_normal_strides(tensor); }
 Tensor normal_strides(Tensor tensor) { return with_normal_strides(tensor); }
 

@@ -97,6 +97,12 @@ class ShapeCheck {
 ConstTensor normal_strides(ConstTensor tensor);
 Tensor normal_strides(Tensor tensor);
 
+// The same elements at the same addresses: of any two tensors, checked or not.
+bool same_view(const ConstTensor& a, const ConstTensor& b);
+// Of a tensor that is read along one dimension: the number of its elements there that may differ, which is 1 where its
+// stride of 0 repeats one. Who looks at every element of a tensor that needs no memory for its size looks at these.
+int64_t distinct(const ConstTensor& tensor, int dim);
+
 // True where some address may belong to an element of both views. Exact for views that share no bytes and for views
 // interleaved with a common period (the q, k and v parts of one fused buffer); otherwise errs towards true.
 bool may_overlap(const ConstTensor& a, const ConstTensor& b);

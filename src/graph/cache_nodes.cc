@@ -160,9 +160,10 @@ namespace {
 
 // What both forms of attention demand of their heads.
 void check_heads(NodeCheck& check) {
+  check.positive({"num_heads", "num_kv_heads", "head_dim", "value_head_dim"});
   if (!check.ok()) return;
   const int64_t heads = check["num_heads"].bound(), kv_heads = check["num_kv_heads"].bound();
-  if (kv_heads < 1 || heads % kv_heads != 0) {
+  if (heads % kv_heads != 0) {
     check.fail("query dim 1 (num_heads) is " + str(heads) + ", not a multiple of num_kv_heads = " + str(kv_heads));
   }
 }
@@ -212,6 +213,15 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
     check.tensor("block_table", pages.block_table, {DType::i64, DType::i32}, {"batch", "max_blocks"});
     check.tensor("kv_lengths", pages.kv_lengths, {DType::i64, DType::i32}, {"batch"});
     check_heads(check);
+    if (!impl_->has(pages.kv_len)) check.fail("kv_len is a size of another graph");
+    if (pages.kv_len.bound() < 0) check.fail("kv_len is " + str(pages.kv_len.bound()) + ", must be >= 0");
+    if (check.ok()) {
+      const int64_t row = check["head_dim"].bound() + check["value_head_dim"].bound();
+      const Size bytes = Size(pages.kv_len.bound()) * check["num_kv_heads"].bound() * row * size_bytes(DType::f32);
+      if (!bytes.within_limit()) {
+        check.fail("kv_len is " + str(pages.kv_len.bound()) + ", too large: more than 2^56 bytes");
+      }
+    }
     if (check.ok() && check["batch"] != Dim(1)) {
       check.fail("block_table dim 0 (batch) is " + impl_->text(check["batch"]) +
                  ", but a node attends with one sequence");

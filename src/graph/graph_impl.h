@@ -1,17 +1,31 @@
 // What a Graph is made of; see include/opst/graph.h.
 #pragma once
 
-#include <new>
+#include <functional>
 #include <unordered_map>
 #include <utility>
 
+#include "core/int_math.h"
 #include "graph/memory_plan.h"
 #include "opst/graph.h"
 
 namespace opst {
 
+namespace graph {
+inline std::string str(int64_t number) { return std::to_string(number); }
+inline std::string quoted(std::string_view name) { return std::string("'").append(name) + "'"; }
+// Bytes of all elements; of a tensor of a graph, whose shape has been checked.
+inline int64_t bytes_of(const Tensor& tensor) { return tensor.num_elements() * size_bytes(tensor.dtype); }
+}  // namespace graph
+
 struct GraphImpl {
   enum class Kind : uint8_t { intermediate, view, input, cache, output, weight };
+
+  // Lets a name be looked up as it is, without a string of its own.
+  struct NameHash {
+    using is_transparent = void;
+    size_t operator()(std::string_view name) const { return std::hash<std::string_view>()(name); }
+  };
 
   struct Symbol {
     std::string name;
@@ -26,6 +40,7 @@ struct GraphImpl {
     DType dtype = DType::f32;
     Shape shape;
     int base = -1;  // of a view
+    int depth = 0;  // views between it and what has memory of its own, itself counted
     int64_t first_column = 0;
     bool of_columns = false;  // a view of columns of its base's rows, from first_column on
     std::vector<int> views;   // of this value
@@ -51,7 +66,8 @@ struct GraphImpl {
   };
 
   std::string name;
-  Status status;  // the first contradiction
+  const uint32_t number = next_number();  // told apart from other graphs by it
+  Status status;                          // of the first call that failed
   std::vector<Symbol> symbols;
   std::vector<ValueData> values;
   std::vector<Node> nodes;
@@ -59,14 +75,16 @@ struct GraphImpl {
   std::vector<int> arguments;                // of all steps: values, inputs before outputs
   std::vector<Tensor> tensors;               // of each value, at the sizes of the moment
   std::vector<const PackedWeight*> weights;  // of each value
-  std::unordered_map<std::string, int> by_name;
+  std::unordered_map<std::string, int, NameHash, std::equal_to<>> by_name;
   bool ready = false;
+  bool executing = false;
   int num_unfit = 0;
   Machine machine;
-  graph::MemoryPlan memory;
+  GraphMemory memory;
   Buffer workspace;
 
-  static constexpr int64_t kMostBytes = int64_t{1} << 62;
+  // refresh() goes from a value to its views and to theirs.
+  static constexpr int kMostViewsOfViews = 64;
 
   // Message behind the graph's name.
   Status error(const std::string& message) const { return Status::invalid_argument("graph " + name + ": " + message); }
@@ -75,12 +93,14 @@ struct GraphImpl {
     if (status.ok()) status = error(message);
   }
 
+  static uint32_t next_number();
   static int index(Value value) { return value.index_; }
-  static Value value_at(int index) { return Value(index); }
+  Value value_at(int index) const { return {index, number}; }
   static int symbol(const Dim& dim) { return dim.symbol_; }
-  static Dim symbolic(int symbol, int64_t bound) {
+  Dim symbolic(int symbol, int64_t bound) const {
     Dim dim(bound);
     dim.symbol_ = symbol;
+    dim.graph_ = number;
     return dim;
   }
   NodeTensors tensors_of(int node) const {
@@ -91,14 +111,25 @@ struct GraphImpl {
     t.weights_ = weights.data();
     t.arguments_ = arguments.data() + step.first_argument;
     t.num_inputs_ = step.num_inputs;
+    t.num_outputs_ = step.num_outputs;
     return t;
   }
   // Fetches what the next step will read.
   void prefetch(size_t step) const;
+  // All of them in order; `at` is the one that runs.
+  Status run_steps(Context& context, NodeListener* listener, size_t& at);
+  // That of a graph that failed, or of one that is used by a node that it runs.
+  Status may_change(const char* what) const;
   // Tells the context the wish of the first step from `step` on that has one; returns that step.
   size_t read_ahead(size_t step, Context& context) const;
 
-  bool has(Value value) const { return value.index_ >= 0 && value.index_ < static_cast<int>(values.size()); }
+  bool has(Value value) const {
+    return value.graph_ == number && value.index_ >= 0 && value.index_ < static_cast<int>(values.size());
+  }
+  // A number, or a name of this graph.
+  bool has(const Dim& dim) const {
+    return dim.symbol_ < 0 || (dim.graph_ == number && dim.symbol_ < static_cast<int>(symbols.size()));
+  }
   const ValueData& at(Value value) const { return values[static_cast<size_t>(value.index_)]; }
   int64_t size_of(const Dim& dim) const {
     return dim.symbol_ < 0 ? dim.bound() : symbols[static_cast<size_t>(dim.symbol_)].size;
@@ -111,10 +142,28 @@ struct GraphImpl {
   std::string text(int value) const;
   std::string text(Value value) const { return text(value.index_); }
 
-  // Checks name and shape; -1 after a failure.
+  // Whether dtype and shape are those of a tensor of this graph.
+  bool check_shape(const std::string& value_name, DType dtype, const Shape& shape);
+  // Checks name, dtype and shape; -1 after a failure.
   int add_value(std::string value_name, Kind kind, DType dtype, const Shape& shape);
+  // Takes back what was added after `before`.
+  struct Counts {
+    size_t symbols, values, nodes, arguments;
+  };
+  Counts counts() const { return {symbols.size(), values.size(), nodes.size(), arguments.size()}; }
+  void roll_back(const Counts& before) noexcept;
+
   // The tensor of a value, and of its views, at the sizes of the moment.
-  void refresh(int value);
+  void refresh(int value) noexcept;
+  void refresh_all() noexcept {
+    for (size_t i = 0; i < values.size(); ++i) refresh(static_cast<int>(i));
+  }
+  // Of a value, at the bounds of its sizes.
+  static int64_t most_bytes(DType dtype, const Shape& shape) {
+    int64_t bytes = size_bytes(dtype);
+    for (int i = 0; i < shape.rank; ++i) bytes *= shape.dims[i].bound();
+    return bytes;
+  }
   // Why a value does not fit.
   std::string unfit_reason(int value) const;
   // The value whose memory this one is.
@@ -122,23 +171,34 @@ struct GraphImpl {
   Status lay_out();
 };
 
-// Runs what builds a part of a graph: exhausted memory becomes the graph's status and `body` gives its type's default.
+// What is being thrown, as a Status: exhausted memory, or `where` (which takes no memory if empty) and what() of it.
+Status thrown(std::string_view where) noexcept;
+
+// Runs what builds a part of a graph, whole or not at all: what `body` had added before it failed or threw is taken
+// back, the graph keeps the reason, and `body` gives its type's default.
 template <class Body>
 auto building(GraphImpl& graph, Body&& body) noexcept -> decltype(body()) {
+  if (!graph.status.ok()) return decltype(body())();
+  const GraphImpl::Counts before = graph.counts();
   try {
-    return std::forward<Body>(body)();
-  } catch (const std::bad_alloc&) {
-    graph.status = Status::out_of_memory();
-    return decltype(body())();
+    if (graph.executing) graph.fail("something was added by a node that it runs");
+    if (graph.status.ok()) {
+      auto added = std::forward<Body>(body)();
+      if (graph.status.ok()) return added;
+    }
+  } catch (...) {
+    graph.status = thrown("");
   }
+  graph.roll_back(before);
+  return decltype(body())();
 }
 
 template <class Body>
 Status running(Body&& body) noexcept {
   try {
     return std::forward<Body>(body)();
-  } catch (const std::bad_alloc&) {
-    return Status::out_of_memory();
+  } catch (...) {
+    return thrown("");
   }
 }
 

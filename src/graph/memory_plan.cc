@@ -4,11 +4,13 @@
 #include <limits>
 #include <numeric>
 
+#include "core/int_math.h"
+
 namespace opst::graph {
 
 namespace {
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+Size aligned(int64_t bytes) { return round_up(bytes, kAlignment); }
 
 struct Range {
   int64_t begin = 0, end = 0;
@@ -34,15 +36,16 @@ int64_t peak_live(const std::vector<Lifetime>& lifetimes) {
   };
   std::vector<Event> events;
   for (const Lifetime& l : lifetimes) {
-    events.push_back({l.first, aligned(l.bytes)});
-    events.push_back({l.last + 1, -aligned(l.bytes)});
+    events.push_back({l.first, aligned(l.bytes).value()});
+    events.push_back({l.last + 1, -aligned(l.bytes).value()});
   }
   // What ends before a node ends first.
   std::sort(events.begin(), events.end(),
             [](const Event& a, const Event& b) { return a.node != b.node ? a.node < b.node : a.change < b.change; });
-  int64_t live = 0, peak = 0;
+  // In 128 bits: what was added beyond the limit has to go again.
+  __int128 live = 0, peak = 0;
   for (const Event& event : events) peak = std::max(peak, live += event.change);
-  return peak;
+  return static_cast<int64_t>(std::min<__int128>(peak, kMaxBytes));
 }
 
 }  // namespace
@@ -58,18 +61,18 @@ MemoryPlan plan_memory(const std::vector<Lifetime>& lifetimes) {
   std::vector<Range> taken;
   for (size_t i = 0; i < order.size(); ++i) {
     const Lifetime& lifetime = lifetimes[order[i]];
-    const int64_t bytes = aligned(lifetime.bytes);
+    const Size bytes = aligned(lifetime.bytes);
     taken.clear();
     for (size_t j = 0; j < i; ++j) {
       const Lifetime& other = lifetimes[order[j]];
       if (other.first <= lifetime.last && lifetime.first <= other.last) {
-        taken.push_back({plan.offsets[order[j]], plan.offsets[order[j]] + aligned(other.bytes)});
+        taken.push_back({plan.offsets[order[j]], (Size(plan.offsets[order[j]]) + aligned(other.bytes)).value()});
       }
     }
-    const int64_t offset = best_gap(taken, bytes);
+    const int64_t offset = best_gap(taken, bytes.value());
     plan.offsets[order[i]] = offset;
-    plan.bytes = std::max(plan.bytes, offset + bytes);
-    plan.sum_bytes += bytes;
+    plan.bytes = std::max(plan.bytes, (Size(offset) + bytes).value());
+    plan.sum_bytes = (Size(plan.sum_bytes) + bytes).value();
   }
   return plan;
 }

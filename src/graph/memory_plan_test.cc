@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <random>
 
+#include "core/int_math.h"
+
 namespace opst::graph {
 namespace {
 
@@ -76,6 +78,19 @@ TEST(MemoryPlan, TheSmallestGapIsTaken) {
   check_plan(lifetimes, plan);
   EXPECT_EQ(plan.offsets.back(), plan.offsets[3]);
   EXPECT_EQ(plan.bytes, 512 + 128 + 128 + 64 + 64);
+}
+
+// Sums stop at the limit where int64_t would wrap.
+TEST(MemoryPlan, MoreThanAnyMemory) {
+  for (const int64_t bytes : {kMaxBytes - 1, kMaxBytes, int64_t{1} << 62, INT64_MAX}) {
+    std::vector<Lifetime> lifetimes;
+    for (int i = 0; i < 300; ++i) lifetimes.push_back({bytes, i % 7, i % 7 + i % 3});
+    const MemoryPlan plan = plan_memory(lifetimes);
+    EXPECT_EQ(plan.bytes, kMaxBytes);
+    EXPECT_EQ(plan.sum_bytes, kMaxBytes);
+    EXPECT_EQ(plan.peak_live_bytes, kMaxBytes);
+    for (const int64_t offset : plan.offsets) EXPECT_TRUE(offset >= 0 && offset <= kMaxBytes);
+  }
 }
 
 TEST(MemoryPlan, NothingAndEmptyTensors) {

@@ -102,6 +102,16 @@ class NodeCheck {
     holds("value_cache", value_cache, "value_head_dim", v[3].bound() / step);
   }
 
+  // Sizes of which an operator has at least one.
+  void positive(std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+      const Bound* const known = ok_ ? find_bound(name) : nullptr;
+      if (known != nullptr && known->dim.bound() < 1) {
+        fail(known->by + " has " + name + " = " + graph_.text(known->dim) + ", but must be >= 1");
+      }
+    }
+  }
+
   // A size that follows from a shape.
   void holds(const char* role, Value value, const char* name, Dim size) {
     const ValueData* const data = find(role, value);
@@ -184,10 +194,6 @@ class NodeCheck {
   bool ok_ = true;
   std::vector<Bound> bound_;
 };
-
-inline int64_t bytes_of(const Tensor& tensor) { return tensor.num_elements() * size_bytes(tensor.dtype); }
-
-inline std::string str(int64_t number) { return std::to_string(number); }
 
 inline Value only(const std::vector<Value>& outputs) { return outputs.empty() ? Value() : outputs[0]; }
 

@@ -19,9 +19,9 @@ struct MatmulCall {
 };
 
 NodeCost norm_cost(const NodeTensors& t, int weight, int bias) {
-  int64_t weights = 0;
-  for (const int i : {weight, bias}) weights += i != 0 ? bytes_of(t.input(i)) : 0;
-  return {.weight_bytes = weights, .tensor_bytes = bytes_of(t.input(0)) + bytes_of(t.output(0))};
+  NodeCost cost = {.tensor_bytes = bytes_of(t.input(0)) + bytes_of(t.output(0))};
+  for (const int i : {weight, bias}) cost.weight_bytes += i != 0 ? bytes_of(t.input(i)) : 0;
+  return cost;
 }
 
 }  // namespace
@@ -76,12 +76,12 @@ Value Graph::matmul(std::string name, Value x, Value weight, const MatmulNodeOpt
                       .cost =
                           [call](const NodeTensors& t) {
                             const PackedWeight& w = t.weight(1);
-                            const int64_t multiply_adds = t.input(0).shape[0] * w.n() * w.k();
+                            const double multiply_adds = static_cast<double>(t.input(0).shape[0]) *
+                                                         static_cast<double>(w.n()) * static_cast<double>(w.k());
                             int64_t bytes = bytes_of(t.input(0)) + bytes_of(t.output(0));
                             for (const int i : {call.bias, call.residual}) bytes += i != 0 ? bytes_of(t.input(i)) : 0;
-                            return NodeCost{.flops = 2.0 * static_cast<double>(multiply_adds),
-                                            .weight_bytes = w.size_bytes(),
-                                            .tensor_bytes = bytes};
+                            return NodeCost{
+                                .flops = 2.0 * multiply_adds, .weight_bytes = w.size_bytes(), .tensor_bytes = bytes};
                           },
                       .plan =
                           [call](const Machine&, const NodeTensors& t) {
@@ -117,7 +117,8 @@ Value Graph::lookup_rows(std::string name, Value weight, Value rows) {
          .cost =
              [](const NodeTensors& t) {
                const PackedWeight& w = t.weight(0);
-               return NodeCost{.weight_bytes = w.n() > 0 ? t.input(1).shape[0] * (w.size_bytes() / w.n()) : 0,
+               const Size looked_up = t.input(1).shape[0];
+               return NodeCost{.weight_bytes = w.n() > 0 ? (looked_up * (w.size_bytes() / w.n())).value() : 0,
                                .tensor_bytes = bytes_of(t.input(1)) + bytes_of(t.output(0))};
              }}));
   });

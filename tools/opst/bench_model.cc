@@ -59,9 +59,9 @@ class Bench {
     for (int64_t begin = 0; begin < tokens; begin += chunk_) {
       const int64_t end = std::min(begin + chunk_, tokens);
       require(session_.size_graphs(end - begin, end));
-      row.cost += session_.layers_graph().cost();
+      row.cost += value_or_fail(session_.layers_graph().cost());
     }
-    row.cost += session_.logits_graph().cost();
+    row.cost += value_or_fail(session_.logits_graph().cost());
     const test::Fraction f = test::measure_fraction(context_, test::PeakKind::f32, row.cost.flops, [&] {
       session_.reset();
       feed(0, tokens);
@@ -83,8 +83,8 @@ class Bench {
     constexpr int kPairs = 15, kGroup = 6;
     Row row{.test = "decode", .tokens = keys, .bound = "plain reading"};
     require(session_.size_graphs(1, keys));
-    row.cost = session_.layers_graph().cost();
-    row.cost += session_.logits_graph().cost();
+    row.cost = value_or_fail(session_.layers_graph().cost());
+    row.cost += value_or_fail(session_.logits_graph().cost());
     const int64_t bytes = row.cost.weight_bytes + row.cost.cache_bytes;
     const Buffer buffer = value_or_fail(Buffer::allocate(bytes));
     std::fill_n(static_cast<char*>(buffer.data()), bytes, char{1});

@@ -46,7 +46,7 @@ nlohmann::ordered_json to_json(const NodeCost& cost) {
 nlohmann::ordered_json to_json(const Graph& graph) {
   nlohmann::ordered_json nodes = nlohmann::ordered_json::array();
   for (int i = 0; i < graph.num_nodes(); ++i) {
-    const NodeInfo info = graph.describe(i);
+    const NodeInfo info = value_or_fail(graph.describe(i));
     nlohmann::ordered_json node = {{"name", info.name},       {"op", info.op},           {"inputs", info.inputs},
                                    {"outputs", info.outputs}, {"offsets", info.offsets}, {"plan", info.plan}};
     node.update(to_json(info.cost));
@@ -78,8 +78,8 @@ void run(const Options& options) {
   if (const Status status = session.size_graphs(options.tokens, keys); !status.ok()) run_error(status.message());
 
   const Graph &layers = session.layers_graph(), &logits = session.logits_graph();
-  NodeCost cost = layers.cost();
-  cost += logits.cost();
+  NodeCost cost = value_or_fail(layers.cost());
+  cost += value_or_fail(logits.cost());
   const int64_t per_token = (cost.weight_bytes + cost.cache_bytes) / options.tokens;
   if (options.json) {
     nlohmann::ordered_json json = {{"tokens", options.tokens}, {"context", keys}};
