@@ -48,7 +48,8 @@ namespace opst {
 enum class PageLayout : uint8_t { norm, panel32 };
 const char* to_string(PageLayout layout);
 
-// Whether pages of these sizes can be held in a layout: ok, or unsupported with the reason. block_size >= 1 always.
+// Whether pages of these sizes can be held in a layout: ok, or unsupported with the reason. block_size >= 1 always; a
+// layout that is no enumerator holds nothing.
 // head_dim is that of the keys; 0 asks about the others alone.
 Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim = 0);
 
@@ -62,7 +63,8 @@ struct PageSizes {
 };
 
 // A contiguous cache over `data`, shaped as its layout wants it: num_blocks * block_size * num_kv_heads * head_dim (or
-// value_head_dim) elements. Where the layout cannot hold it (see supports), a rank-0 view.
+// value_head_dim) elements. Where the layout cannot hold it (see supports), a size is negative or there are 2^56 bytes
+// or more, a rank-0 view.
 Tensor key_pages(PageLayout layout, DType dtype, const PageSizes& sizes, void* data);
 Tensor value_pages(PageLayout layout, DType dtype, const PageSizes& sizes, void* data);
 
@@ -174,7 +176,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
 //   Result<BlockWrite> write = pool.value().prepare_write(blocks[2]); // the other one goes on
 //   // write.value().copy_from >= 0: copy that block to write.value().block (convert_pages does), and use the latter
 //
-// A refused call changes nothing. Time: O(1) a block; only create() allocates memory.
+// A refused call changes nothing. Time: O(1) a block; only create() allocates memory, and touches none of it.
 struct BlockWrite {
   int64_t block = -1;      // the one to write
   int64_t copy_from = -1;  // the block whose rows must be copied into it first; -1: none, `block` is the one asked for
@@ -185,8 +187,8 @@ class BlockPool {
   // Blocks 0 to num_blocks - 1, all free. invalid_argument where num_blocks < 0.
   static Result<BlockPool> create(int64_t num_blocks);
 
-  int64_t num_blocks() const { return static_cast<int64_t>(references_.size()); }
-  int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t num_free() const { return num_blocks_ - static_cast<int64_t>(references_.size() - free_.size()); }
   // 0 of a free block and of an id that is no block.
   int64_t references(int64_t block) const;
 
@@ -204,10 +206,12 @@ class BlockPool {
 
  private:
   BlockPool() = default;
+  void make_room();
   Status refuse(const char* call, size_t index, int64_t block) const;
 
-  std::vector<int64_t> references_;  // of each block
-  std::vector<int64_t> free_;        // the next one to give is the last
+  int64_t num_blocks_ = 0;
+  std::vector<int64_t> references_;  // of each block that was ever given: the first ones; room for all
+  std::vector<int64_t> free_;        // those of them that were freed, the next one to give is the last; room for all
 };
 
 }  // namespace opst

@@ -39,12 +39,12 @@ enum class QuantFormat : uint8_t { f32, f16, q8_0, q4_1, q4_0, q5_0, q5_1, q6_k,
 inline constexpr int kNumQuantFormats = 11;
 
 // "f32", "f16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q6_k", "q4_k", "q5_k",
-// "bf16"
+// "bf16"; "unknown" for what is no enumerator
 const char* to_string(QuantFormat format);
 // Of a name as above, in any case of letters ("Q4_1").
 std::optional<QuantFormat> parse_quant_format(const std::string& name);
 
-// Values per block, and bytes per block.
+// Values per block, and bytes per block; 0 for what is no enumerator.
 int64_t block_values(QuantFormat format);
 int64_t block_bytes(QuantFormat format);
 
@@ -57,7 +57,8 @@ struct QuantMatrix {
   int64_t size_bytes = 0;  // at least rows * row_bytes(format, cols)
 };
 
-// Bytes of one row. invalid_argument where cols is negative, not whole blocks, or too large to count in bytes.
+// Bytes of one row. invalid_argument where cols is negative or not whole blocks, such a row has 2^56 bytes or more, or
+// the format is no enumerator.
 Result<int64_t> row_bytes(QuantFormat format, int64_t cols);
 
 // out[r, c] = matrix[r, c]: every value exactly as its format defines it (products and sums rounded once to f32; here

@@ -13,15 +13,19 @@ Result<BlockPool> BlockPool::create(int64_t num_blocks) {
     }
     BlockPool pool;
     if (static_cast<uint64_t>(num_blocks) > pool.free_.max_size()) return Status::out_of_memory();
-    pool.references_.resize(static_cast<size_t>(num_blocks));
-    pool.free_.reserve(static_cast<size_t>(num_blocks));
-    for (int64_t block = num_blocks - 1; block >= 0; --block) pool.free_.push_back(block);
+    pool.num_blocks_ = num_blocks;
+    pool.make_room();
     return pool;
   });
 }
 
+void BlockPool::make_room() {
+  references_.reserve(static_cast<size_t>(num_blocks_));
+  free_.reserve(static_cast<size_t>(num_blocks_));
+}
+
 int64_t BlockPool::references(int64_t block) const {
-  return block >= 0 && block < num_blocks() ? references_[static_cast<size_t>(block)] : 0;
+  return block >= 0 && static_cast<size_t>(block) < references_.size() ? references_[static_cast<size_t>(block)] : 0;
 }
 
 Status BlockPool::refuse(const char* call, size_t index, int64_t block) const {
@@ -36,19 +40,25 @@ Status BlockPool::refuse(const char* call, size_t index, int64_t block) const {
 }
 
 Status BlockPool::allocate(std::span<int64_t> blocks) {
-  if (blocks.size() > free_.size()) {
-    return guarded([&] {
-      return Status(StatusCode::out_of_memory, std::string("BlockPool::allocate: ") + std::to_string(blocks.size()) +
-                                                   " blocks asked for, but " + std::to_string(num_free()) + " of " +
-                                                   std::to_string(num_blocks()) + " are free");
-    });
-  }
-  for (int64_t& block : blocks) {
-    block = free_.back();
-    free_.pop_back();
-    references_[static_cast<size_t>(block)] = 1;
-  }
-  return {};
+  return guarded([&]() -> Status {
+    if (blocks.size() > static_cast<size_t>(num_free())) {
+      return {StatusCode::out_of_memory, std::string("BlockPool::allocate: ") + std::to_string(blocks.size()) +
+                                             " blocks asked for, but " + std::to_string(num_free()) + " of " +
+                                             std::to_string(num_blocks()) + " are free"};
+    }
+    make_room();  // only a copy of a pool has none
+    for (int64_t& block : blocks) {
+      if (free_.empty()) {
+        block = static_cast<int64_t>(references_.size());
+        references_.push_back(1);
+      } else {
+        block = free_.back();
+        free_.pop_back();
+        references_[static_cast<size_t>(block)] = 1;
+      }
+    }
+    return {};
+  });
 }
 
 Status BlockPool::fork(std::span<const int64_t> blocks) {
@@ -63,6 +73,7 @@ Status BlockPool::fork(std::span<const int64_t> blocks) {
 
 Status BlockPool::free(std::span<const int64_t> blocks) {
   return guarded([&]() -> Status {
+    make_room();
     // Counting down finds the block that comes more often than it has references; then everything is as it was.
     size_t counted = 0;
     while (counted < blocks.size() && references(blocks[counted]) > 0) {

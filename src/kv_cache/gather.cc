@@ -30,6 +30,12 @@ struct Sequences {
   const GatherOptions& options;
   int64_t batch, num_blocks, block_size;
 
+  // Sequences that may differ: where nothing that tells them apart has a stride, the first stands for all.
+  int64_t distinct_batch() const {
+    const auto repeats = [](const ConstTensor& t) { return t.data == nullptr || distinct(t, 0) < t.shape[0]; };
+    const bool alike = repeats(kv_lengths) && repeats(options.seq_offset) && repeats(block_table);
+    return alike ? std::min<int64_t>(batch, 1) : batch;
+  }
   int64_t length(int64_t b) const {
     return options.cumulative_lengths ? index_at(kv_lengths, b + 1) - index_at(kv_lengths, b) : index_at(kv_lengths, b);
   }
@@ -53,7 +59,8 @@ std::optional<int64_t> check_lengths(ShapeCheck& check, const Sequences& s) {
     });
   }
   int64_t total = 0;
-  for (int64_t b = 0; b < s.batch && check.ok(); ++b) {
+  const int64_t num_sequences = s.distinct_batch();
+  for (int64_t b = 0; b < num_sequences && check.ok(); ++b) {
     if (s.options.cumulative_lengths) {
       const int64_t end = index_at(s.kv_lengths, b + 1);
       check.require(end >= total, [&] {
@@ -63,7 +70,9 @@ std::optional<int64_t> check_lengths(ShapeCheck& check, const Sequences& s) {
       total = end;
     } else {
       const int64_t length = s.length(b);
-      check.require(length >= 0 && !__builtin_add_overflow(total, length, &total), [&] {
+      int64_t all = length;  // of the sequences that this one stands for
+      const bool countable = num_sequences == s.batch || !__builtin_mul_overflow(length, s.batch, &all);
+      check.require(length >= 0 && countable && !__builtin_add_overflow(total, all, &total), [&] {
         return name("kv_lengths", b) + " is " + std::to_string(length) + ", but must be " +
                (length < 0 ? ">= 0" : "such that the sum is below 2^63");
       });
@@ -84,16 +93,18 @@ std::optional<int64_t> check_lengths(ShapeCheck& check, const Sequences& s) {
 // Every block that will be read is in the cache.
 void check_blocks(ShapeCheck& check, const Sequences& s) {
   const int64_t max_blocks = s.block_table.shape[1];
-  for (int64_t b = 0; b < s.batch && check.ok(); ++b) {
+  for (int64_t b = 0; b < s.distinct_batch() && check.ok(); ++b) {
     const int64_t length = s.length(b), begin = s.offset(b), end = begin + length;
     if (length == 0) continue;
     check.require(s.has_column(end - 1), [&] {
       return std::string("sequence ") + std::to_string(b) + " reads positions " + std::to_string(begin) + " to " +
              std::to_string(end - 1) + ", but block_table has " + std::to_string(max_blocks) + " blocks of " +
              std::to_string(s.block_size) + " rows for it, positions 0 to " +
-             std::to_string(max_blocks * s.block_size - 1);
+             std::to_string((Size(max_blocks) * s.block_size).value() - 1);
     });
-    for (int64_t column = begin / s.block_size; column <= (end - 1) / s.block_size && check.ok(); ++column) {
+    const int64_t first = begin / s.block_size, last = (end - 1) / s.block_size;
+    const bool alike = distinct(s.block_table, 1) < max_blocks;
+    for (int64_t column = first; column <= (alike ? first : last) && check.ok(); ++column) {
       const int64_t position = std::max(begin, column * s.block_size);
       const int64_t block = s.block(b, position);
       check.require(s.in_cache(block), [&] {
@@ -190,7 +201,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
 
     const Sequences sequences = {block_table, kv_lengths, options, check["batch"], sizes.num_blocks, sizes.block_size};
     const int64_t num_heads = all_heads ? sizes.num_kv_heads : check["heads"];
-    for (int64_t h = 0; h < num_heads && !all_heads && check.ok(); ++h) {
+    for (int64_t h = 0; !all_heads && h < distinct(head_indices, 0) && check.ok(); ++h) {
       const int64_t head = index_at(head_indices, h);
       check.require(head >= 0 && head < sizes.num_kv_heads, [&] {
         return std::string("head_indices[") + std::to_string(h) + "] is " + std::to_string(head) +
@@ -210,8 +221,8 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     const int64_t elements = tokens * num_heads * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return {};
     const CopyRowsKernel copy_rows = kv_cache::copy_rows_kernel(context.machine().isa, key_cache.dtype, key.dtype);
-    const Side sides[2] = {{Pages(options.layout, PageSide::key, key_cache), key, copy_rows},
-                           {Pages(options.layout, PageSide::value, value_cache), value, copy_rows}};
+    const Side sides[2] = {{Pages(options.layout, PageSide::key, key_cache), normal_strides(key), copy_rows},
+                           {Pages(options.layout, PageSide::value, value_cache), normal_strides(value), copy_rows}};
     const bool heads_innermost = options.layout == PageLayout::norm;
     const int64_t num_tasks = std::min(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks), tokens);
     const int64_t tokens_per_task = ceil_div(tokens, num_tasks);

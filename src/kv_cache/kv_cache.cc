@@ -49,7 +49,7 @@ void copy_piece(CopyRowsKernel copy_rows, const Pages& from, const Pages& to, in
 
 }  // namespace
 
-Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const ConstTensor& value,
+Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const ConstTensor& value_rows,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options) {
   return guarded([&]() -> Status {
@@ -58,13 +58,15 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
       return status;
     }
     ShapeCheck check("scatter_pa_kv_cache");
-    check.tensor("key", key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "num_kv_heads", "head_dim"});
-    check.tensor("value", value).dtype({key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
+    check.tensor("key", key_rows)
+        .dtype({DType::f32, DType::bf16, DType::f16})
+        .dims({"tokens", "num_kv_heads", "head_dim"});
+    check.tensor("value", value_rows).dtype({key_rows.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
     check.tensor("slot_mapping", slot_mapping).dtype({DType::i32, DType::i64}).dims({"tokens"});
     const PageSizes sizes =
         kv_cache::check_output_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
-    kv_cache::require_size(check, "key_cache", "head_dim", sizes.head_dim, "key", key.shape[2]);
-    kv_cache::require_size(check, "value_cache", "value_head_dim", sizes.value_head_dim, "value", value.shape[2]);
+    kv_cache::require_size(check, "key_cache", "head_dim", sizes.head_dim, "key", key_rows.shape[2]);
+    kv_cache::require_size(check, "value_cache", "value_head_dim", sizes.value_head_dim, "value", value_rows.shape[2]);
     if (!check.ok()) return check.status();
     if (const Status status = kv_cache::check_layout("scatter_pa_kv_cache", options.layout, key_cache.dtype,
                                                      sizes.block_size, sizes.head_dim);
@@ -76,6 +78,8 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
     if (!check.ok()) return check.status();
 
     const int64_t tokens = check["tokens"];
+    if (sizes.num_blocks * sizes.block_size == 0) return {};  // every slot is -1
+    const ConstTensor key = normal_strides(key_rows), value = normal_strides(value_rows);
     const int64_t elements = tokens * sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return {};
     const CopyRowsKernel copy_rows = kv_cache::copy_rows_kernel(context.machine().isa, key.dtype, key_cache.dtype);
@@ -92,7 +96,7 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
     };
     const kv_cache::SlotTasks tasks(elements);
     context.impl().pool.parallel_for(tasks.count, [&](int64_t task, int) {
-      for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t t = kv_cache::first_written(slot_mapping); t < tokens; ++t) {
         const int64_t slot = index_at(slot_mapping, t);
         if (!tasks.writes(task, slot)) continue;
         write(key, t, keys, slot);
@@ -128,7 +132,7 @@ Status convert_pages(Context& context, const ConstTensor& from_key, const ConstT
     }
 
     const int64_t row_elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
-    if (sizes.num_blocks == 0 || row_elements == 0) return {};
+    if (sizes.num_blocks == 0 || sizes.block_size == 0 || row_elements == 0) return {};
     const CopyRowsKernel copy_rows = kv_cache::copy_rows_kernel(context.machine().isa, from_key.dtype, to_key.dtype);
     const Pages from_keys(options.from, PageSide::key, from_key), to_keys(options.to, PageSide::key, to_key);
     const Pages from_values(options.from, PageSide::value, from_value),

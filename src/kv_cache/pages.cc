@@ -1,8 +1,10 @@
 #include "kv_cache/pages.h"
 
+#include <algorithm>
 #include <string>
 
 #include "core/guarded.h"
+#include "core/int_math.h"
 #include "kv_cache/page_layout.h"
 
 namespace opst {
@@ -114,11 +116,12 @@ Status check_layout_dtype(const char* operator_name, PageLayout layout, DType dt
 
 int64_t panel_step(DType dtype) { return dtype == DType::bf16 ? PanelStep<bf16>::kValue : PanelStep<float>::kValue; }
 
-Pages::Pages(PageLayout layout, PageSide side, const ConstTensor& t)
-    : data_(static_cast<const char*>(t.data)),
-      dtype_(t.dtype),
-      element_bytes_(opst::size_bytes(t.dtype)),
-      block_stride_(t.strides[0]) {
+Pages::Pages(PageLayout layout, PageSide side, const ConstTensor& tensor)
+    : data_(static_cast<const char*>(tensor.data)),
+      dtype_(tensor.dtype),
+      element_bytes_(opst::size_bytes(tensor.dtype)) {
+  const ConstTensor t = normal_strides(tensor);
+  block_stride_ = t.strides[0];
   if (layout == PageLayout::norm) {
     dim_ = t.shape[3];
     group_ = 1;
@@ -148,7 +151,15 @@ CopyRowsKernel copy_rows_kernel(Isa isa, DType from, DType to) {
 
 }  // namespace kv_cache
 
-const char* to_string(PageLayout layout) { return layout == PageLayout::norm ? "norm" : "panel32"; }
+const char* to_string(PageLayout layout) {
+  switch (layout) {
+    case PageLayout::norm:
+      return "norm";
+    case PageLayout::panel32:
+      return "panel32";
+  }
+  return "unknown";
+}
 
 Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim) {
   return guarded([&]() -> Status {
@@ -156,6 +167,9 @@ Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head
       return Status::unsupported(std::string("page layout ") + to_string(layout) + ": " + what + " is " + is +
                                  ", but must be " + must);
     };
+    if (layout != PageLayout::norm && layout != PageLayout::panel32) {
+      return Status::unsupported("page layout " + std::to_string(static_cast<int>(layout)) + " is none");
+    }
     if (block_size < 1) return refused("block_size", std::to_string(block_size), ">= 1");
     if (layout == PageLayout::norm) {
       if (dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16) return {};
@@ -170,8 +184,22 @@ Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head
   });
 }
 
+namespace {
+
+// Whether a cache with rows of `dim` elements can be held and counted.
+bool holds(PageLayout layout, DType dtype, const PageSizes& s, int64_t dim) {
+  Size bytes = size_bytes(dtype);
+  for (const int64_t size : {s.num_blocks, s.block_size, s.num_kv_heads, dim}) {
+    if (size < 0) return false;
+    bytes *= std::max<int64_t>(size, 1);
+  }
+  return bytes.within_limit() && supports(layout, dtype, s.block_size, s.head_dim).ok();
+}
+
+}  // namespace
+
 Tensor key_pages(PageLayout layout, DType dtype, const PageSizes& s, void* data) {
-  if (!supports(layout, dtype, s.block_size, s.head_dim).ok()) return {};
+  if (!holds(layout, dtype, s, s.head_dim)) return {};
   if (layout == PageLayout::norm) {
     return Tensor::contiguous(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, s.head_dim}, data);
   }
@@ -181,7 +209,7 @@ Tensor key_pages(PageLayout layout, DType dtype, const PageSizes& s, void* data)
 }
 
 Tensor value_pages(PageLayout layout, DType dtype, const PageSizes& s, void* data) {
-  if (!supports(layout, dtype, s.block_size, s.head_dim).ok()) return {};
+  if (!holds(layout, dtype, s, s.value_head_dim)) return {};
   if (layout == PageLayout::norm) {
     return Tensor::contiguous(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, s.value_head_dim}, data);
   }

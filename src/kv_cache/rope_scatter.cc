@@ -81,54 +81,73 @@ struct Turning {
   }
 };
 
+constexpr const char* kName = "rope_scatter_pa_kv_cache";
+
+// All tensors and options; the cache's sizes, or why not.
+Result<PageSizes> check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tensor& query_out,
+                             const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
+  if (const Status status = kv_cache::check_layout_dtype(kName, options.layout, key_cache.dtype); !status.ok()) {
+    return status;
+  }
+  check.tensor("cos", in.cos).dtype({DType::f32}).dims({"tokens", "half"});
+  check.tensor("sin", in.sin).dtype({DType::f32}).dims({"tokens", "half"});
+  check.tensor("slot_mapping", in.slot_mapping).dtype({DType::i32, DType::i64}).dims({"tokens"});
+  check.tensor("key", in.key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "num_kv_heads", "head_dim"});
+  check.tensor("value", in.value).dtype({in.key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
+  if (in.query_weight) check.tensor("query_weight", *in.query_weight).dtype({DType::f32}).dims({"head_dim"});
+  if (in.key_weight) check.tensor("key_weight", *in.key_weight).dtype({DType::f32}).dims({"head_dim"});
+  const bool in_place = same_view(in.query, query_out);
+  if (in_place) check.output("query_out", query_out).dims({"tokens", "num_heads", "head_dim"});
+  check.tensor("query", in.query).dtype({in.key.dtype}).dims({"tokens", "num_heads", "head_dim"});
+  if (!in_place) check.output("query_out", query_out).dtype({in.key.dtype}).dims({"tokens", "num_heads", "head_dim"});
+  const PageSizes sizes =
+      kv_cache::check_output_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
+  if (!check.ok()) return check.status();
+  kv_cache::require_size(check, "key_cache", "head_dim", sizes.head_dim, "key", in.key.shape[2]);
+  kv_cache::require_size(check, "value_cache", "value_head_dim", sizes.value_head_dim, "value", in.value.shape[2]);
+  const int64_t half = check["half"];
+  check.require(half <= sizes.head_dim / 2, [&] {
+    return "cos dim 1 (half) is " + std::to_string(half) +
+           ", but key has head_dim = " + std::to_string(sizes.head_dim) + ", which holds " +
+           std::to_string(sizes.head_dim / 2) + " pairs";
+  });
+  rowwise::check_style(check, options.style);
+  check.require(options.eps >= 0, [&] { return "eps is " + std::to_string(options.eps) + ", but must be >= 0"; });
+  if (!check.ok()) return check.status();
+  if (const Status status =
+          kv_cache::check_layout(kName, options.layout, key_cache.dtype, sizes.block_size, sizes.head_dim);
+      !status.ok()) {
+    return status;
+  }
+  kv_cache::check_slots(check, in.slot_mapping, sizes);
+  if (!check.ok()) return check.status();
+  return sizes;
+}
+
+// The same with strides that mean something.
+RopeScatterInputs normal_inputs(RopeScatterInputs in) {
+  for (ConstTensor* const tensor : {&in.query, &in.key, &in.value, &in.cos, &in.sin}) *tensor = normal_strides(*tensor);
+  return in;
+}
+
 }  // namespace
 
-Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& in, const Tensor& query_out,
+Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& inputs, const Tensor& query_result,
                                 const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
   return guarded([&]() -> Status {
-    constexpr const char* kName = "rope_scatter_pa_kv_cache";
-    if (const Status status = kv_cache::check_layout_dtype(kName, options.layout, key_cache.dtype); !status.ok()) {
-      return status;
-    }
     ShapeCheck check(kName);
-    check.tensor("cos", in.cos).dtype({DType::f32}).dims({"tokens", "half"});
-    check.tensor("sin", in.sin).dtype({DType::f32}).dims({"tokens", "half"});
-    check.tensor("slot_mapping", in.slot_mapping).dtype({DType::i32, DType::i64}).dims({"tokens"});
-    check.tensor("key", in.key)
-        .dtype({DType::f32, DType::bf16, DType::f16})
-        .dims({"tokens", "num_kv_heads", "head_dim"});
-    check.tensor("value", in.value).dtype({in.key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
-    if (in.query_weight) check.tensor("query_weight", *in.query_weight).dtype({DType::f32}).dims({"head_dim"});
-    if (in.key_weight) check.tensor("key_weight", *in.key_weight).dtype({DType::f32}).dims({"head_dim"});
-    const bool in_place = rowwise::same_view(in.query, query_out);
-    if (in_place) check.output("query_out", query_out).dims({"tokens", "num_heads", "head_dim"});
-    check.tensor("query", in.query).dtype({in.key.dtype}).dims({"tokens", "num_heads", "head_dim"});
-    if (!in_place) check.output("query_out", query_out).dtype({in.key.dtype}).dims({"tokens", "num_heads", "head_dim"});
-    const PageSizes sizes =
-        kv_cache::check_output_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
-    if (!check.ok()) return check.status();
-    kv_cache::require_size(check, "key_cache", "head_dim", sizes.head_dim, "key", in.key.shape[2]);
-    kv_cache::require_size(check, "value_cache", "value_head_dim", sizes.value_head_dim, "value", in.value.shape[2]);
-    const int64_t half = check["half"];
-    check.require(half <= sizes.head_dim / 2, [&] {
-      return "cos dim 1 (half) is " + std::to_string(half) +
-             ", but key has head_dim = " + std::to_string(sizes.head_dim) + ", which holds " +
-             std::to_string(sizes.head_dim / 2) + " pairs";
-    });
-    check.require(options.eps >= 0, [&] { return "eps is " + std::to_string(options.eps) + ", but must be >= 0"; });
-    if (!check.ok()) return check.status();
-    if (const Status status =
-            kv_cache::check_layout(kName, options.layout, key_cache.dtype, sizes.block_size, sizes.head_dim);
-        !status.ok()) {
-      return status;
-    }
-    kv_cache::check_slots(check, in.slot_mapping, sizes);
-    if (!check.ok()) return check.status();
+    const Result<PageSizes> checked = check_call(check, inputs, query_result, key_cache, value_cache, options);
+    if (!checked.ok()) return checked.status();
+    const PageSizes& sizes = checked.value();
 
     const int64_t tokens = check["tokens"], num_heads = check["num_heads"], head_dim = sizes.head_dim;
-    const int64_t cached = sizes.num_kv_heads * (head_dim + sizes.value_head_dim);
+    // Without a slot every token is skipped, and keys may have any size: nothing is planned for them.
+    const bool has_slots = sizes.num_blocks > 0;
+    const int64_t cached = has_slots ? sizes.num_kv_heads * (head_dim + sizes.value_head_dim) : 0;
     const int64_t query_elements = num_heads * head_dim;
-    if (tokens * (cached + query_elements) == 0) return {};
+    if (tokens == 0 || cached + query_elements == 0) return {};
+    const RopeScatterInputs in = normal_inputs(inputs);
+    const Tensor query_out = normal_strides(query_result);
 
     const Isa isa = context.machine().isa;
     const rowwise::Kernels& table = rowwise::kernels(isa);
@@ -151,7 +170,8 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& in, c
     const Pages values(options.layout, PageSide::value, value_cache);
 
     // A token's heads in f32, for each worker.
-    const int64_t scratch_bytes = Arena::size_of<float>(std::max(num_heads, sizes.num_kv_heads) * head_dim);
+    const int64_t scratch_bytes =
+        Arena::size_of<float>(std::max(num_heads, has_slots ? sizes.num_kv_heads : 0) * head_dim);
     Result<WorkspaceLease> lease = context.impl().workspaces.lease(scratch_bytes * context.num_threads());
     if (!lease.ok()) return lease.status();
     char* const all_scratch = static_cast<char*>(lease.value().data());
@@ -198,7 +218,7 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& in, c
     context.impl().pool.parallel_for(num_tasks, [&](int64_t task, int worker) {
       const Heads scratch = {all_scratch + worker * scratch_bytes, head_dim, 1};
       if (task < slot_tasks.count) {
-        for (int64_t t = 0; t < tokens && cached > 0; ++t) {
+        for (int64_t t = cached > 0 ? kv_cache::first_written(in.slot_mapping) : tokens; t < tokens; ++t) {
           const int64_t slot = kv_cache::index_at(in.slot_mapping, t);
           if (slot_tasks.writes(task, slot)) write_cache(t, slot, scratch);
         }

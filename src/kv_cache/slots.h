@@ -13,10 +13,8 @@ namespace opst::kv_cache {
 // Every slot is -1 or one of the cache's; after the shapes.
 inline void check_slots(ShapeCheck& check, const ConstTensor& slot_mapping, const PageSizes& sizes) {
   if (!check.ok()) return;
-  // No overflow: a tensor's elements, hence its slots, were counted, unless it has no heads.
-  int64_t num_slots = 0;
-  if (__builtin_mul_overflow(sizes.num_blocks, sizes.block_size, &num_slots)) num_slots = INT64_MAX;
-  for (int64_t t = 0; t < slot_mapping.shape[0]; ++t) {
+  const int64_t num_slots = sizes.num_blocks * sizes.block_size;  // the cache's tensors have no more elements than fit
+  for (int64_t t = 0; t < distinct(slot_mapping, 0); ++t) {
     const int64_t slot = index_at(slot_mapping, t);
     if (slot >= -1 && slot < num_slots) continue;
     check.require(false, std::string("slot_mapping[") + std::to_string(t) + "] is " + std::to_string(slot) +
@@ -25,6 +23,11 @@ inline void check_slots(ShapeCheck& check, const ConstTensor& slot_mapping, cons
                              " slots (-1 skips a token)");
     return;
   }
+}
+
+// The first token that must be written: where all have one slot, the last wins.
+inline int64_t first_written(const ConstTensor& slot_mapping) {
+  return slot_mapping.shape[0] - distinct(slot_mapping, 0);
 }
 
 // Slots are dealt out in runs, and a task writes its slots in token order: so of several tokens with one slot the last

@@ -62,15 +62,10 @@ struct Layout {
   int64_t panels() const { return ceil_div(n, kIntPanelColumns); }
   int64_t panel_words() const { return groups * group_words * kIntPanelColumns; }
   int64_t panel_numbers() const { return groups * kIntPanelColumns; }
-  // Nothing where they cannot be counted.
-  std::optional<int64_t> bytes() const {
-    int64_t per_panel = 0, total = 0;
-    const int64_t per_group = 4 * kIntPanelColumns * (group_words + (has_zeros ? 2 : 1));
-    if (n > INT64_MAX - kIntPanelColumns || __builtin_mul_overflow(groups, per_group, &per_panel) ||
-        __builtin_mul_overflow(per_panel, panels(), &total)) {
-      return std::nullopt;
-    }
-    return total;
+  // kMaxBytes where there are more, which no memory holds.
+  int64_t bytes() const {
+    const Size per_group = 4 * kIntPanelColumns * (group_words + (has_zeros ? 2 : 1));
+    return (per_group * groups * panels()).value();
   }
   uint32_t* words(void* data) const { return static_cast<uint32_t*>(data); }
   float* scales(void* data) const { return reinterpret_cast<float*>(words(data) + panels() * panel_words()); }
@@ -287,9 +282,9 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix&
              std::to_string(kMaxGroupValues) + " can be summed";
     });
     if (!check.ok()) return check.status();
-    const std::optional<int64_t> bytes = layout.bytes();
-    if (!bytes) return Status::out_of_memory();
-    Result<Buffer> buffer = context.impl().weights.allocate(*bytes);
+    const int64_t bytes = layout.bytes();
+    if (bytes == kMaxBytes) return Status::out_of_memory();
+    Result<Buffer> buffer = context.impl().weights.allocate(bytes);
     if (!buffer.ok()) return buffer.status();
     context.impl().pool.parallel_for(layout.panels(), [&](int64_t panel, int) {
       pack_panel(weight, sizes.bits, layout, panel, buffer.value().data());
@@ -300,17 +295,17 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix&
 }
 
 Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTensor& weight) {
-  static constexpr float kOne = 1;
-  IntMatrix matrix;
-  matrix.q = weight;
-  matrix.scales = ConstTensor::contiguous(DType::f32, {weight.rank == 2 ? weight.shape[0] : 0, 1}, &kOne);
-  matrix.scales.strides[0] = 0;
-  if (weight.dtype != DType::i8) {
+  return guarded([&]() -> Result<PackedIntWeight> {
+    static constexpr float kOne = 1;
     ShapeCheck check("PackedIntWeight::pack");
     check.tensor("weight", weight).dtype({DType::i8}).dims({"n", "k"});
-    return check.status();
-  }
-  return pack(context, matrix);
+    if (!check.ok()) return check.status();
+    IntMatrix matrix;
+    matrix.q = weight;
+    matrix.scales = ConstTensor::contiguous(DType::f32, {weight.shape[0], 1}, &kOne);
+    matrix.scales.strides[0] = 0;
+    return pack(context, matrix);
+  });
 }
 
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
@@ -356,7 +351,9 @@ Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& wei
     }
     if (!check.ok()) return check.status();
     if (check["m"] == 0 || check["n"] == 0) return {};
-    Call call{context, x, weight, out, options};
+    const ConstTensor normal_x = normal_strides(x);
+    const Tensor normal_out = normal_strides(out);
+    Call call{context, normal_x, weight, normal_out, options};
     return integers ? call.with_integers() : call.with_floats();
   });
 }

@@ -31,18 +31,22 @@ const Kernels& kernels(Isa isa) {
 
 namespace {
 
+bool is_known(Activation activation) { return activation <= Activation::swiglu_swapped; }
+bool is_known(ActivationType type) { return type == ActivationType::exact || type == ActivationType::int8; }
+
 bool takes_two_halves(Activation activation) {
   return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
-}
-
-bool same_view(const ConstTensor& a, const ConstTensor& b) {
-  if (a.data != b.data || a.dtype != b.dtype || a.rank != 2 || b.rank != 2) return false;
-  return std::equal(a.shape, a.shape + 2, b.shape) && std::equal(a.strides, a.strides + 2, b.strides);
 }
 
 // x, bias, residual and out, beside a weight [n, k] that has been checked.
 void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int64_t n, int64_t k, const ConstTensor& x,
                     const Tensor& out, const MatmulOptions& options) {
+  check.require(is_known(options.activation), [&] {
+    return "activation is " + std::to_string(static_cast<int>(options.activation)) + ", which is no Activation";
+  });
+  check.require(is_known(options.activations), [&] {
+    return "activations is " + std::to_string(static_cast<int>(options.activations)) + ", which is no ActivationType";
+  });
   const bool halves = takes_two_halves(options.activation);
   const char* const width = halves ? "half_n" : "n";
   check.tensor("x", x).dtype(dtypes).dims({"m", "k"});
@@ -438,6 +442,7 @@ template <class Multiply>
 Status with_out_scales(Context& context, const Tensor& out, const MatmulOptions& options, const Multiply& multiply) {
   if (!options.out_scales) return multiply(out, options);
   const int64_t m = out.shape[0], width = out.shape[1];
+  if (m == 0) return {};
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(Arena::size_of<float>(m * width));
   if (!lease.ok()) return lease.status();
   const Tensor wide = Tensor::contiguous(DType::f32, {m, width}, lease.value().data());
@@ -450,22 +455,27 @@ Status with_out_scales(Context& context, const Tensor& out, const MatmulOptions&
 
 constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
 
+// The same with strides that mean something.
+MatmulOptions normal_options(MatmulOptions options) {
+  for (std::optional<ConstTensor>* const tensor : {&options.bias, &options.residual}) {
+    if (*tensor) **tensor = normal_strides(**tensor);
+  }
+  return options;
+}
+
 }  // namespace
 
 Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                 const MatmulOptions& options) {
+  if (out.shape[0] == 0 || out.shape[1] == 0) return {};
   if (weight.dtype == DType::f64) {
     multiply_f64(context, x, weight, out, options);
     return {};
   }
   const int64_t n = weight.shape[0], k = weight.shape[1];
   const QuantFormat format = weight_format(weight.dtype);
-  int64_t bytes = 0;
-  if (k > INT64_MAX / 8 || n > INT64_MAX - kPanelColumns ||
-      __builtin_mul_overflow(packed_column_bytes(format, k), round_up(n, kPanelColumns), &bytes)) {
-    return Status::out_of_memory();
-  }
-  Result<WorkspaceLease> lease = context.impl().workspaces.lease(bytes);
+  const Size bytes = Size(packed_column_bytes(format, k)) * round_up(n, kPanelColumns);
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(bytes.value());
   if (!lease.ok()) return lease.status();
   pack_float_weight(context, weight, lease.value().data());
   return multiply_panels(context, x, format, lease.value().data(), k, out, options);
@@ -477,7 +487,7 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
   // A worker has some microseconds between two regions, and a second level cache to put things in.
   constexpr int64_t kMostBytes = 128 << 10;
   const int threads = context.num_threads();
-  if (threads == 1 || weight.size_bytes() == 0) return;
+  if (threads == 1 || weight.size_bytes() == 0 || !gemm::is_known(activation)) return;
   const bool halves = gemm::takes_two_halves(activation);
   const gemm::Plan plan = gemm::plan_few_blocks({.m = 1,
                                                  .n = halves ? weight.n() / 2 : weight.n(),
@@ -489,7 +499,15 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
   context.impl().pool.read_ahead(weight.data(), piece, std::min(piece, kMostBytes));
 }
 
-const char* to_string(ActivationType type) { return type == ActivationType::exact ? "exact" : "int8"; }
+const char* to_string(ActivationType type) {
+  switch (type) {
+    case ActivationType::exact:
+      return "exact";
+    case ActivationType::int8:
+      return "int8";
+  }
+  return "unknown";
+}
 
 const char* to_string(Activation activation) {
   switch (activation) {
@@ -516,9 +534,10 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
     gemm::check_operands(check, gemm::kFloats, weight.n(), weight.k(), x, out, options);
     if (!check.ok()) return check.status();
-    return gemm::with_out_scales(context, out, options, [&](const Tensor& to, const MatmulOptions& to_options) {
-      return gemm::multiply_packed(context, x, weight, to, to_options);
-    });
+    return gemm::with_out_scales(context, normal_strides(out), gemm::normal_options(options),
+                                 [&, x = normal_strides(x)](const Tensor& to, const MatmulOptions& to_options) {
+                                   return gemm::multiply_packed(context, x, weight, to, to_options);
+                                 });
   });
 }
 
@@ -536,9 +555,11 @@ Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight,
       gemm::check_operands(check, gemm::kFloats, check["weight_n"], check["weight_k"], x, out, options);
     }
     if (!check.ok()) return check.status();
-    return gemm::with_out_scales(context, out, options, [&](const Tensor& to, const MatmulOptions& to_options) {
-      return gemm::multiply(context, x, weight, to, to_options);
-    });
+    return gemm::with_out_scales(
+        context, normal_strides(out), gemm::normal_options(options),
+        [&, x = normal_strides(x), weight = normal_strides(weight)](const Tensor& to, const MatmulOptions& to_options) {
+          return gemm::multiply(context, x, weight, to, to_options);
+        });
   });
 }
 

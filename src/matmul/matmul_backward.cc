@@ -69,13 +69,15 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
     if (gradients.bias) check_dtype(check.output("gradients.bias", *gradients.bias)).dims({"n"});
     if (!check.ok()) return check.status();
 
+    const auto product = [&](const ConstTensor& a, const ConstTensor& b, const Tensor& out) {
+      return gemm::multiply(context, normal_strides(a), normal_strides(b), normal_strides(out), {});
+    };
     if (gradients.x) {
-      const Status status = gemm::multiply(context, grad_out, weight.transposed(0, 1), *gradients.x, {});
+      const Status status = product(grad_out, weight.transposed(0, 1), *gradients.x);
       if (!status.ok()) return status;
     }
     if (gradients.weight) {
-      const Status status =
-          gemm::multiply(context, grad_out.transposed(0, 1), x.transposed(0, 1), *gradients.weight, {});
+      const Status status = product(grad_out.transposed(0, 1), x.transposed(0, 1), *gradients.weight);
       if (!status.ok()) return status;
     }
     if (gradients.bias && is_f64) sum_rows_f64(grad_out, *gradients.bias);

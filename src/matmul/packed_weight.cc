@@ -227,6 +227,7 @@ void with_format(QuantFormat format, const Body& body) {
 template <class Piece, class SourceBlock>
 void pack_panels(Context& context, int64_t n, int64_t k, Piece* out, const SourceBlock& block) {
   const int64_t pieces = k / Piece::kValues;
+  if (pieces == 0) return;  // however many outputs
   context.impl().pool.parallel_for(ceil_div(n, kPanelColumns), [&](int64_t panel, int) {
     const int64_t first = panel * kPanelColumns;
     const int columns = static_cast<int>(std::min<int64_t>(kPanelColumns, n - first));
@@ -238,16 +239,9 @@ void pack_panels(Context& context, int64_t n, int64_t k, Piece* out, const Sourc
   });
 }
 
-// The bytes of a packed weight; nothing where they cannot be counted.
-std::optional<int64_t> packed_bytes(QuantFormat format, int64_t n, int64_t k) {
-  int64_t bytes = 0;
-  if (n > INT64_MAX - kPanelColumns || k > INT64_MAX - 2) return std::nullopt;
-  const int64_t columns = round_up(n, kPanelColumns);
-  if (__builtin_mul_overflow(gemm::packed_inputs(format, k) / block_values(format), block_bytes(format), &bytes) ||
-      __builtin_mul_overflow(bytes, columns, &bytes)) {
-    return std::nullopt;
-  }
-  return bytes;
+// The bytes of a packed weight; kMaxBytes where there are more, which no memory holds.
+int64_t packed_bytes(QuantFormat format, int64_t n, int64_t k) {
+  return (Size(gemm::packed_column_bytes(format, k)) * round_up(n, kPanelColumns)).value();
 }
 
 // Tasks of so many panels: a row of the source that lies across them is read in long pieces.
@@ -260,6 +254,7 @@ namespace gemm {
 void pack_float_weight(Context& context, const ConstTensor& weight, void* panels) {
   const int64_t n = weight.shape[0];
   const int64_t k = weight.shape[1];
+  if (k == 0) return;  // however many outputs
   const auto pack_panel = kernels(context.machine().isa).pack_panel[static_cast<int>(float_type(weight.dtype))];
   const int64_t panel_bytes = kPanelColumns * packed_column_bytes(weight_format(weight.dtype), k);
   const int64_t num_panels = ceil_div(n, kPanelColumns);
@@ -281,11 +276,11 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
     check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
     if (!check.ok()) return check.status();
     const QuantFormat format = gemm::weight_format(weight.dtype);
-    const std::optional<int64_t> bytes = packed_bytes(format, check["n"], check["k"]);
-    if (!bytes) return Status::out_of_memory();
-    Result<Buffer> buffer = context.impl().weights.allocate(*bytes);
+    const int64_t bytes = packed_bytes(format, check["n"], check["k"]);
+    if (bytes == kMaxBytes) return Status::out_of_memory();
+    Result<Buffer> buffer = context.impl().weights.allocate(bytes);
     if (!buffer.ok()) return buffer.status();
-    gemm::pack_float_weight(context, weight, buffer.value().data());
+    gemm::pack_float_weight(context, normal_strides(weight), buffer.value().data());
     return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
   });
 }
@@ -337,13 +332,13 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
         return name + " has " + std::to_string(parts[i].rows) + " rows, not a multiple of " +
                std::to_string(kPanelColumns) + ", and another part below it";
       });
-      if (__builtin_add_overflow(rows, parts[i].rows, &rows)) return Status::out_of_memory();
+      rows = (Size(rows) + parts[i].rows).value();
     }
     if (!check.ok()) return check.status();
     const QuantFormat format = parts[0].format;
-    const std::optional<int64_t> bytes = packed_bytes(format, rows, parts[0].cols);
-    if (!bytes) return Status::out_of_memory();
-    Result<Buffer> buffer = context.impl().weights.allocate(*bytes);
+    const int64_t bytes = packed_bytes(format, rows, parts[0].cols);
+    if (bytes == kMaxBytes) return Status::out_of_memory();
+    Result<Buffer> buffer = context.impl().weights.allocate(bytes);
     if (!buffer.ok()) return buffer.status();
     char* panels = static_cast<char*>(buffer.value().data());
     for (const QuantMatrix& part : parts) {
@@ -366,6 +361,7 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
     });
     check_row_indices(check, rows, weight.n());
     if (!check.ok()) return check.status();
+    if (check["count"] == 0 || weight.k() == 0) return {};
     with_format(weight.format(), [&]<class Piece, class Block>(Piece*, const Block*) {
       const int64_t pieces = ceil_div(weight.k(), Piece::kValues);
       context.impl().pool.parallel_for(check["count"], [&](int64_t i, int) {

@@ -50,7 +50,7 @@ Plan make_plan(const Problem& problem, int few_columns, int many_columns) {
     plan.columns_per_task = std::max<int64_t>(1, kFewTaskBytes / bytes_per_unit) * unit;
     plan.k_block = std::max<int64_t>(1, plan.words);
     plan.x_stride = problem.read_x_in_place ? 0 : plan.k_block;
-    plan.packed_x_bytes = Arena::size_of<float>(problem.m * plan.x_stride);
+    plan.packed_x_bytes = Arena::size_of<float>((Size(problem.m) * plan.x_stride).value());
   } else {
     plan.path = Path::many_rows;
     plan.rows_per_task = balanced(problem.m, kManyRows, 1);
@@ -58,7 +58,8 @@ Plan make_plan(const Problem& problem, int few_columns, int many_columns) {
     const int64_t block = std::max<int64_t>(32, block_values(problem.format));
     plan.k_block = balanced(plan.words, kMaxKBlock / block * block, block);
     plan.x_stride = plan.k_block + kPadding;
-    plan.packed_x_bytes = Arena::size_of<float>(ceil_div(plan.words, plan.k_block) * problem.m * plan.x_stride);
+    plan.packed_x_bytes =
+        Arena::size_of<float>((Size(ceil_div(plan.words, plan.k_block)) * problem.m * plan.x_stride).value());
     plan.decoded_bytes_per_worker = Arena::size_of<float>(plan.k_block * many_columns);
   }
   plan.row_tasks = ceil_div(problem.m, plan.rows_per_task);
@@ -104,7 +105,7 @@ std::string to_string(const Plan& plan) {
 int64_t packed_inputs(QuantFormat format, int64_t k) { return format == QuantFormat::bf16 ? round_up(k, 2) : k; }
 
 int64_t packed_column_bytes(QuantFormat format, int64_t k) {
-  return packed_inputs(format, k) / block_values(format) * block_bytes(format);
+  return (Size(packed_inputs(format, k) / block_values(format)) * block_bytes(format)).value();
 }
 
 }  // namespace opst::gemm

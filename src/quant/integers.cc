@@ -99,17 +99,17 @@ IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix) {
   return sizes;
 }
 
-Status quantize(Context& context, const ConstTensor& x, const Tensor& q, const Tensor& scales,
+Status quantize(Context& context, const ConstTensor& values, const Tensor& integers, const Tensor& scales,
                 const QuantizeOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("quantize");
-    const bool bytes = q.dtype != DType::u8;
-    check.tensor("x", x).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "cols"});
+    const bool bytes = integers.dtype != DType::u8;
+    check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "cols"});
     if (options.scales_given) {
       check.tensor("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
       if (options.zeros) check.tensor("zeros", *options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
     }
-    auto out = check.output("q", q).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
+    auto out = check.output("q", integers).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
     if (!bytes) out.unit_inner_stride();
     if (!options.scales_given) {
       check.output("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
@@ -121,6 +121,10 @@ Status quantize(Context& context, const ConstTensor& x, const Tensor& q, const T
     check_groups(check, "scales", cols, groups, bytes ? 8 : 4);
     if (!check.ok()) return check.status();
 
+    // No integers: scales that are given are read by nobody, others are written.
+    if (cols == 0 && options.scales_given) return {};
+    const ConstTensor x = normal_strides(values);
+    const Tensor q = normal_strides(integers);
     const int64_t count = cols / groups;
     const auto kernel = quant_kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
     for_each_row(context, rows, cols, [&](int64_t row) {
@@ -146,11 +150,11 @@ Status quantize(Context& context, const ConstTensor& x, const Tensor& q, const T
   });
 }
 
-Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& out) {
+Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& result) {
   return guarded([&]() -> Status {
     ShapeCheck check("dequantize");
     const IntMatrixSizes sizes = check_int_matrix(check, matrix);
-    check.output("out", out).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "columns"});
+    check.output("out", result).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "columns"});
     if (!check.ok()) return check.status();
     check.require(check["columns"] == sizes.cols, [&] {
       return "out dim 1 (cols) is " + std::to_string(check["columns"]) +
@@ -158,8 +162,10 @@ Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& out) 
     });
     if (!check.ok()) return check.status();
 
+    if (sizes.cols == 0) return {};
     const int64_t count = sizes.cols / sizes.groups;
-    const ConstTensor& q = matrix.q;
+    const ConstTensor q = normal_strides(matrix.q);
+    const Tensor out = normal_strides(result);
     const auto kernel = quant_kernels(context.machine().isa).dequantize_group[float_index(out.dtype)];
     for_each_row(context, sizes.rows, sizes.cols, [&](int64_t row) {
       const IntRow numbers(matrix, row);
@@ -181,18 +187,18 @@ Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& out) 
   });
 }
 
-Status dynamic_quant(Context& context, const ConstTensor& x, const Tensor& q, const Tensor& scales,
+Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& integers, const Tensor& scales,
                      const DynamicQuantOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("dynamic_quant");
-    const bool bytes = q.dtype != DType::u8;
-    check.require(x.rank >= 1 && x.rank <= kMaxRank,
-                  [&] { return "x has rank " + std::to_string(x.rank) + ", but must have 1 to 5"; });
+    const bool bytes = integers.dtype != DType::u8;
+    check.require(values.rank >= 1 && values.rank <= kMaxRank,
+                  [&] { return "x has rank " + std::to_string(values.rank) + ", but must have 1 to 5"; });
     if (!check.ok()) return check.status();
-    const int leading = x.rank - 1;
-    check_leading(check.tensor("x", x).dtype({DType::f32, DType::bf16, DType::f16}), leading, "k");
+    const int leading = values.rank - 1;
+    check_leading(check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}), leading, "k");
     if (options.smooth_scales) check.tensor("smooth_scales", *options.smooth_scales).dtype({DType::f32}).dims({"k"});
-    auto out = check.output("q", q).dtype({DType::i8, DType::u8});
+    auto out = check.output("q", integers).dtype({DType::i8, DType::u8});
     if (!bytes) out.unit_inner_stride();
     check_leading(out, leading, bytes ? "k" : "bytes");
     check_leading(check.output("scales", scales).dtype({DType::f32}), leading, nullptr);
@@ -201,6 +207,8 @@ Status dynamic_quant(Context& context, const ConstTensor& x, const Tensor& q, co
     if (!bytes) check_half(check, "q", check["bytes"], k);
     if (!check.ok()) return check.status();
 
+    const ConstTensor x = normal_strides(values);
+    const Tensor q = normal_strides(integers);
     int64_t rows = 1;
     for (int d = 0; d < leading; ++d) rows *= x.shape[d];
     const auto kernel = quant_kernels(context.machine().isa).quantize_group[float_index(x.dtype)];

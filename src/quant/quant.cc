@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <iterator>
+#include <string_view>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
@@ -36,15 +37,24 @@ static_assert(std::size(kFormats) == kNumQuantFormats && kNumBlockFormats == kNu
               static_cast<int>(QuantFormat::q4_k) == 8 && static_cast<int>(QuantFormat::q5_k) == 9 &&
               static_cast<int>(QuantFormat::bf16) == 10);
 
-const FormatInfo& info_of(QuantFormat format) { return kFormats[static_cast<int>(format)]; }
+// Null for what is no enumerator.
+const FormatInfo* info_of(QuantFormat format) {
+  const auto i = static_cast<size_t>(format);
+  return i < std::size(kFormats) ? &kFormats[i] : nullptr;
+}
+std::string unknown(QuantFormat format) {
+  return "format is " + std::to_string(static_cast<int>(format)) + ", which is no QuantFormat";
+}
 
 // Values per task: some tens of microseconds.
 constexpr int64_t kTaskValues = int64_t{1} << 16;
 
 // Row source_row(i) of the matrix into row i of `out`.
 template <class SourceRow>
-void run(Context& context, const QuantMatrix& matrix, const Tensor& out, int64_t count, const SourceRow& source_row) {
+void run(Context& context, const QuantMatrix& matrix, const Tensor& result, int64_t count,
+         const SourceRow& source_row) {
   if (count == 0 || matrix.cols == 0) return;
+  const Tensor out = normal_strides(result);
   const quant::DequantizeRow dequantize_row =
       quant_kernels(context.machine().isa).dequantize_row[static_cast<int>(matrix.format)];
   const int64_t bytes = matrix.cols / block_values(matrix.format) * block_bytes(matrix.format);
@@ -73,52 +83,69 @@ ConstTensor bytes_of(const QuantMatrix& matrix) {
 
 }  // namespace
 
-const char* to_string(QuantFormat format) { return info_of(format).name; }
+const char* to_string(QuantFormat format) {
+  const FormatInfo* const info = info_of(format);
+  return info != nullptr ? info->name : "unknown";
+}
 
 std::optional<QuantFormat> parse_quant_format(const std::string& name) {
-  std::string lower = name;
-  for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  const auto same_letter = [](char a, char b) { return std::tolower(static_cast<unsigned char>(a)) == b; };
   for (int i = 0; i < kNumQuantFormats; ++i) {
-    if (lower == kFormats[i].name) return static_cast<QuantFormat>(i);
+    const std::string_view format = kFormats[i].name;
+    if (std::equal(name.begin(), name.end(), format.begin(), format.end(), same_letter)) {
+      return static_cast<QuantFormat>(i);
+    }
   }
   return std::nullopt;
 }
 
-int64_t block_values(QuantFormat format) { return info_of(format).block_values; }
-int64_t block_bytes(QuantFormat format) { return info_of(format).block_bytes; }
+int64_t block_values(QuantFormat format) {
+  const FormatInfo* const info = info_of(format);
+  return info != nullptr ? info->block_values : 0;
+}
+int64_t block_bytes(QuantFormat format) {
+  const FormatInfo* const info = info_of(format);
+  return info != nullptr ? info->block_bytes : 0;
+}
 
 Result<int64_t> row_bytes(QuantFormat format, int64_t cols) {
   return guarded([&]() -> Result<int64_t> {
-    const FormatInfo& block = info_of(format);
-    int64_t bytes = 0;
+    const FormatInfo* const info = info_of(format);
+    if (info == nullptr) return Status::invalid_argument("row_bytes: " + unknown(format));
+    const FormatInfo& block = *info;
     if (cols < 0 || cols % block.block_values != 0) {
       return Status::invalid_argument("row_bytes: cols is " + std::to_string(cols) + ", but " + block.name +
                                       " has blocks of " + std::to_string(block.block_values) + " values");
     }
-    if (__builtin_mul_overflow(cols / block.block_values, block.block_bytes, &bytes)) {
+    const Size bytes = Size(cols / block.block_values) * block.block_bytes;
+    if (!bytes.within_limit()) {
       return Status::invalid_argument("row_bytes: cols is " + std::to_string(cols) +
-                                      ", and such a row has more bytes than can be counted");
+                                      ", and such a row has more bytes than the limit of 2^56");
     }
-    return bytes;
+    return bytes.value();
   });
 }
 
 void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& matrix) {
   check.require(matrix.rows >= 0,
                 [&] { return std::string(name) + " rows is " + std::to_string(matrix.rows) + ", but must be >= 0"; });
-  const FormatInfo& block = info_of(matrix.format);
+  const FormatInfo* const info = info_of(matrix.format);
+  check.require(info != nullptr, [&] { return std::string(name) + "'s " + unknown(matrix.format); });
+  if (!check.ok()) return;
+  const FormatInfo& block = *info;
   check.require(matrix.cols >= 0 && matrix.cols % block.block_values == 0, [&] {
     return std::string(name) + " cols is " + std::to_string(matrix.cols) + ", but " + block.name + " has blocks of " +
            std::to_string(block.block_values) + " values";
   });
   if (!check.ok()) return;
-  int64_t bytes = 0;
-  const bool countable = !__builtin_mul_overflow(matrix.cols / block.block_values, block.block_bytes, &bytes) &&
-                         !__builtin_mul_overflow(bytes, matrix.rows, &bytes);
+  // Of one row at least: sizes of a matrix without rows are multiplied as well.
+  const Size row = Size(matrix.cols / block.block_values) * block.block_bytes;
+  const int64_t bytes = (row * matrix.rows).value();
   const auto shape = [&] {
     return std::string("[") + std::to_string(matrix.rows) + ", " + std::to_string(matrix.cols) + "]";
   };
-  check.require(countable, [&] { return std::string(name) + " " + shape() + " has more bytes than can be counted"; });
+  check.require((row * std::max<int64_t>(matrix.rows, 1)).within_limit() && Size(matrix.rows).within_limit(),
+                [&] { return std::string(name) + " " + shape() + " has more rows or bytes than the limit of 2^56"; });
   if (!check.ok()) return;
   check.require(matrix.size_bytes >= bytes, [&] {
     return std::string(name) + " has " + std::to_string(matrix.size_bytes) + " bytes, but " + block.name + " " +
@@ -130,7 +157,7 @@ void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& 
 
 void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_rows) {
   if (!check.ok()) return;
-  for (int64_t i = 0; i < rows.shape[0]; ++i) {
+  for (int64_t i = 0; i < distinct(rows, 0); ++i) {
     const int64_t row = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
     if (row >= 0 && row < num_rows) continue;
     check.require(false, std::string("rows[") + std::to_string(i) + "] is " + std::to_string(row) +

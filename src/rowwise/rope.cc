@@ -105,6 +105,13 @@ float load_f32(const ConstTensor& tensor, int64_t offset) {
 }
 
 }  // namespace
+
+void check_style(ShapeCheck& check, RopeStyle style) {
+  check.require(style == RopeStyle::pairs || style == RopeStyle::halves, [&] {
+    return "style is " + std::to_string(static_cast<int>(style)) + ", but must be pairs or halves";
+  });
+}
+
 }  // namespace rowwise
 
 using rowwise::axis_of;
@@ -127,6 +134,7 @@ Status rope_table(Context& context, const ConstTensor& positions, const Tensor& 
     if (!check.ok()) return check.status();
 
     const int64_t half = check["half"];
+    if (check["tokens"] == 0 || half == 0) return {};
     Result<WorkspaceLease> lease = context.impl().workspaces.lease(Arena::size_of<double>(half));
     if (!lease.ok()) return lease.status();
     auto* const frequency = Arena(lease.value()).take<double>(half);
@@ -148,7 +156,15 @@ Status rope_table(Context& context, const ConstTensor& positions, const Tensor& 
   });
 }
 
-const char* to_string(RopeStyle style) { return style == RopeStyle::pairs ? "pairs" : "halves"; }
+const char* to_string(RopeStyle style) {
+  switch (style) {
+    case RopeStyle::pairs:
+      return "pairs";
+    case RopeStyle::halves:
+      return "halves";
+  }
+  return "unknown";
+}
 
 Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, const ConstTensor& sin, const Tensor& out,
             const RopeOptions& options) {
@@ -158,6 +174,7 @@ Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, cons
     check.tensor("sin", sin).dtype({DType::f32}).dims({"tokens", "half"});
     rowwise::check_heads(check, x, out);
     rowwise::check_pairs(check, "cos");
+    rowwise::check_style(check, options.style);
     if (!check.ok()) return check.status();
 
     const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[type_index(x.dtype)];
@@ -179,11 +196,12 @@ Status rope_cached(Context& context, const ConstTensor& x, const ConstTensor& po
     rowwise::check_heads(check, x, out);
     rowwise::check_pairs(check, "cos_cache");
     rowwise::check_sections(check, options.sections);
+    rowwise::check_style(check, options.style);
     if (!check.ok()) return check.status();
     const int64_t tokens = check["tokens"], half = check["half"], max_positions = check["max_positions"];
     const bool axes = has_axes(options.sections);
     for (int axis = 0; axis < (axes ? 3 : 1); ++axis) {
-      for (int64_t token = 0; token < tokens; ++token) {
+      for (int64_t token = 0; token < distinct(positions, positions.rank - 1); ++token) {
         const int64_t position = position_at(positions, axis, token);
         if (position >= 0 && position < max_positions) continue;
         check.require(false, std::string("positions[") + (axes ? std::to_string(axis) + ", " : "") +
@@ -196,6 +214,7 @@ Status rope_cached(Context& context, const ConstTensor& x, const ConstTensor& po
     const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[type_index(x.dtype)];
     const rowwise::RopeToken first = rowwise::first_token(x, out, half, options.style, options.inverse);
     const int64_t elements = x.shape[1] * x.shape[2];
+    if (tokens == 0 || elements == 0) return {};
     if (!axes && cos_cache.dtype == DType::f32) {
       for_each_row(context, tokens, elements, [&](int64_t token) {
         const int64_t position = position_at(positions, 0, token);

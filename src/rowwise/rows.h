@@ -11,6 +11,7 @@
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "opst/rowwise.h"
 #include "rowwise/kernels.h"
 
 namespace opst::rowwise {
@@ -36,18 +37,14 @@ void check_rows(ShapeCheck& check, std::initializer_list<Input> inputs, std::ini
                 const char* last = "features");
 // A number of each row, [..]: after check_rows.
 void check_row_numbers(ShapeCheck& check, const char* name, const Tensor& numbers, int row_rank);
+// One of the enumerators.
+void check_style(ShapeCheck& check, RopeStyle style);
 // [features], f32 or `dtype`.
 void check_weight(ShapeCheck& check, const char* name, const ConstTensor& weight, DType dtype);
 
 template <class T>
 const T* address(const std::optional<T>& optional) {
   return optional ? &*optional : nullptr;
-}
-
-// The same elements at the same addresses.
-inline bool same_view(const ConstTensor& a, const ConstTensor& b) {
-  if (a.data != b.data || a.dtype != b.dtype || a.rank != b.rank || a.rank < 0 || a.rank > kMaxRank) return false;
-  return std::equal(a.shape, a.shape + a.rank, b.shape) && std::equal(a.strides, a.strides + a.rank, b.strides);
 }
 
 // Everything but the last dimension.

@@ -94,16 +94,25 @@ struct GenericVec {
   OPST_INLINE void store(S* p) const {
     store_n(p, kLanes);
   }
+  // As bytes: pairs of 16-bit numbers travel as floats, and lie at any even address.
   template <class S>
   static OPST_INLINE GenericVec load_n(const S* p, int64_t n) {
     Lanes out = {};
-    for (int64_t i = 0; i < n; ++i) out.x[i] = widen(p[i]);
+    for (int64_t i = 0; i < n; ++i) {
+      S x;
+      __builtin_memcpy(&x, reinterpret_cast<const char*>(p) + i * static_cast<int64_t>(sizeof(S)), sizeof(S));
+      out.x[i] = widen(x);
+    }
     return of(out);
   }
   template <class S>
   OPST_INLINE void store_n(S* p, int64_t n) const {
     const Lanes in = lanes();
-    for (int64_t i = 0; i < n; ++i) narrow(in.x[i], &p[i]);
+    for (int64_t i = 0; i < n; ++i) {
+      S x;
+      narrow(in.x[i], &x);
+      __builtin_memcpy(reinterpret_cast<char*>(p) + i * static_cast<int64_t>(sizeof(S)), &x, sizeof(S));
+    }
   }
 };
 

@@ -1,0 +1,198 @@
+// Every call of the room with sizes, strides, ranks and enumerators that mean nothing: a Status, at once.
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "opst/matmul.h"
+#include "testing/extremes.h"
+
+namespace opst {
+namespace {
+
+using test::Extremes;
+using test::Random;
+
+constexpr int64_t kHuge = int64_t{1} << 40;
+
+class MatmulExtremes : public testing::Test {
+ protected:
+  template <class Call>
+  void rounds(const Call& call, int count = 10000) {
+    int accepted = 0;
+    for (int i = 0; i < count; ++i) {
+      // 2^31 inputs could be multiplied in earnest.
+      Extremes draw(random_, kHuge);
+      const Status status = call(draw);
+      draw.expect_untouched(status);
+      accepted += status.ok() ? 1 : 0;
+      if (HasFailure()) FAIL() << "round " << i;
+    }
+    EXPECT_GT(accepted, count / 50);
+  }
+  DType float_type() { return random_.pick({DType::f32, DType::bf16, DType::f16}); }
+  MatmulOptions options(Extremes& draw, int64_t m, int64_t n, int64_t width) {
+    MatmulOptions options = {.activation = draw.enumerator({Activation::none, Activation::silu, Activation::gelu_erf}),
+                             .activations = draw.enumerator({ActivationType::exact, ActivationType::int8}),
+                             .batch_invariant = random_.chance(0.5)};
+    if (width != n) options.activation = Activation::swiglu;
+    if (random_.chance(0.3)) options.bias = draw.input(float_type(), {n});
+    if (random_.chance(0.3)) options.residual = draw.input(float_type(), {m, width});
+    if (random_.chance(0.3)) options.out_scales = draw.output(DType::f32, {m});
+    return options;
+  }
+  int64_t width_of(int64_t n) { return n > 0 && n % 2 == 0 && random_.chance(0.3) ? n / 2 : n; }
+
+  Random random_{test::seed()};
+  Context context_ = std::move(Context::create({.num_threads = 2}).value());
+};
+
+TEST_F(MatmulExtremes, Dense) {
+  rounds([&](Extremes& draw) {
+    const int64_t m = draw.size(), n = draw.size(), k = draw.size(), width = width_of(n);
+    const MatmulOptions with = options(draw, m, n, width);
+    return matmul(context_, draw.input(float_type(), {m, k}), draw.input(float_type(), {n, k}),
+                  draw.output(with.out_scales ? DType::i8 : float_type(), {m, width}), with);
+  });
+}
+
+TEST_F(MatmulExtremes, Packed) {
+  const std::array<char, 1 << 14> bytes = {};
+  rounds([&](Extremes& draw) {
+    const int64_t m = draw.size(), n = draw.size();
+    int64_t k = draw.size();
+    Result<PackedWeight> packed = Status();
+    if (random_.chance(0.5)) {
+      packed = PackedWeight::pack(context_, draw.input(float_type(), {n, k}));
+    } else {
+      QuantMatrix matrix = {static_cast<QuantFormat>(random_.integer(0, kNumQuantFormats)), n, k, bytes.data(),
+                            static_cast<int64_t>(bytes.size())};
+      const int64_t block = std::max<int64_t>(1, block_values(matrix.format));
+      if (k > 0 && k < kHuge) matrix.cols = k *= block;
+      packed = PackedWeight::pack(context_, matrix);
+    }
+    if (!packed.ok()) return packed.status();
+    const PackedWeight& weight = packed.value();
+    read_ahead(context_, weight, draw.enumerator({Activation::none, Activation::swiglu}));
+    if (random_.chance(0.3)) {
+      const int64_t count = draw.size();
+      return lookup_rows(context_, weight, draw.input(DType::i64, {count}, random_.chance(0.8) ? 0 : 0xff),
+                         draw.output(DType::f32, {count, k}));
+    }
+    const int64_t width = width_of(n);
+    const MatmulOptions with = options(draw, m, n, width);
+    return matmul(context_, draw.input(float_type(), {m, k}), weight,
+                  draw.output(with.out_scales ? DType::i8 : float_type(), {m, width}), with);
+  });
+}
+
+TEST_F(MatmulExtremes, Integers) {
+  rounds([&](Extremes& draw) {
+    const bool bytes = random_.chance(0.5);
+    const int64_t m = draw.size(), n = draw.size(), groups = draw.size(), count = draw.size();
+    const bool small = groups >= 0 && groups < kHuge && count >= 0 && count < kHuge;
+    const int64_t width = small ? groups * count : count, k = bytes || !small ? width : 2 * width;
+    IntMatrix matrix = {draw.input(bytes ? DType::i8 : DType::u8, {n, width}), draw.input(DType::f32, {n, groups})};
+    if (random_.chance(0.3)) matrix.zeros = draw.input(DType::i8, {n, groups});
+    Result<PackedIntWeight> packed =
+        random_.chance(0.2) ? PackedIntWeight::pack(context_, matrix.q) : PackedIntWeight::pack(context_, matrix);
+    if (!packed.ok()) return packed.status();
+    IntMatmulOptions options;
+    const DType x = random_.chance(0.6) ? DType::i8 : float_type();
+    const DType out = random_.chance(0.3) ? DType::i32 : float_type();
+    if (random_.chance(0.3)) options.x_scales = draw.input(DType::f32, {m});
+    if (random_.chance(0.3)) options.bias = draw.input(random_.pick({DType::f32, DType::bf16, DType::i32}), {n});
+    return matmul(context_, draw.input(x, {m, k}), packed.value(), draw.output(out, {m, n}), options);
+  });
+}
+
+TEST_F(MatmulExtremes, Gradients) {
+  rounds([&](Extremes& draw) {
+    const int64_t m = draw.size(), n = draw.size(), k = draw.size();
+    MatmulGradients gradients;
+    // A gradient of x takes memory for every row: no sum over rows is longer than that.
+    gradients.x = draw.output(float_type(), {m, k});
+    if (random_.chance(0.5)) gradients.weight = draw.output(float_type(), {n, k});
+    if (k > 0 && random_.chance(0.5)) gradients.bias = draw.output(float_type(), {n});
+    return matmul_backward(context_, draw.input(float_type(), {m, n}), draw.input(float_type(), {m, k}),
+                           draw.input(float_type(), {n, k}), gradients);
+  });
+}
+
+// What did not return, or planned for what nobody asked.
+TEST_F(MatmulExtremes, NothingToDo) {
+  const Tensor no_inputs = Tensor::contiguous(DType::f32, {kHuge, 0}, nullptr);
+  const Result<PackedWeight> wide = PackedWeight::pack(context_, no_inputs);
+  ASSERT_TRUE(wide.ok());
+  EXPECT_EQ(wide.value().n(), kHuge);
+  const Tensor no_rows = Tensor::contiguous(DType::f32, {0, kHuge}, nullptr);
+  const Tensor none = Tensor::contiguous(DType::f32, {0, 0}, nullptr);
+  EXPECT_TRUE(matmul(context_, none, wide.value(), no_rows).ok());
+  EXPECT_TRUE(PackedWeight::pack(context_, QuantMatrix{QuantFormat::q4_k, kHuge, 0, nullptr, 0}).ok());
+  const Result<PackedWeight> long_rows = PackedWeight::pack(context_, no_rows);
+  ASSERT_TRUE(long_rows.ok());
+  EXPECT_TRUE(matmul(context_, no_rows, long_rows.value(), none).ok());
+  float number = 1;
+  ConstTensor weight = ConstTensor::contiguous(DType::f32, {7, kHuge}, &number);
+  weight.strides[0] = weight.strides[1] = 0;
+  EXPECT_TRUE(matmul(context_, no_rows, weight, Tensor::contiguous(DType::f32, {0, 7}, nullptr)).ok());
+  EXPECT_EQ(context_.workspace_bytes(), 0);
+  int64_t row = 3;
+  ConstTensor rows = ConstTensor::contiguous(DType::i64, {kHuge}, &row);
+  rows.strides[0] = 0;
+  EXPECT_TRUE(lookup_rows(context_, wide.value(), rows, no_inputs).ok());
+  row = -1;
+  EXPECT_EQ(lookup_rows(context_, wide.value(), rows, no_inputs).message(),
+            "lookup_rows: rows[0] is -1, but the matrix has 1099511627776 rows");
+}
+
+TEST_F(MatmulExtremes, EnumeratorsThatAreNone) {
+  float x[4] = {};
+  const Tensor t = Tensor::contiguous(DType::f32, {1, 1}, x), weight = Tensor::contiguous(DType::f32, {1, 1}, x + 1),
+               out = Tensor::contiguous(DType::f32, {1, 1}, x + 2);
+  EXPECT_EQ(matmul(context_, t, weight, out, {.activation = static_cast<Activation>(6)}).message(),
+            "matmul: activation is 6, which is no Activation");
+  EXPECT_EQ(matmul(context_, t, weight, out, {.activations = static_cast<ActivationType>(2)}).message(),
+            "matmul: activations is 2, which is no ActivationType");
+  EXPECT_STREQ(to_string(static_cast<Activation>(200)), "unknown");
+  EXPECT_STREQ(to_string(static_cast<ActivationType>(2)), "unknown");
+  EXPECT_EQ(PackedWeight::pack(context_, QuantMatrix{static_cast<QuantFormat>(11), 1, 1, x, 4}).status().message(),
+            "PackedWeight::pack: weight's format is 11, which is no QuantFormat");
+}
+
+// One row and one column, told with strides that mean nothing, have the bits that they have otherwise.
+TEST_F(MatmulExtremes, StridesThatMeanNothing) {
+  const auto with_stride = [](Tensor tensor, int64_t stride) {
+    for (int i = 0; i < tensor.rank; ++i) {
+      if (tensor.shape[i] == 1) tensor.strides[i] = stride;
+    }
+    return tensor;
+  };
+  std::vector<float> x = {1, 2, 3, 4, 5}, weight = {1, -1, 2, -2, 3}, out(1), residual = {10};
+  for (const int64_t k : {1, 5}) {
+    for (const int64_t stride : {int64_t{0}, int64_t{-3}, INT64_MIN, INT64_MAX}) {
+      const auto view = [&](std::vector<float>& v, int64_t rows, int64_t columns) {
+        return with_stride(Tensor::contiguous(DType::f32, {rows, columns}, v.data()), stride);
+      };
+      const Tensor result = view(out, 1, 1);
+      const float expected = k == 1 ? 1.0f : 1 - 2 + 6 - 8 + 15;
+      ASSERT_TRUE(matmul(context_, view(x, 1, k), view(weight, 1, k), result, {.residual = view(residual, 1, 1)}).ok());
+      EXPECT_EQ(out[0], 10 + expected);
+      const PackedWeight packed = std::move(PackedWeight::pack(context_, view(weight, 1, k)).value());
+      // The residual is out itself, told otherwise.
+      out[0] = 1;
+      ASSERT_TRUE(matmul(context_, view(x, 1, k), packed, Tensor::contiguous(DType::f32, {1, 1}, out.data()),
+                         {.residual = result})
+                      .ok());
+      EXPECT_EQ(out[0], 1 + expected);
+      std::vector<float> gradient(5);
+      std::vector<float> one = {2};
+      ASSERT_TRUE(
+          matmul_backward(context_, view(one, 1, 1), view(x, 1, k), view(weight, 1, k), {.x = view(gradient, 1, k)})
+              .ok());
+      EXPECT_EQ(gradient[0], 2);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace opst
