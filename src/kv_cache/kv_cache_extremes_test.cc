@@ -36,7 +36,7 @@ class KvCacheExtremes : public testing::Test {
       const int64_t d = value ? value_dim : dim;
       if (layout != PageLayout::panel32) return {blocks, block_size, heads, d};
       const int64_t step = dtype == DType::bf16 ? 2 : 1;
-      if (value) return {blocks, heads, block_size / step, d < kHuge ? step * d : d};
+      if (value) return {blocks, heads, block_size / step, d > 0 && d < kHuge ? step * d : d};
       return {blocks, heads, block_size / 32, d / step, 32 * step};
     }
   };
