@@ -340,14 +340,14 @@ def test_explain_tells_what_happens(lead, rows, dims, dtype, kinds, layout, mask
                 assert not by and str(error) == told.reason
             else:
                 assert by == {told.path} and (error is None or told.path == "torch")
-            if out is None or told.path != "ops_transformer":
+            if out is None or told.path != "ops_transformer" or 0 in rows:  # without rows torch answers before it broadcasts
                 return
             try:
                 want = theirs(*arguments, scale=scale, enable_gqa=gqa)
             except Exception:
                 return  # wider, not worse
             assert (out.shape, out.stride(), out.dtype, type(out)) == (want.shape, want.stride(), want.dtype, type(want))
-            assert out.requires_grad == want.requires_grad or out.numel() == 0
+            assert out.requires_grad == want.requires_grad
             if dropout == 0 and out.device.type == "cpu":
                 name = str(out.dtype).replace("torch.", "")
                 assert_near(out.detach().double().numpy(), want.detach().double().numpy(), name, 8)
