@@ -1,20 +1,26 @@
 // Model: a GGUF file, ready to answer.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <thread>
 
+#include "model/conversation.h"
 #include "model/generate.h"
-#include "model/gguf.h"
 #include "model/llama.h"
+#include "model/model_file.h"
 #include "model/perplexity.h"
 #include "model/prompt.h"
-#include "model/tokenizer.h"
 #include "view.h"
 
 namespace opst::python {
@@ -30,21 +36,103 @@ auto unlocked(F&& call) {
   return call();
 }
 
+// One call at a time. Other threads wait; a call from within a call (an on_text) is refused, as it would wait for itself.
+class Turns {
+ public:
+  // Held until its end. Made with the interpreter's lock, which it gives away while it waits.
+  class Turn {
+   public:
+    explicit Turn(Turns& turns) : turns_(turns) {
+      // A forked child has its parent's memory but not the thread that held the lock there.
+      if (const pid_t process = getpid(); turns_.process_ != process) {
+        new (&turns_.mutex_) std::mutex;
+        turns_.holder_ = std::thread::id();
+        turns_.process_ = process;
+      }
+      if (turns_.holder_ == std::this_thread::get_id()) {
+        raise(PyExc_RuntimeError, "this model is in a call already, whose on_text calls it again: call it when generate "
+                                  "has returned, or give another Model");
+      }
+      unlocked([&] { turns_.mutex_.lock(); });
+      turns_.holder_ = std::this_thread::get_id();
+    }
+    ~Turn() {
+      turns_.holder_ = std::thread::id();
+      turns_.mutex_.unlock();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    Turns& turns_;
+  };
+
+ private:
+  std::mutex mutex_;
+  std::atomic<std::thread::id> holder_ = std::thread::id();
+  pid_t process_ = getpid();
+};
+
+// What Python has to say during a call that runs without the interpreter's lock: signals (Ctrl-C), and what on_text
+// raises. rethrow() is for the end of the call.
+class Listener {
+ public:
+  explicit Listener(nb::object on_text) : on_text_(std::move(on_text)) {}
+
+  bool interrupted() {
+    const nb::gil_scoped_acquire acquired;
+    if (!failure_ && PyErr_CheckSignals() != 0) failure_ = std::make_unique<nb::python_error>();
+    return failure_ != nullptr;
+  }
+  Status read(std::string_view piece) {
+    if (interrupted()) return Status::internal("interrupted");
+    if (on_text_.is_none()) return {};
+    const nb::gil_scoped_acquire acquired;
+    try {
+      on_text_(nb::str(piece.data(), piece.size()));
+    } catch (nb::python_error& error) {
+      failure_ = std::make_unique<nb::python_error>(std::move(error));
+      return Status::internal("interrupted");
+    }
+    return {};
+  }
+  void rethrow() {
+    if (failure_) throw nb::python_error(std::move(*failure_));
+  }
+
+ private:
+  nb::object on_text_;
+  std::unique_ptr<nb::python_error> failure_;
+};
+
+// text, tokens, finish_reason
+using Answer = nb::typed<nb::tuple, std::string, Ids, std::string>;
+
+// Runs `call(read, interrupted)`, which gives a Result<Generation>, with all that a call from Python needs around it.
+template <class F>
+Answer answer(Turns& turns, nb::object on_text, F&& call) {
+  const Turns::Turn turn(turns);
+  Listener listener(std::move(on_text));
+  Result<model::Generation> result = unlocked([&] {
+    return call([&](std::string_view piece) { return listener.read(piece); }, [&] { return listener.interrupted(); });
+  });
+  listener.rethrow();
+  const model::Generation generation = value_or_raise(std::move(result));
+  return nb::make_tuple(generation.text, generation.tokens, to_string(generation.finish_reason));
+}
+
 class Model {
  public:
   // The Context must outlive it (nb::keep_alive).
-  Model(Context& context, const std::string& path, int64_t max_context)
-      : file_(value_or_raise(model::GgufFile::open(path))),
-        tokenizer_(value_or_raise(model::Tokenizer::from_gguf(file_))),
-        weights_(value_or_raise(unlocked([&] { return model::LlamaModel::load(context, file_); }))),
-        context_(context),
-        options_(session_options(max_context)),
-        sequence_(make_sequence()) {}
+  Model(Context& context, const nb::bytes& path, int64_t max_context, const std::string& kv_dtype, bool int8_activations)
+      : Model(context, value_or_raise(model::ModelFile::open({path.c_str(), path.size()})), max_context, kv_dtype,
+              int8_activations) {}
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
 
-  Ids tokenize(std::string_view text, bool parse_special) const {
-    return value_or_raise(tokenizer_.encode(text, parse_special));
+  Ids tokenize(std::string_view text, bool add_bos, bool parse_special) const {
+    return value_or_raise(
+        model::text_ids(tokenizer_, text, {.add_bos = add_bos, .parse_special = parse_special}));
   }
 
   nb::bytes detokenize(const Ids& ids) const {
@@ -59,113 +147,133 @@ class Model {
     return nb::bytes(text.data(), text.size());
   }
 
-  Ids prompt_ids(std::string_view text) const { return value_or_raise(model::raw_prompt(tokenizer_, text, true)); }
   Ids chat_ids(const std::vector<std::pair<std::string, std::string>>& turns) const {
     std::vector<model::ChatMessage> messages;
     for (const auto& [role, content] : turns) messages.push_back({role, content});
-    return value_or_raise(model::chat_prompt(file_, tokenizer_, messages));
+    return value_or_raise(chat_template().prompt(messages));
   }
 
-  nb::typed<nb::tuple, std::string, Ids, std::string> generate(const Ids& prompt, int64_t max_tokens, bool greedy,
-                                                               int64_t top_k, double top_p, double temperature,
-                                                               uint64_t seed, nb::object on_text) {
+  Answer generate(const Ids& prompt, int64_t max_tokens, bool greedy, int64_t top_k, double top_p, double temperature,
+                  uint64_t seed, bool ignore_end, nb::object on_text) {
     model::GenerateOptions options;
     options.max_tokens = max_tokens;
+    options.ignore_end = ignore_end;
     options.sampling = {.greedy = greedy, .top_k = top_k, .top_p = top_p, .temperature = temperature, .seed = seed};
-    std::unique_ptr<nb::python_error> failure;
-    const auto reader = [&](std::string_view piece) -> Status {
-      const nb::gil_scoped_acquire acquired;
-      try {
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        if (!on_text.is_none()) on_text(nb::str(piece.data(), piece.size()));
-      } catch (nb::python_error& error) {
-        failure = std::make_unique<nb::python_error>(std::move(error));
-        return Status::internal("interrupted");
-      }
-      return {};
-    };
-    Sequence& sequence = this->sequence();
-    Result<model::Generation> result = unlocked([&] {
-      const std::lock_guard lock(sequence.mutex);
-      sequence.session.reset();
-      return model::generate(sequence.session, tokenizer_, prompt, options, reader);
+    return answer(turns_, std::move(on_text), [&](const auto& read, const auto& interrupted) {
+      return model::generate(session_, tokenizer_, prompt, options, read, interrupted);
     });
-    if (failure) throw nb::python_error(std::move(*failure));
-    const model::Generation generation = value_or_raise(std::move(result));
-    return nb::make_tuple(generation.text, generation.tokens, to_string(generation.finish_reason));
   }
 
   // logits [tokens, vocab_size] f32
   void logits(const Ids& tokens, const View& out) {
     const Tensor y = out.output("logits");
-    const int64_t rows = static_cast<int64_t>(tokens.size()), vocab = vocab_size();
-    if (y.dtype != DType::f32 || y.rank != 2 || y.shape[0] != rows || y.shape[1] != vocab || !y.is_contiguous()) {
-      raise(PyExc_ValueError, "logits must be a contiguous f32 [" + std::to_string(rows) + ", " +
-                                  std::to_string(vocab) + "], not " + to_string(y));
+    const int64_t rows = static_cast<int64_t>(tokens.size()), vocab = session_.config().vocab_size;
+    if (y.dtype != DType::f32 || y.rank != 2 || y.shape[0] != rows || y.shape[1] != vocab) {
+      raise(PyExc_ValueError, "logits must be f32 [" + std::to_string(rows) + ", " + std::to_string(vocab) + "], not " +
+                                  to_string(y));
     }
-    Sequence& sequence = this->sequence();
-    run([&] {
-      const std::lock_guard lock(sequence.mutex);
-      sequence.session.reset();
-      return sequence.session.feed_all(tokens, [&](int64_t position, std::span<const float> row) {
-        std::copy(row.begin(), row.end(), static_cast<float*>(y.data) + position * vocab);
-      });
+    if (rows == 0) return;
+    const Turns::Turn turn(turns_);
+    Listener listener{nb::none()};
+    const Status status = unlocked([&] {
+      session_.reset();
+      return session_.feed_all(
+          tokens,
+          [&](int64_t position, std::span<const float> row) {
+            float* to = static_cast<float*>(y.data) + position * y.strides[0];
+            for (const float logit : row) {
+              *to = logit;
+              to += y.strides[1];
+            }
+          },
+          [&] { return listener.interrupted(); });
     });
+    listener.rethrow();
+    raise_if_failed(status);
   }
 
   double perplexity(const Ids& tokens) {
-    Sequence& sequence = this->sequence();
-    return value_or_raise(unlocked([&] {
-             const std::lock_guard lock(sequence.mutex);
-             sequence.session.reset();
-             return model::measure_perplexity(sequence.session, tokens, {});
-           }))
-        .perplexity();
+    const Turns::Turn turn(turns_);
+    Listener listener{nb::none()};
+    Result<model::Perplexity> result = unlocked([&] {
+      return model::measure_perplexity(session_, tokens, {}, [&] { return listener.interrupted(); });
+    });
+    listener.rethrow();
+    return value_or_raise(std::move(result)).perplexity();
   }
 
-  int64_t vocab_size() const { return weights_.config().vocab_size; }
-  int64_t max_context() const { return options_.context; }
+  int64_t vocab_size() const { return session_.config().vocab_size; }
+  int64_t max_context() const { return session_.context(); }
   int64_t weight_bytes() const { return weights_.weight_bytes(); }
+  int64_t kv_cache_bytes() const { return session_.kv_cache_bytes(); }
 
  private:
-  struct Sequence {
-    explicit Sequence(model::LlamaSession s) : session(std::move(s)) {}
-    model::LlamaSession session;
-    std::mutex mutex;  // one sequence at a time
-    pid_t process = getpid();
-  };
-  std::unique_ptr<Sequence> make_sequence() const {
-    return std::make_unique<Sequence>(value_or_raise(model::LlamaSession::create(context_, weights_, options_)));
-  }
+  friend class Conversation;
 
-  // With the interpreter's lock. In a forked child another thread of the parent may have been inside the sequence: it
-  // stays locked there, and half written. The child leaves it to its fate and starts one of its own.
-  Sequence& sequence() {
-    if (sequence_->process != getpid()) {
-      if (sequence_->mutex.try_lock()) {
-        sequence_->mutex.unlock();
-        sequence_->process = getpid();
-      } else {
-        std::unique_ptr<Sequence> fresh = make_sequence();
-        (void)sequence_.release();
-        sequence_ = std::move(fresh);
-      }
-    }
-    return *sequence_;
-  }
+  // Of the file nothing is kept: it may be shortened or deleted afterwards.
+  Model(Context& context, model::ModelFile file, int64_t max_context, const std::string& kv_dtype,
+        bool int8_activations)
+      : context_(&context),
+        tokenizer_(std::move(file.tokenizer)),
+        chat_template_(model::ChatTemplate::from_gguf(file.file, tokenizer_)),
+        weights_(value_or_raise(unlocked([&] { return model::LlamaModel::load(context, file.file); }))),
+        options_(session_options(max_context, kv_dtype, int8_activations)),
+        session_(value_or_raise(model::LlamaSession::create(context, weights_, options_))) {}
 
-  model::SessionOptions session_options(int64_t max_context) const {
+  model::SessionOptions session_options(int64_t max_context, const std::string& kv_dtype, bool int8_activations) const {
     model::SessionOptions options;
     options.context = max_context > 0 ? max_context : std::min(options.context, weights_.config().max_context);
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      if (kv_dtype == to_string(dtype)) options.kv_dtype = dtype;
+    }
+    if (int8_activations) options.activations = ActivationType::int8;
     return options;
   }
+  // Only a chat needs one, so only a chat fails where the file's is not known.
+  const model::ChatTemplate& chat_template() const {
+    raise_if_failed(chat_template_.status());
+    return chat_template_.value();
+  }
 
-  model::GgufFile file_;
+  Context* context_;
   model::Tokenizer tokenizer_;
+  Result<model::ChatTemplate> chat_template_;
   model::LlamaModel weights_;
-  Context& context_;
-  const model::SessionOptions options_;
-  std::unique_ptr<Sequence> sequence_;
+  model::SessionOptions options_;
+  model::LlamaSession session_;
+  Turns turns_;  // one sequence at a time
+};
+
+// A session of its own, with its own cache, beside the model's.
+class Conversation {
+ public:
+  // The model must outlive it (nb::keep_alive).
+  Conversation(Model& model, std::optional<std::string> system, bool greedy, int64_t top_k, double top_p,
+               double temperature, uint64_t seed)
+      : session_(value_or_raise(
+            model::LlamaSession::create(*model.context_, model.weights_, model.options_))),
+        conversation_(value_or_raise(model::Conversation::create(
+            session_, model.tokenizer_, model.chat_template(), std::move(system),
+            {.greedy = greedy, .top_k = top_k, .top_p = top_p, .temperature = temperature, .seed = seed}))) {}
+  Conversation(const Conversation&) = delete;
+  Conversation& operator=(const Conversation&) = delete;
+
+  Answer answer_to(const std::string& message, int64_t max_tokens, nb::object on_text) {
+    return answer(turns_, std::move(on_text), [&](const auto& read, const auto& interrupted) {
+      return conversation_.answer(message, max_tokens, read, interrupted);
+    });
+  }
+  void reset() {
+    const Turns::Turn turn(turns_);
+    conversation_.reset();
+  }
+  int64_t tokens() const { return conversation_.tokens(); }
+  int64_t max_context() const { return session_.context(); }
+
+ private:
+  model::LlamaSession session_;
+  model::Conversation conversation_;
+  Turns turns_;
 };
 
 }  // namespace
@@ -173,19 +281,27 @@ class Model {
 void bind_model(nb::module_& module) {
   using nb::arg;
   nb::class_<Model>(module, "Model")
-      .def(nb::init<Context&, const std::string&, int64_t>(), arg("context"), arg("path"), arg("max_context"),
-           nb::keep_alive<1, 2>())
-      .def("tokenize", &Model::tokenize, arg("text"), arg("parse_special"))
+      .def(nb::init<Context&, const nb::bytes&, int64_t, const std::string&, bool>(), arg("context"), arg("path"),
+           arg("max_context"), arg("kv_dtype"), arg("int8_activations"), nb::keep_alive<1, 2>())
+      .def("tokenize", &Model::tokenize, arg("text"), arg("add_bos"), arg("parse_special"))
       .def("detokenize", &Model::detokenize, arg("tokens"))
-      .def("prompt_ids", &Model::prompt_ids, arg("text"))
       .def("chat_ids", &Model::chat_ids, arg("turns"))
       .def("generate", &Model::generate, arg("prompt"), arg("max_tokens"), arg("greedy"), arg("top_k"), arg("top_p"),
-           arg("temperature"), arg("seed"), arg("on_text").none())
+           arg("temperature"), arg("seed"), arg("ignore_end"), arg("on_text").none())
       .def("logits", &Model::logits, arg("tokens"), arg("out"))
       .def("perplexity", &Model::perplexity, arg("tokens"))
       .def_prop_ro("vocab_size", &Model::vocab_size)
       .def_prop_ro("max_context", &Model::max_context)
-      .def_prop_ro("weight_bytes", &Model::weight_bytes);
+      .def_prop_ro("weight_bytes", &Model::weight_bytes)
+      .def_prop_ro("kv_cache_bytes", &Model::kv_cache_bytes);
+  nb::class_<Conversation>(module, "Conversation")
+      .def(nb::init<Model&, std::optional<std::string>, bool, int64_t, double, double, uint64_t>(), arg("model"),
+           arg("system").none(), arg("greedy"), arg("top_k"), arg("top_p"), arg("temperature"), arg("seed"),
+           nb::keep_alive<1, 2>())
+      .def("answer", &Conversation::answer_to, arg("message"), arg("max_tokens"), arg("on_text").none())
+      .def("reset", &Conversation::reset)
+      .def_prop_ro("tokens", &Conversation::tokens)
+      .def_prop_ro("max_context", &Conversation::max_context);
 }
 
 }  // namespace opst::python
