@@ -6,6 +6,7 @@
 // Environment, read by Context::create and overridden by its options:
 //   OPST_ISA=generic|avx2|avx512|avx512_vnni|avx512_bf16     caps the instruction set level
 //   OPST_NUM_THREADS=N                                       number of threads, the caller's included
+//   OMP_NUM_THREADS=N                                        without the former: at most so many, as launchers set it
 //   OPST_BF16=dot|widen                                      pins the choice that is otherwise measured once
 #pragma once
 
@@ -58,7 +59,7 @@ std::string to_string(const Machine& machine);
 
 struct ContextOptions {
   std::optional<Isa> isa = {};  // default: OPST_ISA, else detect_isa(). More than the processor has is refused.
-  int num_threads = 0;          // the caller included; 0: OPST_NUM_THREADS, else Machine::cores
+  int num_threads = 0;          // the caller included; 0: OPST_NUM_THREADS, else Machine::cores or less (above)
   std::optional<CacheSizes> cache = {};          // default: this machine's
   std::optional<Bf16Product> bf16_product = {};  // default: OPST_BF16, else measured
 };

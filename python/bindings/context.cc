@@ -24,9 +24,11 @@ void bind_context(nb::module_& module) {
             new (self) Context(value_or_raise(Context::create(options)));
           },
           nb::arg("num_threads") = 0, nb::arg("isa") = nb::none(),
-          "num_threads 0: OPST_NUM_THREADS, else all cores. isa: at most this level (generic, avx2, avx512, "
+          "num_threads 0: OPST_NUM_THREADS, else the cores of this process, at most OMP_NUM_THREADS. isa: at most this "
+          "level (generic, avx2, avx512, "
           "avx512_vnni, avx512_bf16).")
       .def_prop_ro("num_threads", &Context::num_threads)
+      .def_prop_ro("cores", [](const Context& c) { return c.machine().cores; })
       .def_prop_ro("isa", [](const Context& c) { return to_string(c.machine().isa); })
       .def_prop_ro("machine", [](const Context& c) { return to_string(c.machine()); })
       .def_prop_ro("workspace_bytes", &Context::workspace_bytes)

@@ -7,12 +7,25 @@
     out = flash_attention(q, k, v, causal=True)
 
 Operators: flash_attention, rowwise, matmul, quant, kv_cache. `Model` runs a language model of a GGUF file.
-`ops_transformer.torch` is the drop-in for torch's scaled_dot_product_attention; it alone imports torch.
+`ops_transformer.torch` is the drop-in for torch's scaled_dot_product_attention; it alone imports torch. Submodules are
+imported when they are first named: `ops_transformer.rowwise.rms_norm(x, weight)` needs no import of its own.
 """
 
-from ._arrays import Tagged, default_context, set_num_threads
-from ._core import Context
+import importlib.util
+
+from ._arrays import Tagged, default_context
+from ._context import Context, set_num_threads
 from .model import Generation, Model
 
 __version__ = "0.1.0"
 __all__ = ["Context", "Generation", "Model", "Tagged", "default_context", "set_num_threads"]
+
+
+def __getattr__(name: str):
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), "flash_attention", "kv_cache", "matmul", "quant", "rowwise", "torch"})

@@ -19,24 +19,49 @@ _default: Optional[Context] = None
 _lock = threading.Lock()
 # Another thread of the parent may have held it when a child was forked.
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)
+# Whether the number of threads was said to us, by set_num_threads or OPST_NUM_THREADS: then torch's says nothing.
+_said = False
+_torch_threads: Any = None  # torch.get_num_threads, once torch is there
+_followed: Optional[int] = None  # what it said when _default was made
 
 
 def default_context() -> Context:
-    """The process's own Context, made at the first call that needs one."""
-    global _default
-    if _default is None:
-        with _lock:
-            if _default is None:
-                _default = Context()
-    return _default
+    """The process's own Context, made at the first call that needs one.
+
+    Its number of threads is that of set_num_threads, else OPST_NUM_THREADS, else what torch.set_num_threads says where torch
+    is imported, else OMP_NUM_THREADS; the last two at most the cores that affinity and cgroup leave, which is also the number
+    where nobody says anything.
+    """
+    if _default is not None and (_said or (_torch_threads is None and "torch" not in sys.modules)
+                                 or (_torch_threads is not None and _torch_threads() == _followed)):
+        return _default
+    return _new_default()
 
 
-def set_num_threads(num_threads: int) -> None:
-    """Number of threads of the default Context from now on; 0: OPST_NUM_THREADS, else all cores."""
-    global _default
-    context = Context(num_threads=num_threads)
+def _new_default() -> Context:
+    from ._context import Context  # as users make it; it imports this module
+
+    global _default, _said, _torch_threads, _followed
     with _lock:
-        _default = context
+        if _default is None and os.environ.get("OPST_NUM_THREADS"):
+            _said = True
+        if not _said and _torch_threads is None:
+            # A torch that is still being imported has no such function yet.
+            _torch_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
+        followed = None if _said or _torch_threads is None else _torch_threads()
+        if _default is None or (followed is not None and followed != _followed):
+            threads = 0 if followed is None else min(followed, Context(num_threads=1).cores)
+            if _default is None or threads != _default.num_threads:
+                _default = Context(num_threads=threads)
+            _followed = followed
+        return _default
+
+
+def set_default(context: Optional[Context]) -> None:
+    """The default Context from now on; None: the one that variables and torch ask for."""
+    global _default, _said
+    with _lock:
+        _default, _said = context, context is not None
 
 
 class Tagged(NamedTuple):
@@ -50,23 +75,25 @@ def refusal(kind: type, value: Any, text: str, name: Optional[str] = None) -> Ex
     """An error about `value`, `name text`. Where the name is not known here, `_calls.public` finds the argument that is
     `value` and names it."""
     error = kind(f"{name or 'an argument'} {text}")
-    if name is None:
-        error.value, error.text = value, text
+    error.value, error.text, error.name_given = value, text, name
     return error
 
 
 def view(array: Any, name: Optional[str] = None) -> View:
     """What the core reads: the array's own memory. A torch tensor that is more than its bytes (gradients, subclasses,
     other devices) is refused."""
+    if type(array) is np.ndarray and array.dtype.kind == "f" and array.dtype.isnative:  # at once, as most are
+        return View(array)
+    if is_torch(array):
+        return _torch_view(array, None, array, name)
     if isinstance(array, View):
         return array
     if array is None:
         raise refusal(TypeError, array, "is None, but an array is needed", name)
     tagged, dtype = (array.array, array.dtype) if isinstance(array, Tagged) else (array, None)
-    if _is_torch(tagged):
-        memory = _torch_memory(tagged, array, name)
-    else:
-        memory, dtype = _numpy_memory(tagged, dtype, array, name)
+    if is_torch(tagged):
+        return _torch_view(tagged, dtype, array, name)
+    memory, dtype = _numpy_memory(tagged, dtype, array, name)
     try:
         return View(memory, dtype)
     except (TypeError, ValueError) as error:
@@ -75,18 +102,24 @@ def view(array: Any, name: Optional[str] = None) -> View:
 
 def view_of_new(array: Any) -> View:
     """The same of an array that `empty` made: what it is need not be asked."""
-    return View(sys.modules["torch"].utils.dlpack.to_dlpack(array)) if _is_torch(array) else view(array)
+    return View(sys.modules["torch"].utils.dlpack.to_dlpack(array)) if is_torch(array) else view(array)
 
 
 def output(array: Any, name: str = "out") -> View:
     """What the core writes: memory of the user's or of `empty`."""
-    if _is_torch(array):
+    if is_torch(array):
         if array.requires_grad and sys.modules["torch"].is_grad_enabled():
             raise RuntimeError(f"{name} requires gradients, and what is written into it would have none: leave {name} out, or "
                                "call under torch.no_grad()")
-        if array.is_neg() or array.is_conj():
-            raise ValueError(f"{name} is a view with the negative or conjugate bit set, which cannot be written")
-        sys.modules["torch"].autograd.graph.increment_version(array)
+        if not (_door or _load_door()).has_plain_bytes(array):
+            raise TypeError(f"{name} is {_door.why_no_bytes(array) or 'a view with the negative or conjugate bit'}; what is written "
+                            "needs a dense tensor of the host's memory")
+        if not array.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(array)
+        try:
+            return View(_to_dlpack(array))
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            pass  # a dtype that view names
     return view(array, name)
 
 
@@ -116,14 +149,14 @@ def integers(values: Any, name: Optional[str] = None) -> View:
     """
     if isinstance(values, View):
         return values
-    if _is_torch(values):
+    if is_torch(values):
         torch = sys.modules["torch"]
         if values.dtype in (torch.int32, torch.int64):
             return view(values, name)
         if values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
             raise refusal(TypeError, values, f"must be integers (int32 or int64), but is {_dtype_name(values)}", name)
         values = values.to(torch.int64) if values.dtype != torch.uint64 else values.numpy()
-        if _is_torch(values):
+        if is_torch(values):
             return view(values, name)
     return view(integer_array(values, name), name)
 
@@ -133,7 +166,19 @@ def int64(values: Any, name: Optional[str] = None) -> View:
     tensor = integers(values, name)
     if tensor.dtype != "i32":
         return tensor
-    return view(np.asarray(values.detach() if _is_torch(values) else values, dtype=np.int64), name)
+    return view(np.asarray(values.detach() if is_torch(values) else values, dtype=np.int64), name)
+
+
+def integer_tensor(values: Any, name: str) -> Any:
+    """The same as a torch tensor of int64, for operators of torch."""
+    torch = sys.modules["torch"]
+    if not is_torch(values):
+        if torch.compiler.is_compiling():
+            raise refusal(TypeError, values, "must be a torch tensor under torch.compile", name)
+        return torch.from_numpy(np.ascontiguousarray(integer_array(values, name), dtype=np.int64))
+    if values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
+        raise refusal(TypeError, values, f"must be integers (int32 or int64), but is {_dtype_name(values)}", name)
+    return values.to(torch.int64)
 
 
 def integer_array(values: Any, name: Optional[str] = None) -> np.ndarray:
@@ -225,29 +270,51 @@ def _is_jax(array: Any) -> bool:
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
 
-def _is_torch(array: Any) -> bool:
+# Kinds that are no tensor, asked before torch, whose own question costs as much as a view.
+_NO_TENSORS = frozenset((np.ndarray, list, tuple, range, int, float, bool, str, type(None), View, Context))
+
+
+def is_torch(array: Any) -> bool:
+    if type(array) in _NO_TENSORS:
+        return False
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
+    return torch is not None and (type(array) is torch.Tensor or isinstance(array, torch.Tensor))
 
 
-def _torch_memory(tensor: Any, value: Any, name: Optional[str]) -> Any:
-    """A tensor's bytes as a DLPack capsule, where they are all that it is. Bits that flip signs are resolved."""
-    from . import _torch_door as door  # imports torch, which is there
+_door: Any = None
+_to_dlpack: Any = None
 
+
+def _load_door() -> Any:
+    """The module that knows torch, imported with the first tensor."""
+    global _door, _to_dlpack
+    if _door is None:
+        from . import _torch_door
+
+        _door, _to_dlpack = _torch_door, sys.modules["torch"].utils.dlpack.to_dlpack
+    return _door
+
+
+def _torch_view(tensor: Any, dtype: Optional[str], value: Any, name: Optional[str]) -> View:
+    """A tensor's bytes, where they are all that it is. Bits that flip signs are resolved."""
+    door = _door or _load_door()
     if not door.has_plain_bytes(tensor):
         reason = door.why_no_bytes(tensor)
         if reason is not None:
             raise refusal(TypeError, value, f"is {reason}; a dense tensor of the host's memory is needed", name)
+        memory = door.bytes_of(tensor, "view", "the tensor")
+    else:
+        memory = tensor
     if door.records(tensor):
         raise refusal(RuntimeError, value, "requires gradients and this function has none; call it under torch.no_grad() or "
                       "pass a detached tensor (.detach())", name)
     if door.has_tangent(tensor):
         raise refusal(RuntimeError, value, "carries a forward-mode tangent and this function has no derivative", name)
-    memory = door.bytes_of(tensor, "view", "the tensor")
     try:
-        return sys.modules["torch"].utils.dlpack.to_dlpack(memory)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise refusal(TypeError, value, f"has dtype {_dtype_name(tensor)}: {error}", name) from None
+        return View(_to_dlpack(memory), dtype)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise refusal(ValueError if isinstance(error, ValueError) else TypeError, value,
+                      f"has dtype {_dtype_name(tensor)}, which cannot be taken: {error}", name) from None
 
 
 # ---- new arrays ------------------------------------------------------------------------------------------------------
@@ -259,7 +326,7 @@ _NUMPY = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "i8": np.int8
 def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
     """A new array of the kind of `like`: torch for torch, else NumPy; bf16 tagged or of ml_dtypes, as `like` is."""
     shape = tuple(shape)
-    if _is_torch(like):
+    if is_torch(like):
         torch = sys.modules["torch"]
         types = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16,
                  "i8": torch.int8, "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool}

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 from typing import Any, Callable, Dict, Optional, TypeVar
 
 import numpy as np
 
+from ._arrays import is_torch
 from ._core import Context, PackedIntWeight, PackedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -144,24 +144,20 @@ def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Except
     if "incompatible function arguments" in text:
         kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in arguments.items())
         return TypeError(f"{function}: an argument is of a kind that is not taken, among {kinds}")
-    if hasattr(error, "value"):
-        found = [name for name, value in arguments.items() if value is error.value]
-        if found:
-            return type(error)(f"{function}: {found[0]} {error.text}")
+    if hasattr(error, "name_given"):
+        found = [error.name_given] if error.name_given else [name for name, value in arguments.items() if value is error.value]
+        return type(error)(f"{function}: {found[0] if found else 'an argument'} {error.text}")
     if isinstance(error, RuntimeError) or text.startswith(function):
         return error
     return type(error)(f"{function}: {text}")
 
 
 def _has_tensor(args: tuple, kwargs: Dict[str, Any]) -> bool:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
     for value in args:
-        if isinstance(value, torch.Tensor):
+        if is_torch(value):
             return True
     for value in kwargs.values():
-        if isinstance(value, torch.Tensor):
+        if is_torch(value):
             return True
     return False
 

@@ -68,6 +68,8 @@ def merge_attention(attention_out: Any, softmax_lse: Any = None, softmax_max: An
                                  *(None if array is None else empty(array, parts.shape[1:-1], real) for array in given[1:]))
         outputs = [None if array is None else view(array) for array in merged]
     else:
+        if not isinstance(out, tuple) or not 1 <= len(out) <= 4:
+            raise refusal(TypeError, out, f"is a {type(out).__name__}, must be a MergedAttention", "out")
         merged = MergedAttention(*out)
         outputs = [None if array is None else output(array, name)
                    for name, array in zip(("out.attention_out", *(f"out.{name}" for name in names)), merged)]

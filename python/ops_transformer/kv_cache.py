@@ -20,18 +20,56 @@ argument, the place and both values, and has written nothing.
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import numpy as np
 
 from . import _core
-from ._arrays import default_context, empty, integers, optional_view, output, rank, view
+from ._arrays import default_context, empty, integer_array, integers, optional_view, output, rank, view
 from ._calls import public
-from ._core import UNBOUNDED, BlockPool, Context, View
+from ._core import UNBOUNDED, Context, View
 from ._paged_attention import PagedAttention, PagedStatistics, paged_attention
 
 __all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "convert_pages", "gather_pa_kv_cache", "new_pages",
            "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
+
+
+class BlockPool(_core.BlockPool):
+    """Which blocks of a paged cache are in use, and by how many sequences: block ids, not memory.
+
+    A block has as many references as sequences hold it. A refused call raises and changes nothing.
+    """
+
+    @public
+    def __init__(self, num_blocks: int) -> None:
+        """Blocks 0 to num_blocks - 1, all free."""
+        super().__init__(num_blocks)
+
+    @public
+    def references(self, block: int) -> int:
+        """Sequences that hold a block; 0: it is free."""
+        return super().references(block)
+
+    @public
+    def allocate(self, count: int = 1) -> List[int]:
+        """Ids of free blocks, with one reference each. MemoryError where too few are free."""
+        return super().allocate(count)
+
+    @public
+    def fork(self, blocks: Any) -> None:
+        """One more reference each: another sequence has the same past."""
+        super().fork(integer_array(blocks, "blocks").tolist())
+
+    @public
+    def free(self, blocks: Any) -> None:
+        """One reference less each; a block without any is free again."""
+        super().free(integer_array(blocks, "blocks").tolist())
+
+    @public
+    def prepare_write(self, block: int) -> Tuple[int, Optional[int]]:
+        """(the block to write, the block whose rows must be copied into it first or None): a shared block gives way to a
+        private one. MemoryError where none is free."""
+        return super().prepare_write(block)
 
 
 @public

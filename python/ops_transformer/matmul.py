@@ -54,7 +54,7 @@ def pack_int(q: Any, scales: Any = None, zeros: Any = None, *, context: Optional
     return PackedIntWeight.pack(context, view(q), view(scales), optional_view(zeros))
 
 
-@public
+@public(torch="_torch_matmul")
 def matmul(x: Any, weight: Any, *, bias: Any = None, activation: str = "none", residual: Any = None, out: Any = None,
            int8_activations: bool = False, batch_invariant: bool = False, out_scales: bool = False,
            context: Optional[Context] = None) -> Any:

@@ -30,7 +30,7 @@ def _statistic(x: Any, wanted: bool) -> Any:
     return empty(x, view(x).shape[:-1], "f32") if wanted else None
 
 
-@public
+@public(torch="_torch_rowwise")
 def rms_norm(x: Any, weight: Any, eps: float = 1e-5, *, return_rstd: bool = False, out: Any = None,
              context: Optional[Context] = None) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight. return_rstd: (out, rstd), rstd = 1 / sqrt(mean(x^2) + eps) float32 [..]."""
@@ -39,7 +39,7 @@ def rms_norm(x: Any, weight: Any, eps: float = 1e-5, *, return_rstd: bool = Fals
     return (out, rstd) if return_rstd else out
 
 
-@public
+@public(torch="_torch_rowwise")
 def add_rms_norm(a: Any, b: Any, weight: Any, eps: float = 1e-5, *, return_rstd: bool = False,
                  context: Optional[Context] = None) -> Tuple[Any, ...]:
     """(rms_norm(a + b), a + b), and with return_rstd the rstd of rms_norm behind them."""
@@ -60,7 +60,7 @@ def rms_norm_backward(grad_out: Any, x: Any, weight: Any, eps: float = 1e-5, *, 
     return grad_x, grad_weight
 
 
-@public
+@public(torch="_torch_rowwise")
 def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *, return_statistics: bool = False,
                out: Any = None, context: Optional[Context] = None) -> Any:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias. return_statistics: (out, mean, rstd), the latter float32 [..],
@@ -83,7 +83,7 @@ def layer_norm_backward(grad_out: Any, x: Any, weight: Any = None, eps: float = 
     return grad_x, grad_weight, grad_bias
 
 
-@public
+@public(torch="_torch_rowwise")
 def softmax(x: Any, scale: float = 1.0, *, out: Any = None, context: Optional[Context] = None) -> Any:
     """Softmax of scale * x over the last dimension; a row of -inf gives zeros."""
     out = _like(x, out)
@@ -127,7 +127,7 @@ def rope_table(positions: Any, half: int, theta: float = 10000.0, *, sections: O
     return cos, sin
 
 
-@public
+@public(torch="_torch_rowwise")
 def rope(x: Any, cos: Any, sin: Any, *, style: str = "halves", inverse: bool = False, out: Any = None,
          context: Optional[Context] = None) -> Any:
     """Turns pairs of elements of x [tokens, num_heads, head_dim]: i and i + half ("halves") or 2i and 2i + 1 ("pairs").
@@ -140,7 +140,7 @@ def rope(x: Any, cos: Any, sin: Any, *, style: str = "halves", inverse: bool = F
     return out
 
 
-@public
+@public(torch="_torch_rowwise")
 def rope_cached(x: Any, positions: Any, cos_cache: Any, sin_cache: Any, *, style: str = "halves", inverse: bool = False,
                 sections: Optional[RopeSections] = None, out: Any = None, context: Optional[Context] = None) -> Any:
     """rope with the angles of all positions in a cache [max_positions, half], float32 or of the dtype of x.
@@ -153,7 +153,7 @@ def rope_cached(x: Any, positions: Any, cos_cache: Any, sin_cache: Any, *, style
     return out
 
 
-@public
+@public(torch="_torch_rowwise")
 def swiglu(gate: Any, up: Any = None, *, swapped: bool = False, out: Any = None, context: Optional[Context] = None) -> Any:
     """silu(gate) * up, silu(x) = x / (1 + exp(-x)).
 
@@ -191,7 +191,7 @@ def swiglu_backward(grad_out: Any, gate: Any, up: Any = None, *, swapped: bool =
     return grad_gate, grad_up
 
 
-@public
+@public(torch="_torch_rowwise")
 def add(a: Any, b: Any, *, out: Any = None, context: Optional[Context] = None) -> Any:
     """a + b, of one shape and dtype."""
     out = _like(a, out)

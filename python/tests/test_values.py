@@ -152,3 +152,18 @@ def test_writing_counts_a_new_version(torch):
         rowwise.add(torch.ones(4), torch.ones(4), out=torch.ones(4, requires_grad=True))
 
 
+
+
+def test_strides_of_one_element_and_of_none_mean_nothing():
+    row = np.ones((1, 4), np.float32)
+    assert (rowwise.softmax(row[::-1]) == 0.25).all()
+    assert (matmul.matmul(row[::-1], row[::-1]) == 4).all()
+    none = np.zeros((0, 8), np.float32)
+    assert quant.quantize(none, bits=4)[0].shape == (0, 4) and quant.quantize(none)[0].shape == (0, 8)
+    assert quant.dynamic_quant(none, bits=4)[0].shape == (0, 4)
+    assert quant.dequantize(np.zeros((0, 4), np.uint8), np.zeros((0, 1), np.float32)).shape == (0, 8)
+    packed = matmul.pack_int(np.zeros((0, 4), np.uint8), np.zeros((0, 1), np.float32))
+    assert matmul.matmul_int(np.ones((2, 8), np.float32), packed).shape == (2, 0)
+    assert quant.dequantize_blocks(np.zeros((0, 34), np.uint8), "q8_0", 0, 32).shape == (0, 32)
+    assert quant.lookup_rows(np.zeros((1, 34), np.uint8), "q8_0", 1, 32, []).shape == (0, 32)
+    assert matmul.pack_blocks(np.zeros((0, 34), np.uint8), "q8_0", 0, 32).n == 0

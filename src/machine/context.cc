@@ -45,6 +45,18 @@ Result<Isa> choose_isa(const ContextOptions& options) {
   return std::min(*cap, best);
 }
 
+// What OMP_NUM_THREADS says of the outermost parallel region ("4", or "4,2" with those inside it). Launchers of many
+// processes set it so that they share the cores. It is OpenMP's variable: what is malformed there says nothing here.
+std::optional<int> omp_num_threads() {
+  const std::optional<std::string> text = environment("OMP_NUM_THREADS");
+  if (!text) return std::nullopt;
+  int number = 0;
+  const char* const end = text->data() + text->size();
+  const auto [parsed_to, error] = std::from_chars(text->data(), end, number);
+  if (error != std::errc() || number < 1 || (parsed_to != end && *parsed_to != ',')) return std::nullopt;
+  return number;
+}
+
 Result<int> choose_num_threads(const ContextOptions& options, const Machine& machine) {
   const std::string range = "from 1 to " + std::to_string(kMaxThreads);
   if (options.num_threads != 0) {
@@ -53,8 +65,9 @@ Result<int> choose_num_threads(const ContextOptions& options, const Machine& mac
     }
     return options.num_threads;
   }
+  const int cores = std::min(machine.cores, kMaxThreads);
   const std::optional<std::string> text = environment("OPST_NUM_THREADS");
-  if (!text) return std::min(machine.cores, kMaxThreads);
+  if (!text) return std::min(cores, omp_num_threads().value_or(cores));
   int number = 0;
   const char* const end = text->data() + text->size();
   const auto [parsed_to, error] = std::from_chars(text->data(), end, number);

@@ -36,7 +36,7 @@ class Environment {
 class ContextTest : public testing::Test {
  protected:
   void SetUp() override {
-    for (const char* name : {"OPST_ISA", "OPST_NUM_THREADS", "OPST_BF16"}) unsetenv(name);
+    for (const char* name : {"OPST_ISA", "OPST_NUM_THREADS", "OPST_BF16", "OMP_NUM_THREADS"}) unsetenv(name);
   }
 };
 
@@ -126,6 +126,20 @@ TEST_F(ContextTest, ALevelAboveTheProcessorsIsRefused) {
   options.isa = static_cast<Isa>(static_cast<int>(detect_isa()) + 1);
   EXPECT_EQ(refusal(options), std::string("Context::create: isa is ") + to_string(*options.isa) +
                                   ", but must be at most this processor's level, " + to_string(detect_isa()));
+}
+
+TEST_F(ContextTest, ThreadsOfOpenMpLimitTheDefault) {
+  for (const char* text : {"1", "1,4"}) {
+    const Environment threads("OMP_NUM_THREADS", text);
+    EXPECT_EQ(create().num_threads(), 1);
+  }
+  for (const char* text : {"100000", "0", "-2", "two", "1x", ""}) {
+    const Environment threads("OMP_NUM_THREADS", text);
+    EXPECT_EQ(create().num_threads(), available_cores()) << text;
+  }
+  const Environment ours("OPST_NUM_THREADS", "3");
+  const Environment theirs("OMP_NUM_THREADS", "1");
+  EXPECT_EQ(create().num_threads(), 3);
 }
 
 TEST_F(ContextTest, ThreadsFromTheEnvironment) {

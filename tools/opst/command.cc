@@ -30,7 +30,7 @@ CLI::Validator one_of(std::vector<std::string> words) {
 void add_threads_option(CLI::App& command, int& num_threads) {
   command
       .add_option("-t,--threads", num_threads,
-                  "Threads (default: OPST_NUM_THREADS, else the cores this process may use)")
+                  "Threads (default: OPST_NUM_THREADS, else the cores this process may use, at most OMP_NUM_THREADS)")
       ->check(at_least(1))
       ->type_name("N");
 }

@@ -42,7 +42,7 @@ T value_or_fail(Result<T> result, int exit_code = 1) {
 CLI::Validator at_least(int64_t least);
 CLI::Validator one_of(std::vector<std::string> words);
 
-// --threads / -t. 0, the default: OPST_NUM_THREADS, else what affinity and cgroup quota give.
+// --threads / -t. 0, the default: OPST_NUM_THREADS, else what affinity and cgroup quota give, at most OMP_NUM_THREADS.
 void add_threads_option(CLI::App& command, int& num_threads);
 // A Context with that many threads, at the level that OPST_ISA names or this processor's best.
 Context make_context(int num_threads);

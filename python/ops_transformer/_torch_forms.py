@@ -1,0 +1,194 @@
+"""Functions of the package as operators of torch: what their two homes, _torch_rowwise and _torch_matmul, share.
+
+A call whose tensors are plain and need no gradients reads memory at once. Every other call with a torch tensor goes through
+an operator of the library "ops_transformer", so that autograd, torch.compile, modes, subclasses and transforms see it:
+
+    form = Form(rms_norm, operator, order, finish)      # order: the function's arguments in the operator's order
+    form.is_wanted(args, kwargs)                        # whether somebody has to see the call
+    form.call(args, kwargs)
+
+Operators have no argument for a Context: the one of a call is kept beside it, by thread, and its backward uses the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch._C._functorch import TransformType
+
+from . import _torch_door as door
+from ._arrays import default_context, is_torch, refusal
+from ._core import Context
+
+library = torch.library.Library("ops_transformer", "FRAGMENT")
+_state = threading.local()
+_function_modes = torch._C._len_torch_function_stack
+
+
+@contextlib.contextmanager
+def using(context: Optional[Context]) -> Iterator[None]:
+    """The context of the operators that this thread calls in the block."""
+    before = given_context()
+    _state.context = context
+    try:
+        yield
+    finally:
+        _state.context = before
+
+
+def given_context() -> Optional[Context]:
+    return getattr(_state, "context", None)
+
+
+def context() -> Context:
+    return given_context() or default_context()
+
+
+def plain(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    """Of a tensor in a kernel: the dispatcher has asked what its subclass asks for."""
+    return tensor if tensor is None or type(tensor) is Tensor else tensor.as_subclass(Tensor)
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], save: Optional[Callable[..., None]] = None,
+           backward: Optional[Callable[..., Any]] = None) -> Any:
+    """An operator: its kernel on plain tensors, shapes and dtypes of its results, and its gradient."""
+    name = schema.split("(")[0]
+    library.define(schema)
+
+    def run(*arguments: Any) -> Any:
+        return kernel(*(plain(a) if isinstance(a, Tensor) else a for a in arguments))
+
+    def save_with_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.context = None if torch.compiler.is_compiling() else given_context()
+        ctx.set_materialize_grads(False)
+        save(ctx, inputs, output)
+
+    def backward_with_context(ctx: Any, *gradients: Any) -> Any:
+        if ctx.context is None:
+            return backward(ctx, *gradients)
+        with using(ctx.context):
+            return backward(ctx, *gradients)
+
+    library.impl(name, run, "CPU")
+    torch.library.register_fake(f"ops_transformer::{name}", fake, lib=library)
+    if backward is None:
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise NotImplementedError(f"ops_transformer: {name} has no derivative (second derivatives are not implemented)")
+
+        def save(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+    torch.library.register_autograd(f"ops_transformer::{name}", backward_with_context, setup_context=save_with_context,
+                                    lib=library)
+    return getattr(torch.ops.ops_transformer, name).default
+
+
+class Form:
+    """One public function as an operator."""
+
+    def __init__(self, function: Callable[..., Any], operator: Any, order: Sequence[str], *,
+                 finish: Optional[Callable[[Dict[str, Any], Any], Any]] = None,
+                 prepare: Optional[Callable[[Dict[str, Any]], None]] = None, without_gradient: Sequence[str] = ()) -> None:
+        """finish: the function's result of its arguments and the operator's; prepare: changes arguments to what the operator
+        takes; without_gradient: tensors that may not require gradients."""
+        self.function, self.operator, self.order = function, operator, tuple(order)
+        self.finish, self.prepare, self.without_gradient = finish, prepare, tuple(without_gradient)
+        parameters = inspect.signature(function).parameters
+        self.names = tuple(parameters)
+        self.defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self.arrays = [name for name in self.order if parameters[name].annotation == "Any"]
+
+    def is_wanted(self, args: tuple, kwargs: Dict[str, Any]) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        # door.is_plain and door.records in one pass: a short call has little time for questions.
+        if door.watcher() is not None or _function_modes() or forward_ad._current_level >= 0:
+            return True
+        records = torch.is_grad_enabled()
+        for value in (*args, *kwargs.values()):
+            if is_torch(value) and (not door.has_plain_bytes(value) or (records and value.requires_grad)):
+                return True
+        return False
+
+    def call(self, args: tuple, kwargs: Dict[str, Any]) -> Any:
+        bound = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
+        tensors = {name: value for name, value in bound.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            self._check(name, tensor)
+        if door.overridden(*tensors.values()):
+            return torch.overrides.handle_torch_function(public_of(self.function), tuple(tensors.values()), *args, **kwargs)
+        self._check_transform(tensors)
+        for name in self.without_gradient:
+            if name in tensors and door.records(tensors[name]):
+                raise refusal(RuntimeError, bound[name], f"requires gradients, but {self.function.__name__} has none of it: pass "
+                              f"{name}.detach()", name)
+        if self.prepare is not None:
+            self.prepare(bound)
+        self._share_arrays(bound)
+        out = bound.get("out")
+        if is_torch(out) and door.records(out):
+            raise RuntimeError(f"{self.function.__name__}: out requires gradients, and what is written into it would have none: "
+                               "leave out out, or call under torch.no_grad()")
+        if out is not None and door.records(*tensors.values()):
+            raise RuntimeError(f"{self.function.__name__}: out is given and an input requires gradients; what is written into "
+                               "out has none: leave out out, or call under torch.no_grad()")
+        result = self._run(bound)
+        result = result if self.finish is None else self.finish(bound, result)
+        return result if out is None else _written(bound, out, result)
+
+    def _run(self, bound: Dict[str, Any]) -> Any:
+        arguments = [bound[name] for name in self.order]
+        if bound.get("context") is None:
+            return self.operator(*arguments)
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"{self.function.__name__}: context cannot be given under torch.compile; set_num_threads says how "
+                               "many threads there are")
+        with using(bound["context"]):
+            return self.operator(*arguments)
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type not in ("cpu", "meta"):
+            raise refusal(TypeError, tensor, f"is {door.why_no_bytes(tensor)}; a dense tensor of the host's memory is needed",
+                          name)
+
+    def _check_transform(self, tensors: Dict[str, Tensor]) -> None:
+        """Refuses derivatives that would be lost: the operators have gradients of autograd, and batches by torch's fallback."""
+        if torch.compiler.is_compiling():
+            return
+        name = self.function.__name__
+        if door.has_tangent(*tensors.values()):
+            raise RuntimeError(f"{name}: an input carries a forward-mode tangent, and {name} has no forward derivative")
+        for level in torch._C._functorch.get_interpreter_stack() or ():
+            if level.key() in (TransformType.Grad, TransformType.Jvp):
+                transform = "grad" if level.key() == TransformType.Grad else "jvp"
+                raise RuntimeError(f"{name}: inside torch.func.{transform}, for which {name} has no rule; torch.autograd.grad and "
+                                   "backward have its gradient")
+
+    def _share_arrays(self, bound: Dict[str, Any]) -> None:
+        """NumPy's arrays beside torch tensors as tensors of the same memory."""
+        for name in self.arrays:
+            value = bound[name]
+            if isinstance(value, Tensor) or (value is None and self.defaults[name] is None):
+                continue
+            if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+                raise TypeError(f"{self.function.__name__}: {name} is {type(value).__name__}, but another argument is a torch "
+                                "tensor that torch's dispatcher has to see: pass a torch tensor here too")
+            bound[name] = torch.from_numpy(value if value.flags.writeable else value.copy())
+
+
+def _written(bound: Dict[str, Any], out: Any, result: Any) -> Any:
+    """The result in memory of the user's, as the function without an operator leaves it."""
+    first, *rest = result if isinstance(result, tuple) else (result,)
+    out.copy_(first)
+    return (out, *rest) if rest else out
+
+
+def public_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as users call it, of the one behind its checks."""
+    return getattr(__import__(function.__module__, fromlist=["_"]), function.__name__)

@@ -1,0 +1,103 @@
+"""Every function with a value of a wrong kind for every argument: the message names function and argument, in our words."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import ops_transformer
+from ops_transformer import flash_attention, kv_cache, matmul, quant, rowwise
+
+X = np.ones((2, 4), np.float32)
+Q = np.ones((1, 1, 4, 8), np.float32)
+ROWS = np.ones((2, 1, 4), np.float32)
+TABLE = np.ones((2, 2), np.float32)
+BLOCKS = np.zeros((2, 34), np.uint8)
+
+
+def pages():
+    return kv_cache.new_pages(4, 8, 1, 4)
+
+
+def rope_scatter():
+    return (ROWS, ROWS, ROWS, TABLE, TABLE, [0, 1], *pages())
+
+
+# Arguments with which each function works. Those with defaults are tried on top of them.
+WORKING = {
+    "rowwise.rms_norm": lambda: (X, X[0]), "rowwise.add_rms_norm": lambda: (X, X, X[0]),
+    "rowwise.rms_norm_backward": lambda: (X, X, X[0]), "rowwise.layer_norm": lambda: (X,),
+    "rowwise.layer_norm_backward": lambda: (X, X), "rowwise.softmax": lambda: (X,), "rowwise.softmax_backward": lambda: (X, X),
+    "rowwise.rope_table": lambda: ([0, 1], 2), "rowwise.rope": lambda: (ROWS, TABLE, TABLE),
+    "rowwise.rope_cached": lambda: (ROWS, [0, 1], TABLE, TABLE), "rowwise.swiglu": lambda: (X,),
+    "rowwise.swiglu_backward": lambda: (X[:, :2], X), "rowwise.add": lambda: (X, X),
+    "matmul.pack": lambda: (X,), "matmul.pack_blocks": lambda: (BLOCKS, "q8_0", 2, 32),
+    "matmul.pack_int": lambda: (np.ones((2, 4), np.int8),), "matmul.matmul": lambda: (X, X),
+    "matmul.matmul_backward": lambda: (np.ones((2, 2), np.float32), X, X),
+    "matmul.matmul_int": lambda: (X, matmul.pack_int(np.ones((2, 4), np.int8))),
+    "matmul.lookup_rows": lambda: (matmul.pack(X), [0]), "matmul.read_ahead": lambda: (matmul.pack(X),),
+    "quant.quantize": lambda: (X,), "quant.dequantize": lambda: quant.quantize(X)[:2], "quant.dynamic_quant": lambda: (X,),
+    "quant.dequantize_blocks": lambda: (BLOCKS, "q8_0", 2, 32), "quant.lookup_rows": lambda: (BLOCKS, "q8_0", 2, 32, [0]),
+    "kv_cache.new_pages": lambda: (4, 8, 1, 4), "kv_cache.scatter_pa_kv_cache": lambda: (ROWS, ROWS, [0, 1], *pages()),
+    "kv_cache.rope_scatter_pa_kv_cache": rope_scatter, "kv_cache.convert_pages": lambda: (*kv_cache.new_pages(1, 32, 1, 4), *kv_cache.new_pages(1, 32, 1, 4, layout="panel32")),
+    "kv_cache.gather_pa_kv_cache": lambda: (*pages(), [[0]], [1]),
+    "kv_cache.paged_attention": lambda: (np.ones((1, 1, 1, 4), np.float32), *pages(), [[0]], [1]),
+    "flash_attention.flash_attention": lambda: (Q, Q, Q),
+    "flash_attention.merge_attention": lambda: (np.ones((2, 1, 4), np.float32), np.ones((2, 1), np.float32)),
+}
+# Those have tests of their own, or take anything.
+ELSEWHERE = {"flash_attention_score", "flash_attention_grad", "attention_weights", "pack_drop_mask", "dropout_mask"}
+ANYTHING = {"like"}
+WRONG = [object(), 1j, {"a": 1}]
+
+
+def functions():
+    for module in (flash_attention, kv_cache, matmul, quant, rowwise):
+        for name in module.__all__:
+            if inspect.isfunction(getattr(module, name)):
+                yield f"{module.__name__.split('.')[-1]}.{name}"
+
+
+def test_every_function_is_in_the_list():
+    assert {name for name in functions() if name.split(".")[1] not in ELSEWHERE} == set(WORKING)
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_wrong_kinds_are_named(name):
+    module, word = name.split(".")
+    function = getattr(getattr(ops_transformer, module), word)
+    parameters = {key: parameter for key, parameter in inspect.signature(function).parameters.items()
+                  if parameter.kind is not parameter.VAR_KEYWORD}
+    rows = WORKING[name]()
+    function(*rows)
+    for index, argument in enumerate(parameters):
+        if argument in ANYTHING:
+            continue
+        for wrong in WRONG:
+            args, more = list(rows), {}
+            if index < len(args):
+                args[index] = wrong
+            else:
+                more[argument] = wrong
+            with pytest.raises((TypeError, ValueError)) as caught:
+                function(*args, **more)
+            text = str(caught.value)
+            assert "incompatible function arguments" not in text, (argument, text)
+            assert word in text and argument in text, (argument, text)
+
+
+def test_classes_name_theirs():
+    pool = kv_cache.BlockPool(4)
+    for call, words in ((lambda: kv_cache.BlockPool(2.5), "BlockPool: num_blocks is 2.5"),
+                        (lambda: pool.allocate("2"), "BlockPool.allocate: count is '2'"),
+                        (lambda: pool.fork([0.5]), "BlockPool.fork: blocks"), (lambda: pool.free("a"), "BlockPool.free: blocks"),
+                        (lambda: pool.references(1j), "BlockPool.references: block is 1j"),
+                        (lambda: pool.prepare_write(None), "BlockPool.prepare_write: block is None"),
+                        (lambda: ops_transformer.Context(num_threads=1.5), "Context: num_threads is 1.5"),
+                        (lambda: ops_transformer.Context(isa=3), "Context: isa is 3"),
+                        (lambda: ops_transformer.set_num_threads("4"), "set_num_threads: num_threads is '4'")):
+        with pytest.raises(TypeError, match=words) as caught:
+            call()
+        assert "incompatible" not in str(caught.value)
+    with pytest.raises(ValueError, match="BlockPool.allocate: count is"):
+        pool.allocate(2**70)

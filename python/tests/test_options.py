@@ -1,0 +1,66 @@
+"""Options of the operators by rows, of products and of the paged cache, against NumPy."""
+
+import numpy as np
+import pytest
+from conftest import assert_near
+from test_operators import paged, random
+
+from ops_transformer import kv_cache, matmul, quant, rowwise
+
+
+def test_gather_out_of_packed_pages(rng):
+    lengths = [40, 3]
+    for dtype in ("f32", "bf16"):
+        keys, values, caches, table = paged(rng, lengths, 32, dtype=dtype, layout="panel32")
+        key, value = kv_cache.gather_pa_kv_cache(*caches, table, lengths, layout="panel32", head_indices=[1, 0])
+        back = lambda t: t if dtype == "f32" else (t.array.astype(np.uint32) << 16).view(np.float32)  # noqa: E731
+        bound = 0 if dtype == "f32" else 2**-8
+        for got, parts in ((key, keys), (value, values)):
+            want = np.concatenate(parts)[:, [1, 0]]
+            assert (np.abs(back(got) - want) <= bound * np.abs(want)).all()
+
+
+def test_statistics_of_norms_and_gates_in_one_array(rng):
+    x, w = random(rng, 3, 8), random(rng, 8)
+    double = x.astype(np.float64)
+    rstd = 1 / np.sqrt((double**2).mean(-1) + 1e-5)
+    assert_near(rowwise.rms_norm(x, w, return_rstd=True)[1], rstd)
+    assert_near(rowwise.add_rms_norm(x, np.zeros_like(x), w, return_rstd=True)[2], rstd)
+    _, mean, rstd = rowwise.layer_norm(x, return_statistics=True)
+    assert_near(mean, double.mean(-1))
+    assert_near(rstd, 1 / np.sqrt(double.var(-1) + 1e-5))
+    gate, up = x[:, :4], x[:, 4:]
+    assert (rowwise.swiglu(x) == rowwise.swiglu(gate, up)).all()
+    assert (rowwise.swiglu(x, swapped=True) == rowwise.swiglu(up, gate)).all()
+    g = random(rng, 3, 4)
+    assert (rowwise.swiglu_backward(g, x) == np.concatenate(rowwise.swiglu_backward(g, gate, up), 1)).all()
+    assert (rowwise.swiglu_backward(g, x, swapped=True) == np.concatenate(rowwise.swiglu_backward(g, up, gate)[::-1], 1)).all()
+    with pytest.raises(ValueError, match="swiglu: swapped is True"):
+        rowwise.swiglu(gate, up, swapped=True)
+    grad_sum = random(rng, 3, 8)
+    plain, added = (rowwise.rms_norm_backward(x, x, w, **more)[0] for more in ({}, {"grad_sum": grad_sum}))
+    assert_near(added, plain.astype(np.float64) + grad_sum, factor=4)
+
+
+def test_products_with_int8_results_and_packed_embeddings(rng):
+    x, w = random(rng, 3, 32), random(rng, 16, 32)
+    product = x.astype(np.float64) @ w.T
+    q, scales = matmul.matmul(x, w, out_scales=True)
+    assert q.dtype == np.int8 and (np.abs(q * scales[:, None] - product) <= 0.51 * scales[:, None]).all()
+    same = matmul.matmul(x, matmul.pack(w), out_scales=True)
+    assert (same[0] == q).all() and (same[1] == scales).all()
+    assert (matmul.lookup_rows(matmul.pack(w), [3, 0, 3]) == w[[3, 0, 3]]).all()
+    with pytest.raises(ValueError, match="lookup_rows: .*16"):
+        matmul.lookup_rows(matmul.pack(w), [16])
+    blocks = rng.integers(0, 255, (16, 34), dtype=np.uint8)
+    blocks[:, :2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    both = matmul.pack_blocks([blocks, blocks[:3]], "q8_0", [16, 3], 32)
+    value = quant.dequantize_blocks(np.concatenate([blocks, blocks[:3]]), "q8_0", 19, 32)
+    assert_near(matmul.matmul(x, both), x.astype(np.float64) @ value.T, factor=4)
+    many = matmul.matmul(x, both, batch_invariant=True)
+    assert all((matmul.matmul(x[i : i + 1], both, batch_invariant=True) == many[i]).all() for i in range(3))
+    matmul.read_ahead(both)
+    eight, i32 = rng.integers(-9, 9, (16, 32), dtype=np.int8), rng.integers(-99, 99, 16, dtype=np.int32)
+    xq = rng.integers(-9, 9, (3, 32), dtype=np.int8)
+    sums = matmul.matmul_int(xq, matmul.pack_int(eight), dtype="i32", bias=i32)
+    assert (sums == xq.astype(np.int32) @ eight.T.astype(np.int32) + i32).all()
