@@ -10,7 +10,6 @@ replaces a torch function, or reads torch tensors through their memory, asks her
     records(*tensors)           autograd has to hear of it
     has_tangent(*tensors)       forward-mode autograd has to hear of it
     bytes_of(tensor, ...)       the tensor whose memory holds these values; TypeError where there is none
-    output_of(tensor, ...)      the tensor that is written into: TypeError or RuntimeError where torch has one, version counted
     refuse_gradients(...)       for functions without a gradient: RuntimeError where one would be lost
 """
 
@@ -194,16 +193,3 @@ def refuse_gradients(function: str, **tensors: Any) -> None:
             )
         if has_tangent(tensor):
             raise RuntimeError(f"{function}: {name} carries a forward-mode tangent and this function has no derivative")
-
-
-def output_of(tensor: Tensor, function: str, name: str) -> Tensor:
-    """The same tensor, to be written into through its memory; its version is counted, so that a backward pass that has saved
-    it says so. TypeError where the memory would not say what was written, RuntimeError where autograd would not know."""
-    if not has_plain_bytes(tensor):
-        reason = why_no_bytes(tensor) or "a view with the negative or conjugate bit, or a zero tensor"
-        raise TypeError(f"{function}: {name} is {reason}; a dense tensor of the host's memory is needed")
-    if records(tensor):
-        raise RuntimeError(f"{function}: {name} requires gradients and is written into; pass {name}.detach()")
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
-    return tensor
