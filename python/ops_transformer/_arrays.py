@@ -91,6 +91,8 @@ def view(array: Any, name: Optional[str] = None) -> View:
     if array is None:
         raise refusal(TypeError, array, "is None, but an array is needed", name)
     tagged, dtype = (array.array, array.dtype) if isinstance(array, Tagged) else (array, None)
+    if tagged is None or not (dtype is None or isinstance(dtype, str)):
+        raise refusal(TypeError, array, f"is {array!r}, must be Tagged(array, \"bf16\") (or \"f16\", \"bool\")", name)
     if is_torch(tagged):
         return _torch_view(tagged, dtype, array, name)
     memory, dtype = _numpy_memory(tagged, dtype, array, name)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ops_transformer
-from ops_transformer import flash_attention, kv_cache, matmul, quant, rowwise
+from ops_transformer import Tagged, flash_attention, kv_cache, matmul, quant, rowwise
 
 X = np.ones((2, 4), np.float32)
 Q = np.ones((1, 1, 4, 8), np.float32)
@@ -84,6 +84,14 @@ def test_wrong_kinds_are_named(name):
             text = str(caught.value)
             assert "incompatible function arguments" not in text, (argument, text)
             assert word in text and argument in text, (argument, text)
+
+
+def test_tags_that_say_nothing():
+    bits = np.ones((2, 4), np.uint16)
+    for wrong in (Tagged(bits, 3), Tagged(None, "bf16"), Tagged("text", "bf16"), Tagged(bits, "f8")):
+        with pytest.raises((TypeError, ValueError), match="^softmax: x ") as caught:
+            rowwise.softmax(wrong)
+        assert "incompatible" not in str(caught.value)
 
 
 def test_classes_name_theirs():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ops_transformer import Context, matmul, rowwise
+from ops_transformer import Context, kv_cache, matmul, quant, rowwise
 
 torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
 F = torch.nn.functional
@@ -222,7 +222,10 @@ def test_what_has_no_gradient_says_so():
     with pytest.raises(RuntimeError, match="matmul: .*out_scales has none"):
         matmul.matmul(x[:, 0], needing(4, WIDTH), out_scales=True)
     for call in (lambda: rowwise.softmax_backward(x, x), lambda: matmul.matmul_backward(x[:, 0], x[:, 0], x[:, 0]),
-                 lambda: matmul.pack(x[:, 0])):
+                 lambda: matmul.pack(x[:, 0]),
+                 lambda: kv_cache.scatter_pa_kv_cache(x, x, [0, 1, 2], *(torch.zeros(1, 4, 1, WIDTH) for _ in "kv")),
+                 lambda: kv_cache.gather_pa_kv_cache(x[None], x[None], [[0]], [1]), lambda: quant.quantize(x[:, 0]),
+                 lambda: quant.dynamic_quant(x)):
         with pytest.raises(RuntimeError, match="requires gradients and this function has none"):
             call()
     (grad,) = torch.autograd.grad(rowwise.softmax(x).square().sum(), x, create_graph=True)
