@@ -167,6 +167,13 @@ struct AttentionOptions {
 Status flash_attention_forward(Context& context, const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                const AttentionOptions& options = {});
 
+// What causal masks, windows and a prefix show of one sequence, for one head. Masks and biases are not looked at.
+struct VisibleKeys {
+  double pairs = 0;  // of a query and a key that it sees
+  int64_t keys = 0;  // that some query sees
+};
+VisibleKeys count_visible(const AttentionOptions& options, int64_t query_len, int64_t kv_len, int64_t prefix = 0);
+
 // What a plan depends on.
 struct AttentionProblem {
   DType query_dtype = DType::f32;

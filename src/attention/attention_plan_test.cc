@@ -320,5 +320,40 @@ TEST(AttentionPlan, TheProblemOfInputs) {
   EXPECT_EQ(attention_problem(in).status().message(), "attention_problem: cu_seqlens_k is f32, but must be i32 or i64");
 }
 
+// Pair by pair from the definition in attention.h.
+TEST(AttentionVisible, PairsAndKeysAreThoseOfTheDefinition) {
+  Random random(seed());
+  for (int n = 0; n < 3000; ++n) {
+    const int64_t query_len = random.integer(0, 12), kv_len = random.integer(0, 14);
+    const int64_t prefix = random.chance(0.5) ? 0 : random.integer(0, kv_len);
+    AttentionOptions o;
+    o.causal = random.chance(0.4);
+    o.alignment = random.pick({CausalAlignment::top_left, CausalAlignment::bottom_right});
+    const auto side = [&] { return random.chance(0.3) ? kUnbounded : random.integer(-9, 16); };
+    o.window_left = side(), o.window_right = side();
+    const int64_t off = o.alignment == CausalAlignment::bottom_right ? kv_len - query_len : 0;
+    const int64_t right = o.causal ? std::min<int64_t>(o.window_right, 0) : o.window_right;
+    double pairs = 0;
+    std::vector<bool> seen(static_cast<size_t>(kv_len));
+    for (int64_t i = 0; i < query_len; ++i) {
+      for (int64_t j = 0; j < kv_len; ++j) {
+        const bool after = o.window_left == kUnbounded || j >= i + off - o.window_left;
+        const bool before = right == kUnbounded || j <= i + off + right;
+        if (!(after && before) && j >= prefix) continue;
+        ++pairs;
+        seen[static_cast<size_t>(j)] = true;
+      }
+    }
+    const VisibleKeys visible = count_visible(o, query_len, kv_len, prefix);
+    ASSERT_EQ(visible.pairs, pairs) << query_len << " " << kv_len << " left " << o.window_left << " right "
+                                    << o.window_right << " causal " << o.causal << " prefix " << prefix;
+    ASSERT_EQ(visible.keys, std::count(seen.begin(), seen.end(), true));
+  }
+  // Sizes at which nobody counts one by one.
+  EXPECT_EQ(count_visible({.causal = true}, int64_t{1} << 40, int64_t{1} << 40).pairs, 0x1p79 + 0x1p39);
+  EXPECT_EQ(count_visible({.window_left = 9, .window_right = 0}, int64_t{1} << 40, int64_t{1} << 40).pairs,
+            10 * 0x1p40 - 45);
+}
+
 }  // namespace
 }  // namespace opst::test

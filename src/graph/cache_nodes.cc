@@ -22,20 +22,6 @@ Tensor as_batch(const Tensor& t) {
   return view;
 }
 
-// Pairs of a query and a key that it sees: the last query sees all keys.
-double visible_pairs(int64_t queries, int64_t keys, const AttentionOptions& options) {
-  const auto q = static_cast<double>(queries), k = static_cast<double>(keys);
-  if (!options.causal) return q * k;
-  double pairs = 0;
-  const int64_t offset = options.alignment == CausalAlignment::bottom_right ? keys - queries : 0;
-  // Query i sees clamp(i + offset + 1, 0, keys) keys.
-  const int64_t none = std::clamp<int64_t>(-offset, 0, queries);              // the first ones, which see nothing
-  const int64_t all = std::clamp<int64_t>(keys - offset - 1, none, queries);  // from here on: every key
-  const auto first = static_cast<double>(none + offset + 1), count = static_cast<double>(all - none);
-  pairs += count * first + count * (count - 1) / 2;
-  return pairs + static_cast<double>(queries - all) * k;
-}
-
 struct AttentionSizes {
   int64_t tokens, num_heads, head_dim, kv_len, num_kv_heads, value_head_dim;
   DType kv_dtype;
@@ -45,9 +31,9 @@ struct AttentionSizes {
 };
 
 NodeCost attention_cost(const AttentionSizes& s, const AttentionOptions& options, int64_t tensor_bytes) {
-  return {.flops = 2.0 * static_cast<double>((s.head_dim + s.value_head_dim) * s.num_heads) *
-                   visible_pairs(s.tokens, s.kv_len, options),
-          .cache_bytes = s.kv_len * s.num_kv_heads * (s.head_dim + s.value_head_dim) * size_bytes(s.kv_dtype),
+  const VisibleKeys visible = count_visible(options, s.tokens, s.kv_len);
+  return {.flops = 2.0 * static_cast<double>((s.head_dim + s.value_head_dim) * s.num_heads) * visible.pairs,
+          .cache_bytes = visible.keys * s.num_kv_heads * (s.head_dim + s.value_head_dim) * size_bytes(s.kv_dtype),
           .tensor_bytes = tensor_bytes};
 }
 
