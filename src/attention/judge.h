@@ -74,7 +74,7 @@ struct JudgedRows {
       for (const double x : naive[row].out) naive_out.push_back(attention::reference::rounded_to(out_dtype, x));
     }
     for (int64_t i = 0; i < num_rows * dims; ++i) set(got_out, i, out[static_cast<size_t>(i)]);
-    CompareOptions options{.name = "out", .about = about};
+    CompareOptions options{.name = "out", .about = about, .names_seed = !about.empty()};
     // What f32 loses: in the scores, hence relatively in P, and in the sums.
     options.extra = 4 * accumulator_epsilon() * (1 + score_scale) * typical_value + flushed;
     // Among subnormal numbers each step may lose half of the smallest one.
@@ -109,7 +109,7 @@ struct JudgedRows {
     const ConstTensor got_statistic = query_dtype == DType::f64
                                           ? ConstTensor::contiguous(DType::f64, {num_rows, 1}, values.data())
                                           : ConstTensor::contiguous(DType::f32, {num_rows, 1}, values_f32.data());
-    CompareOptions o{.name = name, .about = about};
+    CompareOptions o{.name = name, .about = about, .names_seed = !about.empty()};
     o.per_row = false;
     // exp(score) is as wrong relatively as the score is absolutely; the exponentials of the pairwise product by
     // 2^-13.2.
@@ -168,7 +168,7 @@ struct JudgedGradient {
     const Tensor judged = shaped(got.dtype, bytes.data());
     for (size_t i = 0; i < values.size(); ++i) set(judged, static_cast<int64_t>(i), values[i]);
     const bool f64 = query_dtype == DType::f64;
-    CompareOptions options{.name = name, .about = about};
+    CompareOptions options{.name = name, .about = about, .names_seed = !about.empty()};
     // P is as wrong, relatively, as scores and statistics are absolutely; and sums round.
     options.extra = 2 * (f64 ? 0x1p-52 : 0x1p-23) * (4 + score_scale) * largest;
     // O was rounded before delta was taken from it; exponentials of the pairwise product; dS.

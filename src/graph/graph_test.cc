@@ -74,14 +74,14 @@ TEST(Graph, CostOfAttentionCountsWhatTheWindowShows) {
   options.causal = true;
   options.window_left = 9;
   const Value keys = graph.input("keys", DType::f32, {100, 2, 8});
-  graph.output("wide", graph.attention("wide", graph.input("q", DType::f32, {100, 4, 8}), keys, keys, options));
-  graph.output("late", graph.attention("late", graph.input("last", DType::f32, {1, 4, 8}), keys, keys, options));
+  graph.output("wide_out", graph.attention("wide", graph.input("q", DType::f32, {100, 4, 8}), keys, keys, options));
+  graph.output("late_out", graph.attention("late", graph.input("last", DType::f32, {1, 4, 8}), keys, keys, options));
   std::vector<float> q(100 * 4 * 8), k(100 * 2 * 8), last(4 * 8), wide(q.size()), late(last.size());
   ASSERT_OK(graph.bind("q", view(q, {100, 4, 8})));
   ASSERT_OK(graph.bind("keys", view(k, {100, 2, 8})));
   ASSERT_OK(graph.bind("last", view(last, {1, 4, 8})));
-  ASSERT_OK(graph.bind("wide", view(wide, {100, 4, 8})));
-  ASSERT_OK(graph.bind("late", view(late, {1, 4, 8})));
+  ASSERT_OK(graph.bind("wide_out", view(wide, {100, 4, 8})));
+  ASSERT_OK(graph.bind("late_out", view(late, {1, 4, 8})));
   Context context = make_context();
   ASSERT_OK(graph.setup(context.machine()));
   EXPECT_EQ(graph.describe(0).cost.flops, 2.0 * 16 * 4 * (90 * 10 + 55));  // rows 0 to 9 see 1 to 10 keys

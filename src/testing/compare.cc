@@ -23,7 +23,7 @@ bool same_shape(const ConstTensor& a, const ConstTensor& b) {
 }
 
 std::string footer(const CompareOptions& options) {
-  std::string text = "\n  seed " + std::to_string(seed());
+  std::string text = options.names_seed ? "\n  seed " + std::to_string(seed()) : "";
   if (!options.about.empty()) text += "\n  " + options.about;
   return text;
 }

@@ -25,6 +25,7 @@ struct CompareOptions {
   bool per_row = true;
   double factor = 2;  // times the naive error
   double eps_factor = 4;
+  bool names_seed = true;  // in the message, for tests
 };
 
 struct Comparison {

@@ -4,8 +4,9 @@
 #include <cmath>
 #include <cstdio>
 
-#include "attention/backward_reference.h"
+#include "attention_verdict.h"
 #include "bench.h"
+#include "naive_bench.h"
 #include "testing/elements.h"
 #include "testing/peak.h"
 #include "testing/random.h"
@@ -19,39 +20,6 @@ double backward_flops(const AttentionSetup& setup) {
   const AttentionProblem& p = setup.problem;
   return 2.0 * static_cast<double>(3 * p.head_dim + 2 * p.value_head_dim) * visible_pairs(setup) *
          static_cast<double>(p.num_heads);
-}
-
-struct Verdict {
-  const char* name;
-  double error, bound;
-};
-
-// The largest error of each gradient, and what twice the error of plain code allows.
-std::vector<Verdict> compare(const AttentionCase& forward, const AttentionBackwardCase& data) {
-  const AttentionInputs& in = forward.inputs();
-  const AttentionOptions& options = forward.problem().options;
-  const DType dtype = forward.problem().query_dtype;
-  const auto exact = attention::reference_gradients(in, data.grad_out(), {}, options);
-  const auto naive = attention::naive_gradients(in, data.grad_out(), {}, options, dtype);
-  std::vector<Verdict> verdicts;
-  using attention::ReferenceGradients;
-  const AttentionGradients& g = data.gradients();
-  for (const auto& [got, part, name] : {std::tuple(&g.grad_query, &ReferenceGradients::query, "grad_query"),
-                                        std::tuple(&g.grad_key, &ReferenceGradients::key, "grad_key"),
-                                        std::tuple(&g.grad_value, &ReferenceGradients::value, "grad_value"),
-                                        std::tuple(&g.grad_bias, &ReferenceGradients::bias, "grad_bias"),
-                                        std::tuple(&g.grad_sinks, &ReferenceGradients::sinks, "grad_sinks")}) {
-    if (got->data == nullptr) continue;
-    double error = 0, naive_error = 0, scale = 0;
-    for (size_t i = 0; i < (exact.*part).size(); ++i) {
-      const double x = std::abs(test::get(*got, static_cast<int64_t>(i)) - (exact.*part)[i]);
-      error = std::isnan(x) ? HUGE_VAL : std::max(error, x);
-      naive_error = std::max(naive_error, std::abs((naive.*part)[i] - (exact.*part)[i]));
-      scale = std::max(scale, std::abs((exact.*part)[i]));
-    }
-    verdicts.push_back({name, error, 2 * naive_error + 4 * test::epsilon(dtype) * scale});
-  }
-  return verdicts;
 }
 
 std::string title(const AttentionArguments& arguments, const AttentionSetup& setup, const Context& context) {
@@ -116,18 +84,39 @@ void AttentionBackwardCase::run(Context& context) const {
   if (!status.ok()) throw CommandError(1, status.message());
 }
 
-void bench_attention_backward(const AttentionArguments& arguments) {
+struct GradientError {
+  double largest = std::nan("");  // NaN: not computed, the reference would take minutes
+  bool ok = true;
+};
+static GradientError gradient_error(const Context& context, const AttentionCase& forward,
+                                    const AttentionBackwardCase& data) {
+  if (backward_flops(forward.setup()) > 2e9) return {};
+  GradientError e{.largest = 0};
+  for (const GradientVerdict& v : judge_gradients(context, forward, data)) {
+    e.largest = std::max(e.largest, v.error);
+    e.ok = e.ok && v.ok;
+  }
+  return e;
+}
+
+void bench_attention_backward(const AttentionArguments& arguments, int64_t limit_bytes) {
+  const std::vector<AttentionSetup> setups = attention_setups(arguments);
   Context context = make_context(arguments.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true, first = true;
-  for (const int64_t kv_len : key_lengths(arguments)) {
-    const AttentionSetup setup = attention_setup(arguments, kv_len);
+  NaiveBench naive(limit_bytes, true);
+  for (const AttentionSetup& setup : setups) {
+    const int64_t kv_len = setup.problem.kv_len;
     const AttentionCase forward(setup);
     const AttentionBackwardCase data(context, forward);
     const AttentionBackwardPlan plan = plan_attention_backward(backward_problem(setup.problem), context.machine());
     const test::Fraction f = test::measure_fraction(context, test::peak_kind(setup.problem.query_dtype),
                                                     backward_flops(setup), [&] { data.run(context); });
     all_valid = all_valid && f.valid;
+    const GradientError error = gradient_error(context, forward, data);
+    const bool judged = !std::isnan(error.largest);
+    context.trim();
+    const NaiveTime plain = naive.measure(context, forward, &data);
     if (arguments.json) {
       rows.push_back({{"kv_len", kv_len},
                       {"query_len", setup.problem.query_len},
@@ -138,49 +127,64 @@ void bench_attention_backward(const AttentionArguments& arguments) {
                       {"fraction_of_peak_quartiles", {f.fraction_q1, f.fraction_q3}},
                       {"peak_valid", f.valid},
                       {"scratch_bytes", plan.scratch_bytes(context.num_threads())},
+                      {"naive_ms", plain.json()},
+                      {"naive_state", plain.state()},
+                      {"naive_bytes", plain.bytes},
+                      {"max_abs_error", judged ? nlohmann::ordered_json(error.largest) : nlohmann::ordered_json()},
+                      {"error_ok", judged ? nlohmann::ordered_json(error.ok) : nlohmann::ordered_json()},
                       {"plan", to_string(plan)}});
       continue;
     }
     char text[256];
     if (first) {
       write_output(title(arguments, setup, context));
-      std::snprintf(text, sizeof(text), "\n%9s  %11s %10s  %9s %8s  %s\n", "keys", "ms", "scratch MB", "GFLOP/s",
-                    "of peak", "middle half");
+      std::snprintf(text, sizeof(text), "\n%9s  %11s %10s  %11s %10s  %9s %8s  %-15s  %9s\n", "keys", "naive", "memory",
+                    "flash", "scratch", "GFLOP/s", "of peak", "middle half", "max error");
       write_output(text);
     }
     first = false;
-    std::snprintf(text, sizeof(text), "%9lld  %11.3f %10.1f  %9.1f %6.1f %%%s  %.1f - %.1f %%\n",
-                  static_cast<long long>(kv_len), f.call_seconds * 1e3,
-                  static_cast<double>(plan.scratch_bytes(context.num_threads())) / 1e6, f.flops_per_second / 1e9,
-                  f.fraction * 100, f.valid ? "" : "*", f.fraction_q1 * 100, f.fraction_q3 * 100);
+    char error_text[16] = "-";
+    if (judged) std::snprintf(error_text, sizeof(error_text), "%.1e", error.largest);
+    char half[32];
+    std::snprintf(half, sizeof(half), "%.1f - %.1f %%", f.fraction_q1 * 100, f.fraction_q3 * 100);
+    std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %9.1f %6.1f %%%s %-15s  %9s\n",
+                  static_cast<long long>(kv_len), plain.text().c_str(),
+                  plain.offered ? human_bytes(plain.bytes).c_str() : "", human_seconds(f.call_seconds).c_str(),
+                  human_bytes(plan.scratch_bytes(context.num_threads())).c_str(), f.flops_per_second / 1e9,
+                  f.fraction * 100, f.valid ? " " : "*", half, error_text);
     write_output(text);
   }
   if (arguments.json) {
     write_json({{"machine", to_string(context.machine())}, {"threads", context.num_threads()}, {"rows", rows}});
-  } else if (!all_valid) {
-    write_output("* the reference bursts did not have the machine to themselves\n");
+    return;
   }
+  write_output("\n" + naive.explanation(setups.front()) +
+               "backward has no standard path; max error: of all gradients against float64, -: where that would take "
+               "long\n");
+  if (!all_valid) write_output("* the reference bursts did not have the machine to themselves\n");
 }
 
-void check_attention_backward(const AttentionArguments& arguments) {
+void check_attention_backward(const AttentionArguments& arguments, bool spoil) {
+  const std::vector<AttentionSetup> setups = attention_setups(arguments);
   Context context = make_context(arguments.num_threads);
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   bool all_ok = true;
-  for (const int64_t kv_len : key_lengths(arguments)) {
-    const AttentionSetup setup = attention_setup(arguments, kv_len);
-    const AttentionCase forward(setup);
+  for (const AttentionSetup& setup : setups) {
+    const int64_t kv_len = setup.problem.kv_len;
+    AttentionCase forward(setup);
+    if (spoil) forward.spoil_values(true);
     const AttentionBackwardCase data(context, forward);
     data.run(context);
-    for (const Verdict& v : compare(forward, data)) {
-      const bool ok = v.error <= v.bound;
-      all_ok = all_ok && ok;
+    if (spoil) forward.spoil_values(false);
+    for (const GradientVerdict& v : judge_gradients(context, forward, data)) {
+      all_ok = all_ok && v.ok;
       if (arguments.json) {
         results.push_back(
-            {{"kv_len", kv_len}, {"gradient", v.name}, {"max_abs_error", v.error}, {"bound", v.bound}, {"ok", ok}});
+            {{"kv_len", kv_len}, {"gradient", v.name}, {"max_abs_error", v.error}, {"bound", v.bound}, {"ok", v.ok}});
         continue;
       }
       char text[160];
-      std::snprintf(text, sizeof(text), "%s  %lld keys, %-10s  error %.2e (bound %.2e)\n", ok ? "ok  " : "FAIL",
+      std::snprintf(text, sizeof(text), "%s  %lld keys, %-10s  error %.2e (bound %.2e)\n", v.ok ? "ok  " : "FAIL",
                     static_cast<long long>(kv_len), v.name, v.error, v.bound);
       write_output(text);
     }
@@ -192,10 +196,11 @@ void check_attention_backward(const AttentionArguments& arguments) {
 }
 
 void plan_attention_backward_command(const AttentionArguments& arguments) {
+  const std::vector<AttentionSetup> setups = attention_setups(arguments);
   const Context context = make_context(arguments.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  for (const int64_t kv_len : key_lengths(arguments)) {
-    const AttentionSetup setup = attention_setup(arguments, kv_len);
+  for (const AttentionSetup& setup : setups) {
+    const int64_t kv_len = setup.problem.kv_len;
     const AttentionBackwardPlan plan = plan_attention_backward(backward_problem(setup.problem), context.machine());
     if (arguments.json) {
       rows.push_back({{"kv_len", kv_len},

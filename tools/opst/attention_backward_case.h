@@ -30,10 +30,10 @@ class AttentionBackwardCase {
   AttentionGradients gradients_;
 };
 
-// Time, memory and fraction of peak for each length.
-void bench_attention_backward(const AttentionArguments& arguments);
-// Every gradient against float64; false where one is worse than a plain implementation allows.
-void check_attention_backward(const AttentionArguments& arguments);
+// Time, memory, fraction of peak and error for each length, beside the naive form, which may take limit_bytes.
+void bench_attention_backward(const AttentionArguments& arguments, int64_t limit_bytes);
+// Every gradient against float64. `spoil`: as computed without some values.
+void check_attention_backward(const AttentionArguments& arguments, bool spoil);
 void plan_attention_backward_command(const AttentionArguments& arguments);
 
 }  // namespace opst::tools

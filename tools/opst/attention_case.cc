@@ -1,6 +1,7 @@
 #include "attention_case.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 
@@ -10,6 +11,8 @@
 namespace opst::tools {
 
 namespace {
+
+constexpr int64_t kMostHeads = int64_t{1} << 20, kMostTokens = int64_t{1} << 30;
 
 DType parse_dtype(const std::string& name) {
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64}) {
@@ -25,14 +28,35 @@ AttentionPath parse_path(const std::string& name) {
   usage_error("--path: " + name + " is not automatic, standard or flash");
 }
 
+int64_t whole_number(const std::string& text, const std::string& complaint) {
+  int64_t number = 0;
+  const char* end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || rest != end) usage_error(complaint);
+  return number;
+}
+
+// "LEFT,RIGHT", each a whole number or "all".
+void parse_window(const std::string& text, AttentionOptions& options) {
+  const std::string complaint = "--window: '" + text +
+                                "' is not LEFT,RIGHT: two whole numbers (keys before and after the query's own; a "
+                                "negative one leaves out the nearest), or all in place of one";
+  const size_t comma = text.find(',');
+  if (comma == std::string::npos) usage_error(complaint);
+  const auto side = [&](const std::string& word) { return word == "all" ? kUnbounded : whole_number(word, complaint); };
+  options.window_left = side(text.substr(0, comma));
+  options.window_right = side(text.substr(comma + 1));
+}
+
 // "N" or "Q:K".
 AttentionSetup::Sequence parse_sequence(const std::string& text) {
   const size_t colon = text.find(':');
-  const auto number = [&](const std::string& digits) -> int64_t {
-    if (digits.empty() || digits.size() > 12 || digits.find_first_not_of("0123456789") != std::string::npos) {
-      usage_error("--varlen: " + text + " is neither a length nor QUERIES:KEYS");
-    }
-    return std::stoll(digits);
+  const auto number = [&](const std::string& digits) {
+    const std::string complaint =
+        "--varlen: '" + text + "' is neither a length nor QUERIES:KEYS, 0 to " + std::to_string(kMostTokens);
+    const int64_t length = whole_number(digits, complaint);
+    if (length < 0 || length > kMostTokens) usage_error(complaint);
+    return length;
   };
   const int64_t queries = number(text.substr(0, colon));
   return {queries, colon == std::string::npos ? queries : number(text.substr(colon + 1))};
@@ -41,49 +65,59 @@ AttentionSetup::Sequence parse_sequence(const std::string& text) {
 }  // namespace
 
 void add_attention_options(CLI::App& command, AttentionArguments& a) {
-  const auto dtypes = CLI::IsMember({"f32", "bf16", "f16", "f64"});
-  const auto positive = CLI::Range(int64_t{1}, int64_t{1} << 40);
+  const auto dtypes = one_of({"f32", "bf16", "f16", "f64"});
+  const auto count = between(1, kMostHeads), tokens = between(1, kMostTokens), dim = between(1, 768),
+             block = between(1, 4096);
   command.add_option("--dtype", a.dtype, "Type of query and output: f32, bf16, f16, f64")
       ->check(dtypes)
       ->capture_default_str();
   command.add_option("--kv-dtype", a.kv_dtype, "Type of keys and values (default: as --dtype)")->check(dtypes);
-  command.add_option("--batch", a.batch, "Sequences")->check(positive)->capture_default_str();
-  command.add_option("--heads", a.heads, "Query heads")->check(positive)->capture_default_str();
-  command.add_option("--kv-heads", a.kv_heads, "Key/value heads (default: as --heads)")->check(positive);
+  command.add_option("--batch", a.batch, "Sequences")->check(count)->capture_default_str();
+  command.add_option("--heads", a.heads, "Query heads")->check(count)->capture_default_str();
+  command.add_option("--kv-heads", a.kv_heads, "Key/value heads (default: as --heads)")->check(count);
   command.add_option("--seq", a.seq, "Lengths of the keys, separated by commas")
       ->delimiter(',')
-      ->check(positive)
+      ->check(tokens)
       ->capture_default_str();
-  command.add_option("--query-len", a.query_len, "Queries (default: as many as keys)")->check(positive);
-  command.add_option("--head-dim", a.head_dim, "Size of a query and a key")->check(positive)->capture_default_str();
-  command.add_option("--value-head-dim", a.value_head_dim, "Size of a value (default: as --head-dim)")->check(positive);
+  command.add_option("--query-len", a.query_len, "Queries (default: as many as keys)")->check(tokens);
+  command.add_option("--head-dim", a.head_dim, "Size of a query and a key, 1 to 768")
+      ->check(dim)
+      ->capture_default_str();
+  command.add_option("--value-head-dim", a.value_head_dim, "Size of a value (default: as --head-dim)")->check(dim);
   command.add_flag("--causal", a.causal, "A query sees no later keys; the last query sees all");
-  command.add_flag("--top-left", a.top_left, "With --causal: query i sees keys 0 to i instead");
-  command.add_option("--window", a.window, "LEFT,RIGHT: a query sees so many keys before and after its own; -1: all")
-      ->delimiter(',')
-      ->expected(2);
-  command.add_option("--prefix", a.prefix, "Keys at the front that every query sees")->check(CLI::NonNegativeNumber);
+  command.add_flag("--top-left", a.top_left, "With --causal or --window: query i is at key i instead");
+  command.add_option("--window", a.window,
+                     "LEFT,RIGHT: a query sees so many keys before and after its own; all: no limit; negative: a band "
+                     "away from its own, as in --window=-3,5");
+  command.add_option("--prefix", a.prefix, "Keys at the front that every query sees, at most --seq")
+      ->check(between(0, kMostTokens));
   command
       .add_option(
           "--varlen", a.varlen,
           "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)")
       ->delimiter(',');
   command.add_option("--mask", a.mask, "A random mask [1, 1, queries, keys]: bool or additive")
-      ->check(CLI::IsMember({"bool", "additive"}));
+      ->check(one_of({"bool", "additive"}));
   command.add_flag("--alibi", a.alibi, "Linear position biases");
-  command.add_option("--softcap", a.softcap, "Bound of the scores, by tanh")->check(CLI::NonNegativeNumber);
-  command.add_option("--dropout", a.dropout, "Share of the weights that is dropped")->check(CLI::Range(0.0, 0.999));
-  command.add_option("--block-q", a.block_q, "Rows of a tile (default: the plan's choice)")->check(positive);
-  command.add_option("--block-kv", a.block_kv, "Keys of a tile (default: the plan's choice)")->check(positive);
+  command.add_option("--softcap", a.softcap, "Bound of the scores, by tanh; 0: none")->check(number_between(0, 1e6));
+  command.add_option("--dropout", a.dropout, "Share of the weights that is dropped, 0 to 0.999")
+      ->check(number_between(0, 0.999));
+  command.add_option("--block-q", a.block_q, "Rows of a tile, 1 to 4096 (default: the plan's choice)")->check(block);
+  command.add_option("--block-kv", a.block_kv, "Keys of a tile, 1 to 4096 (default: the plan's choice)")->check(block);
   add_threads_option(command, a.num_threads);
   command.add_flag("--json", a.json, "Print one JSON object");
 }
 
-AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_len) {
+// For keys of length kv_len (varlen: of the given lengths).
+static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_len) {
   AttentionSetup setup;
   AttentionProblem& p = setup.problem;
   p.query_dtype = parse_dtype(a.dtype);
   p.kv_dtype = a.kv_dtype.empty() ? p.query_dtype : parse_dtype(a.kv_dtype);
+  if ((p.query_dtype == DType::f64) != (p.kv_dtype == DType::f64)) {
+    usage_error("--kv-dtype: " + a.kv_dtype + " does not go with --dtype " + a.dtype +
+                ": f64 goes with f64 only, f32, bf16 and f16 with one another");
+  }
   p.batch = a.batch;
   p.num_heads = a.heads;
   p.num_kv_heads = a.kv_heads > 0 ? a.kv_heads : a.heads;
@@ -111,10 +145,7 @@ AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_len) {
   p.options.path = parse_path(a.path);
   p.options.block_q = a.block_q;
   p.options.block_kv = a.block_kv;
-  if (!a.window.empty()) {
-    p.options.window_left = a.window[0] < 0 ? kUnbounded : a.window[0];
-    p.options.window_right = a.window[1] < 0 ? kUnbounded : a.window[1];
-  }
+  if (!a.window.empty()) parse_window(a.window, p.options);
   p.options.softcap = static_cast<float>(a.softcap);
   p.options.dropout = {.keep_prob = 1 - a.dropout, .seed = 1};
   p.has_mask = a.mask == "bool";
@@ -122,19 +153,27 @@ AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_len) {
   p.has_alibi = a.alibi;
   p.has_prefix = a.prefix > 0;
   setup.prefix = a.prefix;
+  int64_t shortest = p.kv_len;
+  for (const AttentionSetup::Sequence& s : setup.sequences) shortest = std::min(shortest, s.kv_len);
+  if (a.prefix > shortest) {
+    usage_error("--prefix: " + std::to_string(a.prefix) + " is more than the " + std::to_string(shortest) +
+                " keys of " + (setup.sequences.empty() ? "--seq" : "a sequence of --varlen"));
+  }
   return setup;
 }
 
-std::vector<int64_t> key_lengths(const AttentionArguments& a) {
-  if (a.varlen.empty()) return a.seq;
-  return {attention_setup(a, 0).problem.kv_len};
+std::vector<AttentionSetup> attention_setups(const AttentionArguments& a) {
+  std::vector<AttentionSetup> setups;
+  if (!a.varlen.empty()) return {attention_setup(a, 0)};
+  for (const int64_t kv_len : a.seq) setups.push_back(attention_setup(a, kv_len));
+  return setups;
 }
 
 std::string options_text(const AttentionArguments& a) {
   std::string text;
   char number[64];
   if (!a.window.empty()) {
-    text += ", window " + std::to_string(a.window[0]) + "," + std::to_string(a.window[1]);
+    text += ", window " + a.window;
   }
   if (a.prefix > 0) text += ", prefix " + std::to_string(a.prefix);
   if (!a.varlen.empty()) text += ", " + std::to_string(a.varlen.size()) + " sequences";
@@ -176,20 +215,8 @@ std::vector<AttentionSetup> AttentionSetup::baseline() const {
 }
 
 double visible_pairs(const AttentionSetup& setup) {
-  const AttentionOptions& o = setup.problem.options;
   const auto pairs_of = [&](int64_t query_len, int64_t kv_len) {
-    const bool all = !o.causal && o.window_left == kUnbounded && o.window_right == kUnbounded;
-    if (all) return static_cast<double>(query_len) * static_cast<double>(kv_len);
-    const int64_t off = o.alignment == CausalAlignment::top_left ? 0 : kv_len - query_len;
-    const int64_t right = o.causal ? std::min<int64_t>(o.window_right, 0) : o.window_right;
-    const int64_t prefix = std::min(setup.prefix, kv_len);
-    double pairs = 0;
-    for (int64_t i = 0; i < query_len; ++i) {
-      const int64_t begin = o.window_left == kUnbounded ? 0 : std::clamp<int64_t>(i + off - o.window_left, 0, kv_len);
-      const int64_t end = right == kUnbounded ? kv_len : std::clamp<int64_t>(i + off + right + 1, 0, kv_len);
-      pairs += static_cast<double>(std::max<int64_t>(end - std::max(begin, prefix), 0) + prefix);
-    }
-    return pairs;
+    return count_visible(setup.problem.options, query_len, kv_len, setup.prefix).pairs;
   };
   if (setup.sequences.empty()) {
     return pairs_of(setup.problem.query_len, setup.problem.kv_len) * static_cast<double>(setup.problem.batch);
@@ -230,8 +257,7 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
     inputs_.cu_seqlens_k = make_integers(key_starts);
   }
   if (p.has_prefix) {
-    std::vector<int64_t> prefixes(static_cast<size_t>(p.batch), std::min(setup.prefix, p.kv_len));
-    for (size_t i = 0; i < setup.sequences.size(); ++i) prefixes[i] = std::min(setup.prefix, setup.sequences[i].kv_len);
+    std::vector<int64_t> prefixes(static_cast<size_t>(p.batch), setup.prefix);
     inputs_.prefix = make_integers(prefixes);
   }
   if (p.has_bias) inputs_.bias = make(statistics, {1, 1, p.query_len, p.kv_len});
@@ -252,6 +278,9 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
 }
 
 Tensor AttentionCase::make(DType dtype, std::initializer_list<int64_t> shape) {
+  double bytes = static_cast<double>(opst::size_bytes(dtype));
+  for (const int64_t size : shape) bytes *= static_cast<double>(size);
+  if (bytes > 0x1p60) run_error("out of memory");  // more than any address
   Tensor t = Tensor::contiguous(dtype, shape, nullptr);
   buffers_.push_back(value_or_fail(Buffer::allocate(t.num_elements() * opst::size_bytes(dtype))));
   t.data = buffers_.back().data();
@@ -270,6 +299,22 @@ int64_t AttentionCase::size_bytes() const {
   int64_t total = 0;
   for (const Buffer& buffer : buffers_) total += buffer.size_bytes();
   return total;
+}
+
+void AttentionCase::spoil_values(bool spoiled) {
+  const ConstTensor& value = inputs_.value;
+  Tensor t = Tensor::contiguous(value.dtype, {value.num_elements()}, const_cast<void*>(value.data));
+  const bool tokens_first = value.rank == 3;  // [tokens, heads, dim], else [batch, heads, tokens, dim]
+  const int64_t dim = value.shape[value.rank - 1], row = tokens_first ? value.shape[1] * dim : dim;
+  const int64_t keys = tokens_first ? value.shape[0] : value.shape[2];
+  size_t next = 0;
+  for (int64_t i = 0; i < t.num_elements(); ++i) {
+    const int64_t key = i / row % keys;
+    if (key % 256 != std::min<int64_t>(keys, 256) / 2) continue;
+    if (spoiled) lost_.push_back(test::get(t, i));
+    test::set(t, i, spoiled ? 0 : lost_[next++]);
+  }
+  if (!spoiled) lost_.clear();
 }
 
 void AttentionCase::run(Context& context, AttentionPath path) const {

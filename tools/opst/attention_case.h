@@ -22,7 +22,7 @@ struct AttentionArguments {
   bool causal = false;
   bool top_left = false;
   double dropout = 0;               // share of the weights that is dropped
-  std::vector<int64_t> window;      // left and right; negative: no limit
+  std::string window;               // "LEFT,RIGHT"; empty: no limits
   std::vector<std::string> varlen;  // "N", or "Q:K" queries and keys, for each sequence
   std::string mask;                 // bool, additive
   double softcap = 0;
@@ -53,11 +53,9 @@ struct AttentionSetup {
   std::vector<AttentionSetup> baseline() const;
 };
 
-// The problem for keys of length kv_len (varlen: of the given lengths); a CommandError where the options contradict
-// each other.
-AttentionSetup attention_setup(const AttentionArguments& arguments, int64_t kv_len);
-// Lengths to run: --seq, or one entry, the longest sequence, for --varlen.
-std::vector<int64_t> key_lengths(const AttentionArguments& arguments);
+// One problem for each length of --seq, or the one of --varlen; a CommandError where the options contradict each other,
+// before anything is printed.
+std::vector<AttentionSetup> attention_setups(const AttentionArguments& arguments);
 // ", dropout 0.1, window 256,0"
 std::string options_text(const AttentionArguments& arguments);
 
@@ -72,11 +70,15 @@ class AttentionCase {
  public:
   explicit AttentionCase(const AttentionSetup& setup);
 
+  const AttentionSetup& setup() const { return setup_; }
   const AttentionProblem& problem() const { return setup_.problem; }
   const AttentionInputs& inputs() const { return inputs_; }
   const AttentionOutputs& outputs() const { return outputs_; }
   // Bytes of inputs and outputs.
   int64_t size_bytes() const;
+
+  // One value of every 256 becomes 0, or again what it was: what a kernel would compute that loses them.
+  void spoil_values(bool spoiled);
 
   // Runs the operator by the given path; a CommandError where it is refused.
   void run(Context& context, AttentionPath path) const;
@@ -98,6 +100,7 @@ class AttentionCase {
   AttentionInputs inputs_;
   AttentionOutputs outputs_;
   std::vector<int64_t> query_starts_;  // varlen
+  std::vector<double> lost_;           // values that were spoiled
 };
 
 }  // namespace opst::tools

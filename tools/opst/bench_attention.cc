@@ -6,11 +6,11 @@
 #include <cstdio>
 #include <fstream>
 
-#include "attention/reference.h"
 #include "attention_backward_case.h"
 #include "attention_case.h"
+#include "attention_verdict.h"
 #include "bench.h"
-#include "testing/elements.h"
+#include "naive_bench.h"
 #include "testing/peak.h"
 
 namespace opst::tools {
@@ -31,7 +31,8 @@ struct Row {
   int64_t flash_scratch_bytes = 0;
   int64_t standard_bytes = 0;
   double standard_seconds = -1;  // negative: does not fit
-  double max_abs_error = 0;
+  NaiveTime naive;
+  AttentionVerdict verdict;
   // Time over that of the baseline, where there are options: median and quartiles of pairs.
   double ratio = -1, ratio_q1 = 0, ratio_q3 = 0;
 };
@@ -62,18 +63,8 @@ int64_t available_memory_bytes() {
   return available;
 }
 
-double max_abs_error(const AttentionCase& data, int64_t rows) {
-  double worst = 0;
-  const Tensor& out = data.outputs().out;
-  for (const AttentionCase::RowIndex& row : data.sampled_rows(rows)) {
-    const attention::ReferenceRow expected =
-        attention::reference_row(data.inputs(), data.problem().options, row.batch, row.head, row.query);
-    const ConstTensor got = data.row_of(out, row);
-    for (int64_t d = 0; d < got.shape[0]; ++d) {
-      worst = std::max(worst, std::abs(test::get(got, d) - expected.out[static_cast<size_t>(d)]));
-    }
-  }
-  return worst;
+int64_t memory_limit(const Options& options) {
+  return options.memory_limit > 0 ? options.memory_limit : available_memory_bytes() / 2;
 }
 
 // The call and its baseline in turn.
@@ -102,9 +93,9 @@ void measure_ratio(Context& context, const AttentionCase& data, Row& row) {
   row.ratio_q1 = test::quantile(ratios, 0.25), row.ratio_q3 = test::quantile(ratios, 0.75);
 }
 
-Row measure(Context& context, const Options& options, int64_t kv_len, int64_t limit_bytes) {
+Row measure(Context& context, const AttentionSetup& setup, int64_t limit_bytes, NaiveBench& naive) {
   Row row;
-  row.setup = attention_setup(options.problem, kv_len);
+  row.setup = setup;
   const AttentionProblem& problem = row.setup.problem;
   row.flops = attention_flops(row.setup);
   const test::PeakKind kind = test::peak_kind(problem.query_dtype);
@@ -120,7 +111,9 @@ Row measure(Context& context, const Options& options, int64_t kv_len, int64_t li
 
   const AttentionCase data(row.setup);
   row.flash = test::measure_fraction(context, kind, row.flops, [&] { data.run(context, AttentionPath::flash); });
-  row.max_abs_error = max_abs_error(data, std::clamp<int64_t>((int64_t{1} << 26) / kv_len / problem.head_dim, 8, 64));
+  row.verdict = judge_attention(
+      context, data, AttentionPath::flash,
+      std::clamp<int64_t>((int64_t{1} << 26) / std::max<int64_t>(problem.kv_len, 1) / problem.head_dim, 8, 64));
   if (row.setup.has_options()) measure_ratio(context, data, row);
   context.trim();
   if (row.standard_bytes <= limit_bytes) {
@@ -129,29 +122,8 @@ Row measure(Context& context, const Options& options, int64_t kv_len, int64_t li
                            }).call_seconds;
     context.trim();
   }
+  row.naive = naive.measure(context, data);
   return row;
-}
-
-std::string human_bytes(int64_t bytes) {
-  char text[32];
-  const double b = static_cast<double>(bytes);
-  if (b < 1e6)
-    std::snprintf(text, sizeof(text), "%.0f KB", b / 1e3);
-  else if (b < 1e9)
-    std::snprintf(text, sizeof(text), "%.1f MB", b / 1e6);
-  else
-    std::snprintf(text, sizeof(text), "%.1f GB", b / 1e9);
-  return text;
-}
-std::string human_seconds(double seconds) {
-  char text[32];
-  if (seconds < 1e-3)
-    std::snprintf(text, sizeof(text), "%.1f us", seconds * 1e6);
-  else if (seconds < 1)
-    std::snprintf(text, sizeof(text), "%.2f ms", seconds * 1e3);
-  else
-    std::snprintf(text, sizeof(text), "%.2f s", seconds);
-  return text;
 }
 
 void print_header(const Options& options, const Context& context, const AttentionSetup& setup) {
@@ -159,12 +131,12 @@ void print_header(const Options& options, const Context& context, const Attentio
   char text[512];
   std::snprintf(text, sizeof(text),
                 "attention forward, %s, batch %lld, heads %lld/%lld, head_dim %lld/%lld, %s%s, %d thread(s), %s\n\n"
-                "%9s  %11s %10s  %11s %10s  %9s %7s  %9s  %9s%s\n",
+                "%9s  %11s %10s  %11s %10s  %11s %10s  %9s %7s  %9s  %9s%s\n",
                 options.problem.dtype.c_str(), static_cast<long long>(p.batch), static_cast<long long>(p.num_heads),
                 static_cast<long long>(p.num_kv_heads), static_cast<long long>(p.head_dim),
                 static_cast<long long>(p.value_head_dim), p.options.causal ? "causal" : "full",
                 options_text(options.problem).c_str(), context.num_threads(), to_string(context.machine().isa), "keys",
-                "standard", "memory", "flash", "scratch", "GFLOP/s", "of peak", "max error", "plan",
+                "naive", "memory", "standard", "memory", "flash", "scratch", "GFLOP/s", "of peak", "max error", "plan",
                 setup.has_options() ? "  over baseline" : "");
   write_output(text);
 }
@@ -172,12 +144,13 @@ void print_header(const Options& options, const Context& context, const Attentio
 void print_row(const Row& row) {
   char text[512];
   const bool fits = row.standard_seconds >= 0;
-  std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %9.1f %5.1f %%%s %9.1e  %9s",
-                static_cast<long long>(row.setup.problem.kv_len),
+  std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %11s %10s  %9.1f %5.1f %%%s %9.1e  %9s",
+                static_cast<long long>(row.setup.problem.kv_len), row.naive.text().c_str(),
+                row.naive.offered ? human_bytes(row.naive.bytes).c_str() : "",
                 fits ? human_seconds(row.standard_seconds).c_str() : "no fit", human_bytes(row.standard_bytes).c_str(),
                 human_seconds(row.flash.call_seconds).c_str(), human_bytes(row.flash_scratch_bytes).c_str(),
                 row.flash.flops_per_second / 1e9, row.flash.fraction * 100, row.flash.valid ? " " : "*",
-                row.max_abs_error, to_string(row.plan.path));
+                row.verdict.error, to_string(row.plan.path));
   write_output(text);
   if (row.ratio >= 0) {
     std::snprintf(text, sizeof(text), "  %.3f (%.3f - %.3f)", row.ratio, row.ratio_q1, row.ratio_q3);
@@ -201,7 +174,12 @@ nlohmann::ordered_json to_json(const Row& row) {
       {"standard_ms", fits ? nlohmann::ordered_json(row.standard_seconds * 1e3) : nlohmann::ordered_json()},
       {"standard_bytes", row.standard_bytes},
       {"standard_fits", fits},
-      {"max_abs_error", row.max_abs_error},
+      {"naive_ms", row.naive.json()},
+      {"naive_state", row.naive.state()},
+      {"naive_bytes", row.naive.bytes},
+      {"max_abs_error", row.verdict.error},
+      {"error_bound", row.verdict.bound},
+      {"error_ok", row.verdict.ok},
       {"plan", to_string(row.plan)}};
   if (row.ratio >= 0) {
     json["over_baseline"] = row.ratio;
@@ -211,17 +189,18 @@ nlohmann::ordered_json to_json(const Row& row) {
 }
 
 void run(const Options& options) {
+  const std::vector<AttentionSetup> setups = attention_setups(options.problem);
+  const AttentionSetup& first = setups.front();
   Context context = make_context(options.problem.num_threads);
-  const std::vector<int64_t> lengths = key_lengths(options.problem);
-  const AttentionSetup first = attention_setup(options.problem, lengths.front());  // refuse before measuring
-  const int64_t limit = options.memory_limit > 0 ? options.memory_limit : available_memory_bytes() / 2;
+  const int64_t limit = memory_limit(options);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   if (!options.problem.json) {
     print_header(options, context, first);
   }
   bool all_valid = true;
-  for (const int64_t kv_len : lengths) {
-    const Row row = measure(context, options, kv_len, limit);
+  NaiveBench naive(limit, false);
+  for (const AttentionSetup& setup : setups) {
+    const Row row = measure(context, setup, limit, naive);
     all_valid = all_valid && row.flash.valid;
     if (options.problem.json)
       rows.push_back(to_json(row));
@@ -232,7 +211,8 @@ void run(const Options& options) {
     write_json({{"machine", to_string(context.machine())}, {"threads", context.num_threads()}, {"rows", rows}});
     return;
   }
-  write_output("\nstandard: the whole score matrix in memory (\"no fit\": beyond " + human_bytes(limit) +
+  write_output("\n" + naive.explanation(first) + "standard: the whole score matrix in memory (\"no fit\": beyond " +
+               human_bytes(limit) +
                "); of peak: flash against multiply-adds of the same\nlength on the same threads, median of pairs; max "
                "error: against float64 on sampled rows; plan: which path is chosen\n");
   if (first.has_options()) {
@@ -251,10 +231,12 @@ void add_bench_attention(CLI::App& bench) {
   add_attention_options(*command, options->problem);
   command
       ->add_option("--memory-limit", options->memory_limit,
-                   "Bytes that the standard form may take (default: half of the available memory)")
-      ->check(CLI::PositiveNumber);
+                   "Bytes that the standard and the naive form may take (default: half of the available memory)")
+      ->check(at_least(1));
   command->add_flag("--backward", options->backward, "Measure the gradients instead");
-  command->callback([options] { options->backward ? bench_attention_backward(options->problem) : run(*options); });
+  command->callback([options] {
+    options->backward ? bench_attention_backward(options->problem, memory_limit(*options)) : run(*options);
+  });
 }
 
 }  // namespace opst::tools

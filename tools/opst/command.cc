@@ -15,6 +15,27 @@ CLI::Validator at_least(int64_t least) {
   return {check, ""};
 }
 
+CLI::Validator between(int64_t least, int64_t most) {
+  const auto check = [least, most](std::string& text) {
+    int64_t value = 0;
+    const bool good = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+    return good ? std::string()
+                : "'" + text + "' is not a whole number from " + std::to_string(least) + " to " + std::to_string(most);
+  };
+  return {check, ""};
+}
+
+CLI::Validator number_between(double least, double most) {
+  const auto check = [least, most](std::string& text) {
+    double value = 0;
+    if (CLI::detail::lexical_cast(text, value) && value >= least && value <= most) return std::string();
+    char range[64];
+    std::snprintf(range, sizeof(range), "%g to %g", least, most);
+    return "'" + text + "' is not a number from " + range;
+  };
+  return {check, ""};
+}
+
 CLI::Validator one_of(std::vector<std::string> words) {
   const auto check = [words](std::string& text) {
     std::string list;

@@ -38,8 +38,12 @@ T value_or_fail(Result<T> result, int exit_code = 1) {
   return std::move(result.value());
 }
 
-// Validators that leave an option's help as it is written: an integer from `least` on; one of some words.
+// Validators that leave an option's help as it is written: an integer from `least` on, or up to `most` as well; one of
+// some words.
 CLI::Validator at_least(int64_t least);
+CLI::Validator between(int64_t least, int64_t most);
+// Any number of [least, most]; NaN is none.
+CLI::Validator number_between(double least, double most);
 CLI::Validator one_of(std::vector<std::string> words);
 
 // --threads / -t. 0, the default: OPST_NUM_THREADS, else what affinity and cgroup quota give, at most OMP_NUM_THREADS.

@@ -22,6 +22,28 @@ int fail(const CLI::App& app, int exit_code, std::string message) {
   return exit_code;
 }
 
+// "attention, matmul, model"
+std::string subcommands_of(const CLI::App& app) {
+  std::string list;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    list += (list.empty() ? "" : ", ") + command->get_name();
+  }
+  return list;
+}
+
+// What no option took, in the order in which it was given.
+std::string unknown_arguments(const CLI::App& app) {
+  std::string text = "unknown:";
+  for (const std::string& argument : app.remaining(true)) text += " " + argument;
+  const CLI::App* command = &app;
+  std::string name = app.get_name();
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands().front();
+    name += " " + command->get_name();
+  }
+  return text + "; see " + name + " --help";
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Transformer operators for CPUs: run a language model through them, measure them, explain them.",
                "opst");
@@ -39,7 +61,13 @@ int run(int argc, char** argv) {
   CLI::App* bench = app.add_subcommand("bench", "Measure an operator, or a model");
   CLI::App* check = app.add_subcommand("check", "Compare an operator with float64");
   CLI::App* plan = app.add_subcommand("plan", "Explain what an operator, or a model, would do");
-  for (CLI::App* parent : {bench, check, plan}) parent->require_subcommand(1);
+  for (CLI::App* parent : {bench, check, plan}) {
+    parent->require_subcommand(0, 1);
+    parent->callback([parent] {
+      if (parent->get_subcommands().empty())
+        opst::tools::usage_error("a subcommand is required: " + subcommands_of(*parent));
+    });
+  }
   opst::tools::add_bench_attention(*bench);
   opst::tools::add_bench_matmul(*bench);
   opst::tools::add_bench_model(*bench);
@@ -53,6 +81,8 @@ int run(int argc, char** argv) {
   } catch (const CLI::Success& success) {  // --help, --version
     app.exit(success);
     return std::fflush(stdout) == 0 ? 0 : 1;
+  } catch (const CLI::ExtrasError&) {
+    return fail(app, 2, unknown_arguments(app));
   } catch (const CLI::ParseError& error) {
     return fail(app, 2, error.what());
   } catch (const opst::tools::CommandError& error) {

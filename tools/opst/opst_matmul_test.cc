@@ -21,7 +21,6 @@ TEST(OpstMatmul, BenchGivesARowForEveryCombination) {
     EXPECT_EQ(row["bound"], "multiply-adds") << row;
     EXPECT_GT(row["fraction"], 0) << row;
     EXPECT_GT(row["gflops"], 0) << row;
-    EXPECT_LT(row["fraction"], 1.5) << row;
   }
 }
 

@@ -50,19 +50,19 @@ const char* home_of(int64_t bytes, const Machine& machine) {
 }
 
 void run(const AttentionArguments& arguments) {
+  const std::vector<AttentionSetup> setups = attention_setups(arguments);
   const Context context = make_context(arguments.num_threads);
   const Machine& machine = context.machine();
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   const double peak =
-      test::measure_peak(context, test::peak_kind(attention_setup(arguments, 1).problem.query_dtype), 0.02)
-          .flops_per_second;
+      test::measure_peak(context, test::peak_kind(setups.front().problem.query_dtype), 0.02).flops_per_second;
   const Buffer stream = value_or_fail(Buffer::allocate(int64_t{256} << 20));
   std::fill_n(static_cast<char*>(stream.data()), stream.size_bytes(), char{1});
   const double bandwidth = test::measure_read_bandwidth(context, stream.data(), stream.size_bytes());
 
-  for (const int64_t kv_len : key_lengths(arguments)) {
-    const AttentionSetup setup = attention_setup(arguments, kv_len);
+  for (const AttentionSetup& setup : setups) {
     const AttentionProblem& p = setup.problem;
+    const int64_t kv_len = p.kv_len;
     const AttentionPlan plan = plan_attention(p, machine);
     const Traffic traffic = traffic_of(p, plan, machine);
     const double flops = attention_flops(setup);
@@ -123,7 +123,7 @@ void add_plan_attention(CLI::App& plan) {
       plan.add_subcommand("attention", "Tiles, what lives in which cache, bytes moved, and what bounds the time");
   add_attention_options(*command, *arguments);
   command->add_option("--path", arguments->path, "automatic, standard or flash")
-      ->check(CLI::IsMember({"automatic", "standard", "flash"}))
+      ->check(one_of({"automatic", "standard", "flash"}))
       ->capture_default_str();
   auto backward = std::make_shared<bool>(false);
   command->add_flag("--backward", *backward, "Plan the gradients instead");
