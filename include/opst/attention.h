@@ -230,9 +230,11 @@ struct AttentionPlan {
   int64_t scratch_bytes_per_worker = 0;
   const char* reason = "";  // why this path and this access
 
-  int64_t scratch_bytes(int num_threads) const { return scratch_bytes_shared + num_threads * scratch_bytes_per_worker; }
+  int64_t scratch_bytes(int num_threads) const;
 };
 
+// For any numbers: a problem that no call may pose (a negative size, head_dim 0, an unknown enumerator) has a plan of
+// no tasks and no memory whose reason says so. Numbers beyond 2^56, which no machine has, are 2^56.
 AttentionPlan plan_attention(const AttentionProblem& problem, const Machine& machine);
 std::string to_string(const AttentionPlan& plan);
 

@@ -87,9 +87,10 @@ struct AttentionBackwardPlan {
   int64_t scratch_bytes_shared = 0;
   int64_t scratch_bytes_per_worker = 0;
 
-  int64_t scratch_bytes(int num_threads) const { return scratch_bytes_shared + num_threads * scratch_bytes_per_worker; }
+  int64_t scratch_bytes(int num_threads) const;
 };
 
+// For any numbers, as plan_attention: no tasks and no memory for a problem that no call may pose.
 AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& problem, const Machine& machine);
 std::string to_string(const AttentionBackwardPlan& plan);
 

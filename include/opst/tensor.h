@@ -1,8 +1,8 @@
 // Tensor, ConstTensor: non-owning strided views. Buffer: owned, aligned memory.
 //
 // A tensor is a data pointer, a dtype, a shape and strides counted in elements (DLPack's meaning). Layout is strides:
-// BSND, BNSD, BSH, SBH are views of one another, and no kernel knows a layout by name. Strides of inputs may be any
-// value >= 0 (0 repeats an element); strides of outputs must not let two elements share an address.
+// BSND, BNSD, BSH, SBH are views of one another, and no kernel knows a layout by name. Where a dimension has several
+// indices, strides of inputs are any value >= 0 (0 repeats an element), and those of outputs keep elements apart.
 //
 //   float q[2 * 5 * 4 * 64];                                     // stored [batch, seq, heads, head_dim]
 //   Tensor bsnd = Tensor::contiguous(DType::f32, {2, 5, 4, 64}, q);

@@ -17,13 +17,14 @@ struct BackwardForm {
   DType grad_out_dtype = DType::f32;
   bool wide_gradients = false;  // f32 whatever the inputs are
   Strides grad_out_strides = Strides::bnsd, gradient_strides = Strides::bnsd;
-  bool from_lse = true;  // else from max and sum
+  bool from_lse = true;         // else from max and sum
+  bool all_statistics = false;  // from lse beside max and sum
   bool grad_lse = false;
 };
 inline std::string to_string(const BackwardForm& f) {
   return std::string("grad_out ") + to_string(f.grad_out_dtype) + " " + to_string(f.grad_out_strides) + ", gradients " +
          (f.wide_gradients ? "wide " : "") + to_string(f.gradient_strides) + (f.from_lse ? ", lse" : ", max and sum") +
-         (f.grad_lse ? ", grad_lse" : "");
+         (f.all_statistics ? ", all statistics" : "") + (f.grad_lse ? ", grad_lse" : "");
 }
 inline BackwardForm draw_form(const Draw& d, Random& random) {
   BackwardForm f;
@@ -36,6 +37,7 @@ inline BackwardForm draw_form(const Draw& d, Random& random) {
   f.grad_out_strides = random.chance(0.1) ? Strides::broadcast_heads : strides();
   f.gradient_strides = strides();
   f.from_lse = random.chance(0.5);
+  f.all_statistics = random.chance(0.1);
   f.grad_lse = random.chance(0.3);
   return f;
 }
@@ -78,9 +80,8 @@ class BackwardCallData {
   AttentionSaved saved(const DrawnCall::Outputs& forward) const {
     AttentionSaved s;
     s.out = forward.tensors.out;
-    if (form_.from_lse) {
-      s.softmax_lse = forward.tensors.softmax_lse;
-    } else {
+    if (form_.from_lse || form_.all_statistics) s.softmax_lse = forward.tensors.softmax_lse;
+    if (!form_.from_lse || form_.all_statistics) {
       s.softmax_max = forward.tensors.softmax_max;
       s.softmax_sum = forward.tensors.softmax_sum;
     }

@@ -37,5 +37,33 @@ TEST(AttentionBackwardOptions, RandomCombinationsAgreeWithTheReference) {
   EXPECT_GE(shared_pages, draws / 10);
 }
 
+// 25 tensors: lengths in all three forms, everything that may be added to or hidden from scores, every statistic and
+// every gradient.
+TEST(AttentionBackwardOptions, EveryTensorAtOnce) {
+  Random random(seed() + 1);
+  Draw d;
+  d.num_heads = 4, d.num_kv_heads = 2, d.head_dim = 16, d.value_head_dim = 9;
+  d.query_lens = {11, 0, 30}, d.kv_lens = {40, 3, 17};
+  d.varlen_q = true, d.rows_behind = 2, d.keys = Keys::varlen;
+  d.prefix = d.mask = d.bias = d.alibi = d.sinks = d.drop_mask = d.slopes_of_batch = true;
+  for (int i = 0; i < 4; ++i) d.mask_dims[i] = d.bias_dims[i] = true;
+  d.options.causal = true, d.options.window_left = 20, d.options.softcap = 5, d.options.dropout.keep_prob = 0.75;
+  DrawnCall call(d, random);
+  std::vector<int32_t> lengths(d.kv_lens.begin(), d.kv_lens.end());
+  call.inputs.kv_lengths = ConstTensor::contiguous(DType::i32, {3}, lengths.data());
+  BackwardForm form;
+  form.all_statistics = form.grad_lse = true;
+  BackwardCallData data(call, form, random);
+  double worst_ratio = 0;
+  for (const TestContext& t : contexts_with_threads(2)) {
+    const BackwardCallData::Outcome r = data.run(t.context);
+    const AttentionGradients& g = r.tensors;
+    for (const Tensor* x : {&g.grad_query, &g.grad_key, &g.grad_value, &g.grad_bias, &g.grad_sinks}) {
+      ASSERT_NE(x->data, nullptr);
+    }
+    ASSERT_EQ(data.judge(r, t.context, worst_ratio), "") << t.name;
+  }
+}
+
 }  // namespace
 }  // namespace opst::test

@@ -640,6 +640,12 @@ class BackwardCall {
   Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
 
+Status too_many_tasks(const AttentionProblem& p) {
+  return Status::invalid_argument("flash_attention_backward: " + std::to_string(p.batch) + " sequences, " +
+                                  std::to_string(p.num_kv_heads) + " KV heads and " + std::to_string(p.kv_len) +
+                                  " keys are more than 2^56 tiles");
+}
+
 }  // namespace
 }  // namespace attention
 
@@ -651,37 +657,40 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     AttentionBackwardProblem problem = checked.value();
     const AttentionProblem& p = problem.forward;
 
-    using attention::token_rows;
+    using attention::uniform_if_there;
     const AttentionInputs in = attention::uniform_shapes(inputs, p);
     AttentionSaved from = saved;
     AttentionGradients to = gradients;
-    if (p.varlen_q) {
-      for (ConstTensor* t :
-           {&from.out, &from.grad_out, &from.softmax_lse, &from.softmax_max, &from.softmax_sum, &from.grad_lse}) {
-        *t = token_rows(*t);
-      }
-      to.grad_query = token_rows(to.grad_query);
+    for (ConstTensor* t :
+         {&from.out, &from.grad_out, &from.softmax_lse, &from.softmax_max, &from.softmax_sum, &from.grad_lse}) {
+      *t = uniform_if_there(*t, p.varlen_q);
     }
-    if (p.varlen_k) to.grad_key = token_rows(to.grad_key), to.grad_value = token_rows(to.grad_value);
+    to.grad_query = uniform_if_there(to.grad_query, p.varlen_q);
+    to.grad_key = uniform_if_there(to.grad_key, p.varlen_k);
+    to.grad_value = uniform_if_there(to.grad_value, p.varlen_k);
 
     Context::Impl& impl = context.impl();
-    if (p.paged && (to.grad_key.data != nullptr || to.grad_value.data != nullptr)) {
+    const bool wanted = to.grad_query.data != nullptr || to.grad_key.data != nullptr || to.grad_value.data != nullptr ||
+                        to.grad_bias.data != nullptr || to.grad_sinks.data != nullptr;
+    if (!wanted) return {};
+    const bool no_rows = p.batch == 0 || p.num_heads == 0 || p.query_len == 0;
+    if (p.paged && !no_rows && (to.grad_key.data != nullptr || to.grad_value.data != nullptr)) {
       Result<WorkspaceLease> lease = impl.workspaces.lease(attention::SharedPages::ordinal_bytes(problem));
       if (!lease.ok()) return lease.status();
       problem.shared_blocks =
           attention::SharedPages::number(in, p, problem.num_blocks, static_cast<int64_t*>(lease.value().data()));
     }
-    if (p.batch * p.num_kv_heads > 0) {
-      const AttentionBackwardPlan plan = plan_attention_backward(problem, impl.machine);
-      Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
-      if (!lease.ok()) return lease.status();
-      attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data()).run(impl.pool);
+    if (no_rows) {
+      for (const Tensor& t : {to.grad_query, to.grad_key, to.grad_value, to.grad_bias, to.grad_sinks}) {
+        attention::fill(t, 0, impl.pool);
+      }
+      return {};
     }
-    if (p.batch * p.num_kv_heads == 0) {
-      attention::fill(to.grad_bias, 0, impl.pool);
-      attention::fill(to.grad_sinks, 0, impl.pool);
-      if (p.paged) attention::fill(to.grad_key, 0, impl.pool), attention::fill(to.grad_value, 0, impl.pool);
-    }
+    const AttentionBackwardPlan plan = plan_attention_backward(problem, impl.machine);
+    if (!Size(plan.num_tasks).within_limit()) return attention::too_many_tasks(p);
+    Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
+    if (!lease.ok()) return lease.status();
+    attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data()).run(impl.pool);
     const auto end_of = [&](const ConstTensor& offsets) {
       return attention::integer_at(offsets, p.batch * offsets.strides[0]);
     };

@@ -98,7 +98,9 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   if (paged) b.num_blocks = in.key.shape[0];
   // Every row of a tensor has a gradient, beyond kv_lengths too.
   if (!paged) b.forward.kv_len = varlen_k ? 0 : in.key.shape[2];
-  for (int64_t i = 0; i < b.forward.batch && varlen_k; ++i) {
+  const int64_t different =
+      Sequences::repeats(in.cu_seqlens_k) ? std::min<int64_t>(b.forward.batch, 1) : b.forward.batch;
+  for (int64_t i = 0; i < different && varlen_k; ++i) {
     b.forward.kv_len = std::max(b.forward.kv_len, key_rows_of(in, i));
   }
   return b;

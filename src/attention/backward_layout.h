@@ -45,7 +45,7 @@ struct BackwardLayout {
   BackwardLayout(const AttentionBackwardProblem& problem, int64_t block_q, int64_t block_kv, const Geometry& g) {
     const AttentionProblem& p = problem.forward;
     const int64_t group = p.num_heads / p.num_kv_heads;
-    rows = p.query_len * group;
+    rows = rows_of(p);
     blocks = ceil_div(rows, block_q);
     tiles = ceil_div(p.kv_len, block_kv);
     const bool pairs = g.step > 1;
@@ -59,7 +59,7 @@ struct BackwardLayout {
              round_up(p.value_head_dim, g.lanes)};
     scores_stride = round_up(block_kv, g.panel) + g.lanes * g.step;
 
-    const auto bytes = [&](int64_t count, int64_t stride, int64_t element) {
+    const auto bytes = [&](Size count, int64_t stride, int64_t element) {
       return Arena::round_up(count * stride * element);
     };
     query_bytes = bytes(block_q, sizes.query_stride, g.word_bytes);
@@ -74,7 +74,7 @@ struct BackwardLayout {
     target_bytes = problem.grad_bias ? Arena::size_of<void*>(block_q) : 0;
     block_bytes = query_bytes + value_bytes + query_column_bytes + value_column_bytes + grad_query_bytes +
                   4 * statistic_bytes + rule_bytes + target_bytes + Arena::size_of<BlockState>(1);
-    head_bytes = blocks * block_bytes;
+    head_bytes = (Size(blocks) * block_bytes).value();
 
     const int64_t padded_keys = round_up(block_kv, g.panel);
     key_bytes = bytes(padded_keys, ceil_div(p.head_dim, g.step), g.word_bytes);
@@ -90,13 +90,14 @@ struct BackwardLayout {
     bias_bytes = problem.grad_bias ? bytes(block_q, scores_stride, g.accumulator_bytes) : 0;
     bias_sum_row_bytes = scores_stride * g.accumulator_bytes;
     bias_sum_bytes = problem.grad_bias ? bytes(group, scores_stride, g.accumulator_bytes) : 0;
-    sink_bytes = problem.grad_sinks ? Arena::size_of<double>(p.batch * p.num_heads * blocks) : 0;
+    sink_bytes = problem.grad_sinks ? Arena::size_of<double>(Size(p.batch) * p.num_heads * blocks) : 0;
     turn_bytes = problem.grad_bias ? Arena::size_of<std::atomic<int64_t>>(blocks + 1) : 0;
     page_bytes = SharedPages::bytes(problem, sizes, g.accumulator_bytes);
-    worker_bytes = cap_bytes + bias_bytes + bias_sum_bytes + key_bytes + key_value_bytes + key_column_bytes +
-                   grad_key_bytes + grad_value_bytes + 2 * scores_bytes + score_row_bytes + raw_bytes +
-                   2 * Arena::size_of<void*>(block_kv) + Arena::size_of<void*>(block_q) +
-                   2 * Arena::size_of<int64_t>(block_q) + 2 * statistic_bytes;
+    const Size worker = cap_bytes + bias_bytes + bias_sum_bytes + key_bytes + key_value_bytes + key_column_bytes +
+                        grad_key_bytes + grad_value_bytes + 2 * scores_bytes + score_row_bytes + raw_bytes +
+                        2 * Arena::size_of<void*>(block_kv) + Arena::size_of<void*>(block_q) +
+                        2 * Arena::size_of<int64_t>(block_q) + 2 * statistic_bytes;
+    worker_bytes = worker.value();
   }
 
   // Whether scores are more than products that a structure hides.
@@ -107,11 +108,11 @@ struct BackwardLayout {
 
   // Two waves are in flight at a time, if there are two.
   int64_t wave_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return std::min(heads, 2 * heads_per_wave) * head_bytes;
+    return (Size(std::min(heads, 2 * heads_per_wave)) * head_bytes).value();
   }
-  int64_t call_bytes() const { return sink_bytes + turn_bytes + page_bytes; }
+  int64_t call_bytes() const { return (Size(sink_bytes) + turn_bytes + page_bytes).value(); }
   int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return wave_bytes(heads, heads_per_wave) + call_bytes();
+    return (Size(wave_bytes(heads, heads_per_wave)) + call_bytes()).value();
   }
 };
 

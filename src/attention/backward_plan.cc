@@ -34,20 +34,22 @@ AttentionProduct choose_product(const AttentionBackwardProblem& b, const Machine
 // the longer rows of four (2048 keys, head_dim 128: f32 90.4 % of peak with 96 keys, 89.7 % with 128; bf16 83.7
 // and 84.2 %). Fewer where there would be too few tasks.
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
-  const int64_t dims = p.head_dim + p.value_head_dim;
-  const int64_t key_bytes = (dims + p.head_dim) * g.word_bytes / g.step + dims * g.accumulator_bytes;
+  const Size dims = Size(p.head_dim) + p.value_head_dim;
+  const int64_t key_bytes =
+      ((dims + p.head_dim) * g.word_bytes).value() / g.step + (dims * g.accumulator_bytes).value();
   const int64_t by_l2 = m.cache.l2_bytes / 3 / key_bytes / g.panel * g.panel;
   int64_t keys = std::clamp<int64_t>(by_l2, g.panel, (g.step > 1 ? 4 : 3) * g.panel);
-  const int64_t heads = p.batch * p.num_kv_heads;
-  while (keys > 2 * g.panel && heads * ceil_div(p.kv_len, keys) < kWantedTasks) keys -= g.panel;
+  const Size heads = attention::heads_of(p);
+  while (keys > 2 * g.panel && heads * ceil_div(p.kv_len, keys) < Size(kWantedTasks)) keys -= g.panel;
   return std::min(keys, round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
 }
 
 // Rows per block: their Q, dO, dQ, P and dS take another third of L2. Whole register tiles.
 int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t block_kv) {
-  const int64_t dims = p.head_dim + p.value_head_dim;
+  const Size dims = Size(p.head_dim) + p.value_head_dim;
   const int64_t forms = g.step > 1 ? 2 : 1;
-  const int64_t row_bytes = forms * dims * g.word_bytes / g.step + p.head_dim * g.accumulator_bytes +
+  const int64_t row_bytes = (dims * forms * g.word_bytes).value() / g.step +
+                            (Size(p.head_dim) * g.accumulator_bytes).value() +
                             (g.step > 1 ? 3 : 2) * block_kv * g.word_bytes / g.step;
   const int64_t by_l2 = m.cache.l2_bytes / 3 / row_bytes / g.tile_rows * g.tile_rows;
   return std::clamp<int64_t>(by_l2, g.tile_rows, 10 * g.tile_rows);
@@ -58,22 +60,28 @@ int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geomet
 AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& problem, const Machine& machine) {
   const AttentionProblem& p = problem.forward;
   AttentionBackwardPlan plan;
+  const bool counts = std::clamp<int64_t>(problem.num_blocks, 0, kMaxBytes) == problem.num_blocks &&
+                      std::clamp<int64_t>(problem.shared_blocks, 0, kMaxBytes) == problem.shared_blocks;
+  if (attention::without_plan(p) != nullptr || !counts) return plan;
   plan.product = choose_product(problem, machine);
   const Geometry g = geometry_of(machine.isa, plan.product);
-  const int64_t group = p.num_kv_heads > 0 ? p.num_heads / p.num_kv_heads : 0;
-  const int64_t rows = p.query_len * group, heads = p.batch * p.num_kv_heads;
+  const int64_t rows = attention::rows_of(p), heads = attention::heads_of(p);
   if (heads == 0) return plan;
 
   plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
   plan.block_q = p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, plan.block_kv);
   plan.block_q = std::clamp<int64_t>(plan.block_q, 1, std::max<int64_t>(rows, 1));
-  plan.num_tasks = heads * ceil_div(p.kv_len, plan.block_kv);
+  plan.num_tasks = (Size(heads) * ceil_div(p.kv_len, plan.block_kv)).value();
 
   const BackwardLayout layout(problem, plan.block_q, plan.block_kv, g);
   plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.head_bytes, 1), 1, heads);
   plan.scratch_bytes_shared = layout.shared_bytes(heads, plan.heads_per_wave);
   plan.scratch_bytes_per_worker = layout.worker_bytes;
   return plan;
+}
+
+int64_t AttentionBackwardPlan::scratch_bytes(int num_threads) const {
+  return (Size(scratch_bytes_per_worker) * num_threads + scratch_bytes_shared).value();
 }
 
 std::string to_string(const AttentionBackwardPlan& plan) {

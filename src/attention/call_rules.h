@@ -79,7 +79,7 @@ class CallRules {
     const int64_t group = p_.num_heads / p_.num_kv_heads;
     const int64_t query_len = sequences_.query_len(batch), kv_len = sequences_.kv_len(batch);
     const int64_t off = o.alignment == CausalAlignment::bottom_right ? kv_len - query_len : 0;
-    const int64_t drop_base = p_.has_drop_mask ? drop_bits_before(batch) : 0;
+    const int64_t drop_base = p_.has_drop_mask ? drop_bits_before(batch).value() : 0;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
       RowRules& row = row_rules[r];
@@ -90,13 +90,14 @@ class CallRules {
       row.drop_bit = drop_base + (head * query_len + i) * drop_columns(kv_len);
       const int64_t total_heads = o.dropout.total_heads > 0 ? o.dropout.total_heads : p_.num_heads;
       row.query = static_cast<uint32_t>(o.dropout.first_query + i);
-      row.head = static_cast<uint32_t>(batch * total_heads + o.dropout.first_head + head);
+      row.head = static_cast<uint32_t>(batch) * static_cast<uint32_t>(total_heads) +
+                 static_cast<uint32_t>(o.dropout.first_head + head);
     }
     return rules;
   }
 
   // Bits that a drop_mask for this call must have.
-  int64_t drop_mask_bits() const { return drop_bits_before(p_.batch); }
+  Size drop_mask_bits() const { return drop_bits_before(p_.batch); }
 
  private:
   // Strides in [batch, heads, query, key]; 0 where the tensor repeats.
@@ -118,10 +119,12 @@ class CallRules {
   bool varlen() const { return p_.varlen_q || p_.varlen_k; }
   // Bits of a row of the drop mask.
   int64_t drop_columns(int64_t kv_len) const { return varlen() ? kv_len : p_.paged ? p_.kv_len : in_.key.shape[2]; }
-  int64_t drop_bits_before(int64_t batch) const {
-    if (!varlen()) return batch * p_.num_heads * p_.query_len * drop_columns(0);
-    int64_t bits = 0;
-    for (int64_t b = 0; b < batch; ++b) bits += p_.num_heads * sequences_.query_len(b) * sequences_.kv_len(b);
+  Size drop_bits_before(int64_t batch) const {
+    const auto of_sequence = [&](int64_t b) { return Size(p_.num_heads) * sequences_.query_len(b); };
+    if (!varlen()) return of_sequence(0) * drop_columns(0) * batch;
+    if (batch > 0 && sequences_.num_different() == 1) return of_sequence(0) * sequences_.kv_len(0) * batch;
+    Size bits = 0;
+    for (int64_t b = 0; b < batch; ++b) bits += of_sequence(b) * sequences_.kv_len(b);
     return bits;
   }
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "attention/call_rules.h"
+#include "attention/layout.h"
 #include "attention/sequences.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
@@ -19,7 +20,6 @@ namespace opst::attention {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 768;
-constexpr int64_t kMaxBlock = 4096;
 constexpr int64_t kMaxStart = int64_t{1} << 60;  // of indices that a caller sets: sums stay within 63 bits
 
 constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16, DType::f64};
@@ -44,7 +44,7 @@ void bind_offsets(ShapeCheck& check, const char* name, const ConstTensor& t) {
   check.require(t.rank == 1 && t.shape[0] >= 1, [&] {
     return std::string(name) + " is " + to_string(t) + ", but must be [batch + 1], which has at least one entry";
   });
-  if (check.ok()) check.tensor(name, t.narrowed(0, 1, t.shape[0] - 1)).dims({"batch"});
+  if (check.ok()) check.tensor(name, normal_strides(t).narrowed(0, 1, t.shape[0] - 1)).dims({"batch"});
 }
 
 void check_dtypes(ShapeCheck& check, const AttentionInputs& in, DType out) {
@@ -73,6 +73,15 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
     check.require(in.query.dtype == DType::f64 || std::fabs(scale) <= double{std::numeric_limits<float>::max()},
                   [&] { return "softmax_scale is " + std::to_string(scale) + ", must be finite in f32"; });
   }
+  const auto known = [&](const char* name, const char* type, auto value, auto last) {
+    check.require(value <= last, [&] {
+      return std::string(name) + " is " + str(static_cast<int64_t>(value)) + ", which is no " + type;
+    });
+  };
+  known("path", "AttentionPath", options.path, AttentionPath::flash);
+  known("alignment", "CausalAlignment", options.alignment, CausalAlignment::bottom_right);
+  known("alibi_form", "AlibiForm", options.alibi_form, AlibiForm::square_root);
+  known("page_layout", "PageLayout", in.page_layout, PageLayout::panel32);
   within("block_q", options.block_q, 0, kMaxBlock);
   within("block_kv", options.block_kv, 0, kMaxBlock);
   if (panels(in)) {
@@ -98,6 +107,8 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   within("dropout.first_query", drop.first_query, 0, kMaxStart);
   within("dropout.first_key", drop.first_key, 0, kMaxStart);
   within("dropout.first_head", drop.first_head, 0, kMaxStart);
+  within("dropout.total_heads", drop.total_heads, 0, kMaxStart);
+  if (!check.ok()) return;
   const int64_t total_heads = drop.total_heads == 0 ? num_heads : drop.total_heads;
   check.require(drop.first_head + num_heads <= total_heads, [&] {
     return "dropout.first_head + num_heads is " + str(drop.first_head + num_heads) + ", but dropout.total_heads is " +
@@ -105,11 +116,17 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   });
 }
 
-// Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains.
+// Entries of a dimension that may differ: of one that repeats in memory, which may be of any size, the first says all.
+int64_t different_entries(const ConstTensor& t, int dim) {
+  return t.strides[dim] == 0 ? std::min<int64_t>(t.shape[dim], 1) : t.shape[dim];
+}
+
+// Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains. `batch`: of the sequences that
+// differ.
 template <class Capacity, class What>
-void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, const Capacity& capacity,
+void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, int64_t batch, const Capacity& capacity,
                    const What& what) {
-  for (int64_t b = 0; check.ok() && b < t.shape[0]; ++b) {
+  for (int64_t b = 0; check.ok() && b < std::max(batch, different_entries(t, 0)); ++b) {
     const int64_t x = integer_at(t, b * t.strides[0]), most = capacity(b);
     check.require(x >= 0 && x <= most, [&] {
       return std::string(name) + "[" + str(b) + "] is " + str(x) + ", must be 0 to " + str(most) + " (" + what(b) + ")";
@@ -120,7 +137,7 @@ void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, co
 // From 0, not decreasing, the last at most `total`, which is dimension 0 of `tensor`.
 void check_offsets(ShapeCheck& check, const char* name, const ConstTensor& t, const char* tensor, int64_t total) {
   int64_t previous = 0;
-  for (int64_t b = 0; check.ok() && b < t.shape[0]; ++b) {
+  for (int64_t b = 0; check.ok() && b < different_entries(t, 0); ++b) {
     const int64_t x = integer_at(t, b * t.strides[0]);
     check.require(b > 0 || x == 0, [&] { return std::string(name) + "[0] is " + str(x) + ", must be 0"; });
     check.require(x >= previous, [&] {
@@ -136,9 +153,10 @@ void check_offsets(ShapeCheck& check, const char* name, const ConstTensor& t, co
 
 void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num_blocks, int64_t block_size) {
   const ConstTensor& table = in.block_table;
-  for (int64_t b = 0; check.ok() && b < table.shape[0]; ++b) {
+  const int64_t batch = std::max(different_entries(table, 0), different_entries(in.kv_lengths, 0));
+  for (int64_t b = 0; check.ok() && b < batch; ++b) {
     const int64_t used = ceil_div(integer_at(in.kv_lengths, b * in.kv_lengths.strides[0]), block_size);
-    for (int64_t i = 0; check.ok() && i < used; ++i) {
+    for (int64_t i = 0; check.ok() && i < std::min(used, different_entries(table, 1)); ++i) {
       const int64_t block = integer_at(table, b * table.strides[0] + i * table.strides[1]);
       if (block >= 0 && block < num_blocks) continue;
       check.require(false, "block_table[" + str(b) + "][" + str(i) + "] is " + str(block) + ", but the cache has " +
@@ -244,7 +262,10 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   if (check.ok()) {
     p.value_head_dim = panels(in) ? panel_value_head_dim(in) : check["value_head_dim"];
     p.block_size = panels(in) ? panel_block_size(in) : p.paged ? check["block_size"] : 0;
-    p.unit_stride_kv = in.key.strides[in.key.rank - 1] == 1 && in.value.strides[in.value.rank - 1] == 1;
+    const auto unit_stride = [](const ConstTensor& t) {
+      return t.shape[t.rank - 1] <= 1 || t.strides[t.rank - 1] == 1;
+    };
+    p.unit_stride_kv = unit_stride(in.key) && unit_stride(in.value);
   }
 
   check_options(check, in, options, p.num_heads);
@@ -268,10 +289,9 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   if (p.paged) {
     const int64_t max_blocks = check["max_blocks"];
     check.require(p.block_size >= 1, [&] { return "block_size is " + str(p.block_size) + ", must be at least 1"; });
-    int64_t capacity = 0;
-    if (__builtin_mul_overflow(max_blocks, p.block_size, &capacity)) capacity = std::numeric_limits<int64_t>::max();
+    const int64_t capacity = (Size(max_blocks) * p.block_size).value();
     check_entries(
-        check, "kv_lengths", in.kv_lengths, [&](int64_t) { return capacity; },
+        check, "kv_lengths", in.kv_lengths, 0, [&](int64_t) { return capacity; },
         [&](int64_t) { return str(max_blocks) + " blocks of " + str(p.block_size) + " keys in block_table"; });
     if (check.ok()) check_block_table(check, in, check["num_blocks"], p.block_size);
   } else if (in.kv_lengths.data != nullptr) {
@@ -279,20 +299,20 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
     without_lengths.kv_lengths = {};
     const Sequences whole(without_lengths, p);
     check_entries(
-        check, "kv_lengths", in.kv_lengths, [&](int64_t b) { return whole.kv_len(b); },
+        check, "kv_lengths", in.kv_lengths, whole.num_different(), [&](int64_t b) { return whole.kv_len(b); },
         [&](int64_t b) { return p.varlen_k ? "keys of sequence " + str(b) : std::string("kv_len of key"); });
   }
   if (!check.ok()) return check.status();
 
   const Sequences sequences(in, p);
   int64_t longest_query = 0, longest_keys = 0;
-  for (int64_t b = 0; b < p.batch; ++b) {
+  for (int64_t b = 0; b < sequences.num_different(); ++b) {
     longest_query = std::max(longest_query, sequences.query_len(b));
     longest_keys = std::max(longest_keys, sequences.kv_len(b));
   }
   if (p.has_prefix) {
     check_entries(
-        check, "prefix", in.prefix, [&](int64_t b) { return sequences.kv_len(b); },
+        check, "prefix", in.prefix, sequences.num_different(), [&](int64_t b) { return sequences.kv_len(b); },
         [&](int64_t b) { return "keys of sequence " + str(b); });
   }
   // Masks of a dense call are as wide as its tensors, whatever the lengths.
@@ -309,10 +329,11 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
     check.require(in.drop_mask.is_contiguous(), [&] {
       return "drop_mask " + to_string(in.drop_mask) + " is not contiguous, but its bits are counted on";
     });
-    const int64_t bits = CallRules(in, p).drop_mask_bits(), bytes = in.drop_mask.num_elements();
-    check.require(bits / 8 + (bits % 8 != 0) <= bytes, [&] {
-      return "drop_mask has " + str(bytes) + " bytes, but " + str(bits) + " weights need " +
-             str(bits / 8 + (bits % 8 != 0));
+    const Size bits = CallRules(in, p).drop_mask_bits();
+    const int64_t bytes = in.drop_mask.num_elements(), needed = ceil_div(bits.value(), 8);
+    check.require(bits.within_limit() && needed <= bytes, [&] {
+      return "drop_mask has " + str(bytes) + " bytes, but " + (bits.within_limit() ? "" : "at least ") +
+             str(bits.value()) + " weights need " + str(needed);
     });
   }
   if (!check.ok()) return check.status();

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "attention/element.h"
+#include "attention/sequences.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
@@ -203,6 +204,10 @@ class Merge {
 
 template <class Real>
 void merge_all(Context::Impl& context, const AttentionParts& parts, const AttentionOutputs& out, bool accumulate) {
+  // Rows without columns take no memory and may be any number; statistics do.
+  const bool statistics =
+      out.softmax_lse.data != nullptr || out.softmax_max.data != nullptr || out.softmax_sum.data != nullptr;
+  if (out.out.num_elements() == 0 && !statistics) return;
   const Merge<Real> merge(parts, out, accumulate);
   const int64_t rows = merge.rows();
   context.pool.parallel_for(ceil_div(rows, kRowsPerTask), [&](int64_t task, int) {
@@ -219,10 +224,16 @@ Status merge_attention(Context& context, const AttentionParts& parts, const Atte
   return guarded([&]() -> Status {
     Status status = attention::check_merge(parts, outputs, accumulate);
     if (!status.ok()) return status;
-    if (parts.out.dtype == DType::f64)
-      attention::merge_all<double>(context.impl(), parts, outputs, accumulate);
+    using attention::uniform_if_there;
+    const AttentionParts in = {normal_strides(parts.out), uniform_if_there(parts.softmax_lse, false),
+                               uniform_if_there(parts.softmax_max, false), uniform_if_there(parts.softmax_sum, false)};
+    const AttentionOutputs out = {normal_strides(outputs.out), uniform_if_there(outputs.softmax_lse, false),
+                                  uniform_if_there(outputs.softmax_max, false),
+                                  uniform_if_there(outputs.softmax_sum, false)};
+    if (in.out.dtype == DType::f64)
+      attention::merge_all<double>(context.impl(), in, out, accumulate);
     else
-      attention::merge_all<float>(context.impl(), parts, outputs, accumulate);
+      attention::merge_all<float>(context.impl(), in, out, accumulate);
     return {};
   });
 }

@@ -69,6 +69,11 @@ constexpr int64_t kWaveBytes = 2 << 20;
 // fetching them costs 2 to 3 %; 96 heads: 16 % faster).
 constexpr int64_t kCachesOfMemory = 4;
 
+template <class Enum>
+bool known(Enum value, Enum last) {
+  return value <= last;
+}
+
 AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
   if (p.query_dtype == DType::f64) return AttentionProduct::f64;
   const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16;
@@ -81,7 +86,7 @@ AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
 // and read once in order, and larger tiles have fewer softmax steps (bf16, head_dim 64: 512 keys 79.4 %, 768 keys
 // 80.0 %, 1024 keys 80.9 % of peak).
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
-  const int64_t key_bytes = (p.head_dim + p.value_head_dim) * g.word_bytes / g.step;
+  const int64_t key_bytes = ((Size(p.head_dim) + p.value_head_dim) * g.word_bytes).value() / g.step;
   const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;
   const int64_t by_l1 = m.cache.l1d_bytes * 6 / 5 / (g.tile_rows * g.accumulator_bytes);
   const int64_t keys = std::min(by_l2, by_l1) / g.panel * g.panel;
@@ -92,25 +97,44 @@ int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geome
 // multiplication per key against about 40 to 80 of transfer at head_dim 128), few enough that query and output rows
 // stay in L2 with the tile. The rows are dealt out evenly.
 int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t rows, int64_t block_kv) {
-  const int64_t row_bytes = (p.head_dim + p.value_head_dim) * g.accumulator_bytes;
+  const int64_t row_bytes = ((Size(p.head_dim) + p.value_head_dim) * g.accumulator_bytes).value();
   const int64_t by_l2 = m.cache.l2_bytes / 4 / row_bytes;
   const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 120);
   // A quarter more rows still make one block: then nothing is packed for others. Twice as many do where the keys are
   // one tile and heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
   if (rows <= most + most / 4) return rows;
-  const bool single_tile = p.kv_len <= block_kv, many_heads = p.batch * p.num_kv_heads >= kWantedTasks / 2;
+  const bool single_tile = p.kv_len <= block_kv, many_heads = attention::heads_of(p) >= kWantedTasks / 2;
   if (single_tile && many_heads && rows <= std::min<int64_t>(by_l2, kMostWholeRows)) return rows;
   return ceil_div(rows, ceil_div(rows, most));
 }
 
 }  // namespace
 
+const char* attention::without_plan(const AttentionProblem& p) {
+  for (const int64_t size :
+       {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim, p.block_size}) {
+    if (size < 0) return "a size is negative";
+    if (size > kMaxBytes) return "a size is beyond 2^56";
+  }
+  if (p.head_dim == 0 || p.value_head_dim == 0) return "head_dim or value_head_dim is 0";
+  const AttentionOptions& o = p.options;
+  if (o.block_q < 0 || o.block_q > kMaxBlock || o.block_kv < 0 || o.block_kv > kMaxBlock) {
+    return "block_q or block_kv is not 0 to 4096";
+  }
+  const bool all_known = size_bytes(p.query_dtype) > 0 && size_bytes(p.kv_dtype) > 0 &&
+                         known(o.path, AttentionPath::flash) && known(o.alignment, CausalAlignment::bottom_right) &&
+                         known(o.alibi_form, AlibiForm::square_root) && known(p.page_layout, PageLayout::panel32);
+  return all_known ? nullptr : "an enumerator is unknown";
+}
+
 AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) {
   AttentionPlan plan;
+  if (const char* reason = attention::without_plan(p)) {
+    plan.reason = reason;
+    return plan;
+  }
   plan.product = choose_product(p, machine);
-  const int64_t group = p.num_kv_heads > 0 ? p.num_heads / p.num_kv_heads : 0;
-  const int64_t rows = p.query_len * group;
-  const int64_t heads = p.batch * p.num_kv_heads;
+  const int64_t rows = attention::rows_of(p), heads = attention::heads_of(p);
   if (rows == 0 || heads == 0) {
     plan.reason = "no query rows";
     return plan;
@@ -154,26 +178,28 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   }
 
   const int64_t query_bytes = size_bytes(p.query_dtype), kv_bytes = size_bytes(p.kv_dtype);
-  const int64_t tensor_bytes = heads * (rows * query_bytes + p.kv_len * kv_bytes) * (p.head_dim + p.value_head_dim);
+  const Size row_and_key_bytes = Size(rows) * query_bytes + Size(p.kv_len) * kv_bytes;
+  const Size tensor_bytes = row_and_key_bytes * heads * (Size(p.head_dim) + p.value_head_dim);
   plan.fetch_ahead =
-      plan.kv_access == KvAccess::packed_per_task && tensor_bytes > kCachesOfMemory * machine.cache.l2_bytes;
+      plan.kv_access == KvAccess::packed_per_task && tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
   // Splits of the keys that a block of rows may see, from the start of a tile on, where the blocks are too few to share
   // out.
   int64_t keys = p.kv_len;
   if (!p.has_prefix) {
-    const int64_t queries = ceil_div(plan.block_q - 1, group) + 1;
+    const int64_t queries = ceil_div(plan.block_q - 1, p.num_heads / p.num_kv_heads) + 1;
     keys = attention::Visibility::most_keys(p.options, p.query_len, p.kv_len, queries);
     keys = std::min(p.kv_len, keys + plan.block_kv - 1);
   }
   const bool by_memory = rows <= g.tile_rows && (few_rows || pages);
   const int64_t min_keys = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
-  if (plan.path == AttentionPath::flash && heads * blocks < kWantedTasks && keys >= 2 * min_keys) {
-    plan.kv_splits = std::min(ceil_div(kWantedTasks, heads * blocks), keys / min_keys);
+  const int64_t head_blocks = (Size(heads) * blocks).value();
+  if (plan.path == AttentionPath::flash && head_blocks < kWantedTasks && keys >= 2 * min_keys) {
+    plan.kv_splits = std::min(ceil_div(kWantedTasks, head_blocks), keys / min_keys);
   }
   plan.keys_per_split = round_up(ceil_div(std::max<int64_t>(keys, 1), plan.kv_splits), plan.block_kv);
   plan.kv_splits = std::max<int64_t>(1, ceil_div(keys, plan.keys_per_split));
-  plan.num_tasks = heads * blocks * plan.kv_splits;
+  plan.num_tasks = (Size(head_blocks) * plan.kv_splits).value();
 
   // Memory.
   const attention::Layout layout(p, plan, g);
@@ -184,6 +210,10 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.scratch_bytes_shared = layout.shared_bytes(plan);
   plan.scratch_bytes_per_worker = layout.worker_bytes;
   return plan;
+}
+
+int64_t AttentionPlan::scratch_bytes(int num_threads) const {
+  return (Size(scratch_bytes_per_worker) * num_threads + scratch_bytes_shared).value();
 }
 
 std::string to_string(const AttentionPlan& plan) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "core/shape_check.h"
 #include "opst/attention.h"
 
 namespace opst::attention {
@@ -31,6 +32,16 @@ class Sequences {
   }
   int64_t prefix(int64_t b) const { return p_.has_prefix ? entry(in_.prefix, b) : 0; }
 
+  // Lengths are those of the first sequences, of so many: others repeat one. What goes over all sequences goes over
+  // these, since a caller needs no memory for a batch of which nothing differs.
+  int64_t num_different() const {
+    const bool same = repeats(in_.kv_lengths) && (!p_.varlen_q || repeats(in_.cu_seqlens_q)) &&
+                      (!p_.varlen_k || repeats(in_.cu_seqlens_k));
+    return same ? std::min<int64_t>(p_.batch, 1) : p_.batch;
+  }
+  // Whether all entries are one number in memory, or there are none.
+  static bool repeats(const ConstTensor& t) { return t.data == nullptr || t.shape[0] <= 1 || t.strides[0] == 0; }
+
  private:
   static int64_t entry(const ConstTensor& t, int64_t b) { return integer_at(t, b * t.strides[0]); }
 
@@ -53,7 +64,7 @@ struct SequenceGroups {
 inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const AttentionProblem& problem,
                                       int64_t few_rows) {
   SequenceGroups groups;
-  if (!problem.varlen_q || problem.num_kv_heads == 0) {
+  if (!problem.varlen_q || problem.num_heads == 0) {
     groups.group[groups.count++] = {problem};
     return groups;
   }
@@ -62,7 +73,7 @@ inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const Atten
   for (const auto& [above, most] : {std::pair(few, kUnbounded), std::pair(int64_t{-1}, few)}) {
     SequenceGroup group{problem, above, most};
     group.problem.query_len = 0;
-    for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t b = 0; b < sequences.num_different(); ++b) {
       const int64_t query_len = sequences.query_len(b);
       if (query_len == 0 || query_len <= above || query_len > most) continue;
       if (group.problem.query_len == 0) group.problem.kv_len = 0;
@@ -74,11 +85,13 @@ inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const Atten
   return groups;
 }
 
+// A checked tensor with strides to compute with and in the shape of a call without varlen:
 // [tokens, heads, dim] or [heads, tokens] of all sequences as [1, heads, tokens, dim] or [1, heads, tokens]: a sequence
 // is then a part of dimension 2, and the stride between sequences is 0.
 template <class T>
-T token_rows(const T& t) {
-  if (t.data == nullptr) return t;
+T uniform_shape(const T& checked, bool varlen) {
+  const T t = normal_strides(checked);
+  if (!varlen) return t;
   T rows = t;
   const int64_t tokens = t.rank == 3 ? 0 : 1, heads = 1 - tokens;
   rows.rank = t.rank + 1;
@@ -88,16 +101,24 @@ T token_rows(const T& t) {
   if (t.rank == 3) rows.shape[3] = t.shape[2], rows.strides[3] = t.strides[2];
   return rows;
 }
+// Of a tensor that may be absent, and is not checked then. (A tensor that must be there may have no memory either: it
+// may have no elements.)
+template <class T>
+T uniform_if_there(const T& t, bool varlen) {
+  return t.data == nullptr ? T{} : uniform_shape(t, varlen);
+}
 
-// The inputs and outputs in the shapes of a call without varlen.
+// The inputs and outputs in the shapes of a call without varlen. Masks and arrays of integers stay: they are read
+// through strides of dimensions that have several indices only.
 inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem& p) {
-  if (p.varlen_q) in.query = token_rows(in.query);
-  if (p.varlen_k) in.key = token_rows(in.key), in.value = token_rows(in.value);
+  in.query = uniform_shape(in.query, p.varlen_q);
+  in.key = uniform_shape(in.key, p.varlen_k);
+  in.value = uniform_shape(in.value, p.varlen_k);
   return in;
 }
-inline AttentionOutputs uniform_shapes(AttentionOutputs out, const AttentionProblem& p) {
-  if (!p.varlen_q) return out;
-  return {token_rows(out.out), token_rows(out.softmax_lse), token_rows(out.softmax_max), token_rows(out.softmax_sum)};
+inline AttentionOutputs uniform_shapes(const AttentionOutputs& out, const AttentionProblem& p) {
+  return {uniform_shape(out.out, p.varlen_q), uniform_if_there(out.softmax_lse, p.varlen_q),
+          uniform_if_there(out.softmax_max, p.varlen_q), uniform_if_there(out.softmax_sum, p.varlen_q)};
 }
 
 }  // namespace opst::attention

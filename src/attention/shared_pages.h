@@ -22,8 +22,8 @@ class SharedPages {
  public:
   static int64_t bytes(const AttentionBackwardProblem& b, const BackwardSizes& sizes, int64_t accumulator_bytes) {
     if (b.shared_blocks == 0) return 0;
-    const int64_t heads = b.shared_blocks * b.forward.num_kv_heads;
-    return ordinal_bytes(b) + Arena::round_up(heads * head_bytes(b, sizes, accumulator_bytes));
+    const Size heads = Size(b.shared_blocks) * b.forward.num_kv_heads;
+    return (Size(ordinal_bytes(b)) + Arena::round_up(heads * head_bytes(b, sizes, accumulator_bytes))).value();
   }
   // Of the memory that `number` needs.
   static int64_t ordinal_bytes(const AttentionBackwardProblem& b) { return Arena::size_of<int64_t>(b.num_blocks); }
@@ -66,7 +66,7 @@ class SharedPages {
 
  private:
   static int64_t head_bytes(const AttentionBackwardProblem& b, const BackwardSizes& sizes, int64_t accumulator_bytes) {
-    return b.forward.block_size * (sizes.acc_stride + sizes.value_acc_stride) * accumulator_bytes;
+    return (Size(b.forward.block_size) * (sizes.acc_stride + sizes.value_acc_stride) * accumulator_bytes).value();
   }
 
   int64_t head_bytes_ = 0, num_kv_heads_ = 0, shared_blocks_ = 0;

@@ -39,8 +39,9 @@ T with_normal_strides(T tensor) {
   const bool empty = !has_elements(tensor);
   int64_t row_major = 1;
   for (int i = tensor.rank - 1; i >= 0; --i) {
-    if (empty || tensor.shape[i] == 1) tensor.strides[i] = row_major;
-    row_major = (Size(tensor.strides[i]) * std::max<int64_t>(tensor.shape[i], 1)).value();
+    if (empty) tensor.strides[i] = i == tensor.rank - 1 ? 1 : 0;
+    if (tensor.shape[i] == 1 && !empty) tensor.strides[i] = row_major;
+    row_major = tensor.strides[i] * tensor.shape[i];  // at most twice what the tensor spans
   }
   return tensor;
 }

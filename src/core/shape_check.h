@@ -92,8 +92,8 @@ class ShapeCheck {
   Place seen_[kMaxTensors];
 };
 
-// The same elements with the strides of a row-major view where strides mean nothing: in dimensions of one index, and in
-// all of a tensor without elements. Of a tensor that has been checked.
+// The same elements, of a tensor that has been checked, with other strides where strides mean nothing: in dimensions of
+// one index those of a row-major view; in a tensor without elements 0, and 1 in the last dimension.
 ConstTensor normal_strides(ConstTensor tensor);
 Tensor normal_strides(Tensor tensor);
 
