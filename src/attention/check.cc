@@ -116,17 +116,12 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   });
 }
 
-// Entries of a dimension that may differ: of one that repeats in memory, which may be of any size, the first says all.
-int64_t different_entries(const ConstTensor& t, int dim) {
-  return t.strides[dim] == 0 ? std::min<int64_t>(t.shape[dim], 1) : t.shape[dim];
-}
-
 // Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains. `batch`: of the sequences that
 // differ.
 template <class Capacity, class What>
 void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, int64_t batch, const Capacity& capacity,
                    const What& what) {
-  for (int64_t b = 0; check.ok() && b < std::max(batch, different_entries(t, 0)); ++b) {
+  for (int64_t b = 0; check.ok() && b < std::max(batch, distinct(t, 0)); ++b) {
     const int64_t x = integer_at(t, b * t.strides[0]), most = capacity(b);
     check.require(x >= 0 && x <= most, [&] {
       return std::string(name) + "[" + str(b) + "] is " + str(x) + ", must be 0 to " + str(most) + " (" + what(b) + ")";
@@ -137,7 +132,7 @@ void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, in
 // From 0, not decreasing, the last at most `total`, which is dimension 0 of `tensor`.
 void check_offsets(ShapeCheck& check, const char* name, const ConstTensor& t, const char* tensor, int64_t total) {
   int64_t previous = 0;
-  for (int64_t b = 0; check.ok() && b < different_entries(t, 0); ++b) {
+  for (int64_t b = 0; check.ok() && b < distinct(t, 0); ++b) {
     const int64_t x = integer_at(t, b * t.strides[0]);
     check.require(b > 0 || x == 0, [&] { return std::string(name) + "[0] is " + str(x) + ", must be 0"; });
     check.require(x >= previous, [&] {
@@ -153,10 +148,10 @@ void check_offsets(ShapeCheck& check, const char* name, const ConstTensor& t, co
 
 void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num_blocks, int64_t block_size) {
   const ConstTensor& table = in.block_table;
-  const int64_t batch = std::max(different_entries(table, 0), different_entries(in.kv_lengths, 0));
+  const int64_t batch = std::max(distinct(table, 0), distinct(in.kv_lengths, 0));
   for (int64_t b = 0; check.ok() && b < batch; ++b) {
     const int64_t used = ceil_div(integer_at(in.kv_lengths, b * in.kv_lengths.strides[0]), block_size);
-    for (int64_t i = 0; check.ok() && i < std::min(used, different_entries(table, 1)); ++i) {
+    for (int64_t i = 0; check.ok() && i < std::min(used, distinct(table, 1)); ++i) {
       const int64_t block = integer_at(table, b * table.strides[0] + i * table.strides[1]);
       if (block >= 0 && block < num_blocks) continue;
       check.require(false, "block_table[" + str(b) + "][" + str(i) + "] is " + str(block) + ", but the cache has " +

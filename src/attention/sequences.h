@@ -90,7 +90,8 @@ inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const Atten
 // is then a part of dimension 2, and the stride between sequences is 0.
 template <class T>
 T uniform_shape(const T& checked, bool varlen) {
-  const T t = normal_strides(checked);
+  T t = checked;
+  make_strides_normal(t);
   if (!varlen) return t;
   T rows = t;
   const int64_t tokens = t.rank == 3 ? 0 : 1, heads = 1 - tokens;

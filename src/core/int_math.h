@@ -26,17 +26,21 @@ constexpr int64_t round_up(int64_t a, int64_t b) {
   return __builtin_mul_overflow(ceil_div(a, b), b, &result) ? INT64_MAX / b * b : result;
 }
 
-// A number from 0 to kMaxBytes; sums and products stop there.
+// A number of bytes or elements, whose value is at most kMaxBytes; sums and products stop where int64_t ends, so that
+// plans of short calls pay a branch that is never taken and no more.
 class Size {
  public:
-  constexpr Size(int64_t n) : n_(n < kMaxBytes ? n : kMaxBytes) {}  // n >= 0
-  constexpr int64_t value() const { return n_; }
+  constexpr Size(int64_t n) : n_(n) {}  // n >= 0
+  constexpr int64_t value() const { return n_ < kMaxBytes ? n_ : kMaxBytes; }
   constexpr bool within_limit() const { return n_ < kMaxBytes; }
 
-  friend constexpr Size operator+(Size a, Size b) { return a.n_ + b.n_; }
+  friend constexpr Size operator+(Size a, Size b) {
+    int64_t sum = 0;
+    return __builtin_add_overflow(a.n_, b.n_, &sum) ? INT64_MAX : sum;
+  }
   friend constexpr Size operator*(Size a, Size b) {
     int64_t product = 0;
-    return __builtin_mul_overflow(a.n_, b.n_, &product) ? kMaxBytes : product;
+    return __builtin_mul_overflow(a.n_, b.n_, &product) ? INT64_MAX : product;
   }
   constexpr Size& operator+=(Size b) { return *this = *this + b; }
   constexpr Size& operator*=(Size b) { return *this = *this * b; }

@@ -11,31 +11,25 @@
 namespace opst {
 namespace {
 
-// Bytes from the first element's start to the last element's end; nothing where they exceed kMaxBytes.
-std::optional<int64_t> span_bytes(const ConstTensor& tensor) {
-  Size span = size_bytes(tensor.dtype);
+// Bytes from the first element's start to the last element's end; kMaxBytes where they are as many or more.
+int64_t span_bytes(const ConstTensor& tensor) {
+  Size span = 1;
   for (int i = 0; i < tensor.rank; ++i) {
     if (tensor.shape[i] == 0) return 0;
-    if (tensor.shape[i] > 1) span += Size(tensor.shape[i] - 1) * tensor.strides[i] * size_bytes(tensor.dtype);
+    if (tensor.shape[i] > 1) span += Size(tensor.shape[i] - 1) * tensor.strides[i];
   }
-  if (!span.within_limit()) return std::nullopt;
-  return span.value();
-}
-
-// Whether the bytes of all elements, repeated ones counted, are within the limit; also those that a tensor without
-// elements would have if none of its sizes were 0, for plans multiply some of the sizes.
-bool countable(const ConstTensor& tensor) {
-  Size bytes = size_bytes(tensor.dtype);
-  for (int i = 0; i < tensor.rank; ++i) bytes *= std::max<int64_t>(tensor.shape[i], 1);
-  return bytes.within_limit();
+  return (span * size_bytes(tensor.dtype)).value();
 }
 
 bool has_elements(const ConstTensor& tensor) {
-  return std::find(tensor.shape, tensor.shape + tensor.rank, 0) == tensor.shape + tensor.rank;
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] == 0) return false;
+  }
+  return true;
 }
 
 template <class T>
-T with_normal_strides(T tensor) {
+void set_normal_strides(T& tensor) {
   const bool empty = !has_elements(tensor);
   int64_t row_major = 1;
   for (int i = tensor.rank - 1; i >= 0; --i) {
@@ -43,7 +37,6 @@ T with_normal_strides(T tensor) {
     if (tensor.shape[i] == 1 && !empty) tensor.strides[i] = row_major;
     row_major = tensor.strides[i] * tensor.shape[i];  // at most twice what the tensor spans
   }
-  return tensor;
 }
 
 // Two names of dimensions, most of which differ in their first letter.
@@ -91,16 +84,19 @@ int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t peri
 
 }  // namespace
 
+bool ShapeCheck::cross(const Seen& a, const Seen& b) {
+  const auto start_a = reinterpret_cast<uintptr_t>(a.tensor.data);
+  const auto start_b = reinterpret_cast<uintptr_t>(b.tensor.data);
+  return a.span_bytes > 0 && b.span_bytes > 0 && start_a + static_cast<uintptr_t>(a.span_bytes) > start_b &&
+         start_b + static_cast<uintptr_t>(b.span_bytes) > start_a;
+}
+
 bool may_overlap(const ConstTensor& a, const ConstTensor& b) {
-  const std::optional<int64_t> span_a = span_bytes(a);
-  const std::optional<int64_t> span_b = span_bytes(b);
-  if (!span_a || !span_b) return true;
-  if (*span_a == 0 || *span_b == 0) return false;
+  const int64_t span_a = span_bytes(a), span_b = span_bytes(b);
+  if (span_a == kMaxBytes || span_b == kMaxBytes) return true;
+  if (!ShapeCheck::cross({"", a, span_a}, {"", b, span_b})) return false;
   const auto start_a = reinterpret_cast<uintptr_t>(a.data);
   const auto start_b = reinterpret_cast<uintptr_t>(b.data);
-  if (start_a + static_cast<uintptr_t>(*span_a) <= start_b || start_b + static_cast<uintptr_t>(*span_b) <= start_a) {
-    return false;
-  }
   // The ranges cross. Where both views repeat with a common period and use different parts of it, they are interleaved.
   const Walk walk_a = walk(a);
   const Walk walk_b = walk(b);
@@ -163,8 +159,8 @@ int64_t distinct(const ConstTensor& tensor, int dim) {
   return tensor.strides[dim] == 0 ? std::min<int64_t>(tensor.shape[dim], 1) : tensor.shape[dim];
 }
 
-ConstTensor normal_strides(ConstTensor tensor) { return with_normal_strides(tensor); }
-Tensor normal_strides(Tensor tensor) { return with_normal_strides(tensor); }
+void make_strides_normal(ConstTensor& tensor) { set_normal_strides(tensor); }
+void make_strides_normal(Tensor& tensor) { set_normal_strides(tensor); }
 
 void ShapeCheck::fail(std::string message) {
   if (status_.ok()) status_ = Status::invalid_argument(std::string(operator_name_) + ": " + std::move(message));
@@ -191,24 +187,39 @@ ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& 
          std::to_string(kMaxRank));
     return result;
   }
-  if (size_bytes(tensor.dtype) == 0) {
+  const int64_t element_bytes = size_bytes(tensor.dtype);
+  if (element_bytes == 0) {
     fail(prefix() + " has dtype " + std::to_string(static_cast<int>(tensor.dtype)) + ", which is no DType");
     return result;
   }
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] >= 0) continue;
-    fail(prefix() + " dim " + std::to_string(i) + " is " + std::to_string(tensor.shape[i]) + ", but must be >= 0");
+  // The bytes of all elements, repeated ones counted, and also those that a tensor without elements would have if none
+  // of its sizes were 0: plans multiply some of the sizes. And what its strides span.
+  Size elements = 1, span = 1;
+  int negative_size = -1, negative_stride = -1;
+  bool empty = false;
+  for (int i = tensor.rank - 1; i >= 0; --i) {
+    const int64_t size = tensor.shape[i], stride = tensor.strides[i];
+    if (size < 0) negative_size = i;
+    empty = empty || size == 0;
+    if (size <= 1) continue;
+    if (stride < 0) negative_stride = i;
+    elements *= size;
+    span += Size(size - 1) * stride;
+  }
+  if (negative_size >= 0) {
+    fail(prefix() + " dim " + std::to_string(negative_size) + " is " + std::to_string(tensor.shape[negative_size]) +
+         ", but must be >= 0");
     return result;
   }
-  const bool empty = !has_elements(tensor);
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (empty || tensor.shape[i] == 1 || tensor.strides[i] >= 0) continue;
-    fail(prefix() + " stride " + std::to_string(i) + " is " + std::to_string(tensor.strides[i]) + ", but must be >= 0");
+  if (negative_stride >= 0 && !empty) {
+    fail(prefix() + " stride " + std::to_string(negative_stride) + " is " +
+         std::to_string(tensor.strides[negative_stride]) + ", but must be >= 0");
     return result;
   }
-  if (!countable(tensor)) {
+  const Size span_bytes = empty ? Size(0) : span * element_bytes;
+  if (!(elements * element_bytes).within_limit()) {
     fail(prefix() + " " + to_string(tensor) + " has more bytes than the limit of 2^56, repeated elements counted");
-  } else if (!span_bytes(tensor)) {
+  } else if (!span_bytes.within_limit()) {
     fail(prefix() + " " + to_string(tensor) + " spans more bytes than the limit of 2^56");
   } else if (tensor.data == nullptr && !empty) {
     fail(prefix() + " has null data, but " + std::to_string(tensor.num_elements()) + " elements: " + to_string(tensor));
@@ -216,7 +227,7 @@ ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& 
   if (num_seen_ == kMaxTensors) {
     fail(prefix() + " is one tensor more than a check holds");
   } else {
-    new (&seen_[num_seen_++].seen) Seen{name, tensor};
+    new (&seen_[num_seen_++].seen) Seen{name, tensor, span_bytes.value()};
   }
   return result;
 }
@@ -234,7 +245,7 @@ ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& 
   }
   for (int i = 0; i < num_before; ++i) {
     const Seen& before = seen_[i].seen;
-    if (may_overlap(tensor, before.tensor)) {
+    if (cross(seen_[num_before].seen, before) && may_overlap(tensor, before.tensor)) {
       fail(std::string(name) + " " + to_string(tensor) + " overlaps " + before.name + " " + to_string(before.tensor) +
            " in memory, but an output must not");
       break;

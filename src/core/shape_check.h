@@ -72,7 +72,11 @@ class ShapeCheck {
   struct Seen {
     const char* name;
     ConstTensor tensor;
+    int64_t span_bytes;  // from the first element's start to the last one's end
   };
+  // Whether the ranges of addresses cross.
+  static bool cross(const Seen& a, const Seen& b);
+  friend bool may_overlap(const ConstTensor& a, const ConstTensor& b);
   void fail(std::string message);
 
   // Room for any operator: a check that succeeds allocates nothing.
@@ -92,10 +96,15 @@ class ShapeCheck {
   Place seen_[kMaxTensors];
 };
 
-// The same elements, of a tensor that has been checked, with other strides where strides mean nothing: in dimensions of
-// one index those of a row-major view; in a tensor without elements 0, and 1 in the last dimension.
-ConstTensor normal_strides(ConstTensor tensor);
-Tensor normal_strides(Tensor tensor);
+// Gives a tensor that has been checked other strides where strides mean nothing: in dimensions of one index those of a
+// row-major view; in a tensor without elements 0, and 1 in the last dimension.
+void make_strides_normal(ConstTensor& tensor);
+void make_strides_normal(Tensor& tensor);
+template <class T>
+T normal_strides(T tensor) {
+  make_strides_normal(tensor);
+  return tensor;
+}
 
 // The same elements at the same addresses: of any two tensors, checked or not.
 bool same_view(const ConstTensor& a, const ConstTensor& b);
