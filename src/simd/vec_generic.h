@@ -268,7 +268,7 @@ struct Bf16Words {
   static OPST_INLINE Bf16Words load(const uint32_t* p) { return load_n(p, F32::kLanes); }
   static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
     Bf16Words out = {};
-    for (int64_t i = 0; i < n; ++i) out.word[i] = p[i];
+    for (int64_t i = 0; i < n; ++i) __builtin_memcpy(&out.word[i], p + i, sizeof(uint32_t));  // at any even address
     return out;
   }
   // The lower and the upper value of each word, widened.
