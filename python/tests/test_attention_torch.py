@@ -153,6 +153,52 @@ def test_a_part_of_a_larger_problem_drops_what_the_whole_drops():
     assert np.allclose(out[..., 0] * 10 * 0.5, (part * 2.0 ** np.arange(10)).sum(-1), rtol=1e-14)
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_options_at_once(torch, seed):
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    chance = lambda: rng.random() < 0.5  # noqa: E731
+    kv_heads, group, queries, keys = rng.integers(1, 3), rng.integers(1, 3), rng.integers(1, 7), rng.integers(1, 9)
+    heads = int(kv_heads * group)
+    inputs = leaves(torch, (2, heads, queries, 4), (2, kv_heads, keys, 4), (2, kv_heads, keys, 3))
+    ours, theirs = {}, {}
+
+    def option(name, value, other=None):
+        ours[name] = theirs[other or name] = value
+
+    option("alignment", ["top_left", "bottom_right"][rng.integers(2)])
+    option("causal", bool(chance()))
+    for name, other in (("window_left", "left"), ("window_right", "right")):
+        if chance():
+            option(name, int(rng.integers(-1, 5)), other)
+    for name, value, other in (
+            ("softcap", 1.5, None), ("softmax_scale", 0.8, "scale"), ("prefix", rng.integers(0, keys + 1, 2).tolist(), None),
+            ("mask", torch.rand(2, 1, queries, keys) < 0.7, None), ("alibi_slopes", torch.rand(heads, dtype=torch.float64), "slopes"),
+            ("keep_prob", 0.6, None)):
+        if chance():
+            option(name, value, other)
+    if "prefix" not in ours and chance():
+        option("kv_lengths", rng.integers(0, keys + 1, 2).tolist(), "lengths")
+        if ours["alignment"] == "bottom_right":
+            option("alignment", "top_left")  # lengths move the corner, of which the reference knows nothing
+    if "keep_prob" in ours:
+        ours.update(seed=seed, offset=2)
+        theirs["keep"] = dropout_mask(2, heads, queries, keys, 0.6, seed=seed, offset=2)
+    names = [name for name, shape in (("bias", (heads, queries, keys)), ("sinks", (heads,))) if chance()]
+    inputs += leaves(torch, *({"bias": (heads, queries, keys), "sinks": (heads,)}[name] for name in names))
+
+    def values(function, options):
+        def call(q, k, v, *more):
+            out, lse = function(q, k, v, **options, **dict(zip(names, more)))
+            seen = lse.detach() > -math.inf
+            return out, torch.where(seen, lse, 0)
+
+        return call
+
+    check(torch, values(lambda *x, **o: flash_attention(*x, return_lse=True, **o), ours),
+          values(lambda *x, **o: reference(torch, *x, **o), theirs), inputs)
+
+
 def score_reference(torch, q, k, v, layout, **options):
     """flash_attention_score's (out, lse) by the reference."""
     if layout == "SBH":
