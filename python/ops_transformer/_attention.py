@@ -174,7 +174,8 @@ def starts(operator: Optional[Any], name: str, ends: Any, of: str, tokens: int) 
     previous = 0
     for i, end in enumerate(array.tolist()):
         if end < previous:
-            raise ValueError(f"{name}[{i}] is {end}, " + (f"less than {name}[{i - 1}] = {previous}" if i else "must not be negative"))
+            rule = f"less than {name}[{i - 1}] = {previous}" if i else "must not be negative"
+            raise ValueError(f"{name}[{i}] is {end}, {rule}")
         if end > tokens:
             raise ValueError(f"{name}[{i}] is {end}, but {of} has {tokens} tokens")
         previous = end

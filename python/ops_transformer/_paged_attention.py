@@ -84,8 +84,8 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     varlen = actual_seq_qlen is not None
     if operator is not None:
         if out is not None:
-            raise ValueError("out is given, but an argument needs more than its bytes read (gradients, a compiler, a transform): "
-                             "leave out out, or call under torch.no_grad()")
+            raise RuntimeError("paged_attention: out is given, but an argument needs more than its bytes read (gradients, a "
+                               "compiler, a transform): leave it out, or call under torch.no_grad()")
         given = operator.attend(tensors, numbers, order="TND" if varlen else "BNSD", statistics=return_statistics,
                                 context=context)
         if return_statistics:

@@ -213,10 +213,6 @@ class _Differentiable(torch.autograd.Function):
 
     backward = staticmethod(_gradients)
 
-    @staticmethod
-    def jvp(ctx, *_):
-        raise NotImplementedError(_FORWARD_MODE)
-
 
 class _Transformable(torch.autograd.Function):
     """The same for the transforms of torch.func, which ask for setup_context; it takes tens of microseconds more."""
@@ -302,8 +298,11 @@ def to_tensor(name: str, array: Any) -> Tensor:
         if name == "mask":
             check_mask(array, str(array.dtype))
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    raise refusal(TypeError, array, f"is a {type(array).__name__}, but must be a torch tensor or a NumPy array, as another argument is "
-                  "a torch tensor that needs more than its bytes read (gradients, a compiler, ..)", shown(name))
+    raise refusal(TypeError, array, f"is a {type(array).__name__}, but must be a torch tensor or a NumPy array, as another "
+                  "argument is a torch tensor that needs more than its bytes read (gradients, a compiler, ..)", shown(name))
+
+
+_FLOATS = frozenset(("query", "key", "value", "bias", "sinks", "alibi_slopes"))
 
 
 def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool) -> Tuple[bool, Dict[str, Any]]:
@@ -317,9 +316,6 @@ def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool) -> Tup
         # What a tensor is was asked just now, but for lists of integers and masks.
         views[name] = _view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
     return False, views
-
-
-_FLOATS = frozenset(("query", "key", "value", "bias", "sinks", "alibi_slopes"))
 
 
 def _cast(arrays: Dict[str, Any]) -> List[Any]:
@@ -357,8 +353,7 @@ def attend(tensors: Dict[str, Tensor], numbers: Dict[str, Any], *, order: str = 
     if torch.is_grad_enabled():
         for name, tensor in zip(_TENSORS[len(DIFFERENTIABLE):], given[len(DIFFERENTIABLE):]):
             if tensor is not None and tensor.requires_grad:
-                raise refusal(ValueError, tensor, f"requires gradients, but attention has none for it: pass {name}.detach()",
-                              name)
+                raise refusal(RuntimeError, tensor, f"requires gradients, but attention has none for it: pass {name}.detach()")
     arguments = (*_arguments(tensors, numbers), order, statistics)
     if door.has_tangent(*given):
         raise NotImplementedError(_FORWARD_MODE)
@@ -374,8 +369,8 @@ def gradients(tensors: Dict[str, Tensor], numbers: Dict[str, Any], saved: Dict[s
     """What flash_attention_grad gives, of tensors that a compiler or a transform has to see. It has no gradients itself."""
     everything = (*tensors.values(), *saved.values())
     if door.records(*everything):
-        raise ValueError("an argument requires gradients, but flash_attention_grad has none: call it under torch.no_grad(), or let "
-                         "torch differentiate flash_attention_score")
+        raise RuntimeError("flash_attention_grad: an argument requires gradients, but this function has none: call it under "
+                           "torch.no_grad(), or let torch differentiate flash_attention_score")
     lse = saved.get("softmax_lse")
     if lse is None:
         lse = saved["softmax_max"] + saved["softmax_sum"].log()

@@ -21,7 +21,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ._arrays import default_context, empty, view, view_of_new
+from ._arrays import Tagged, default_context, empty, view, view_of_new
 from ._attention import DIFFERENTIABLE, Options, check_mask, core_call, is_torch, read, split_options, starts
 from ._calls import public
 from ._core import UNBOUNDED, Context
@@ -50,28 +50,33 @@ class AttentionScore(NamedTuple):
     softmax_sum: Any  # likewise: sum of exp(score - max), before dropout
 
 
+def _flags(name: str, array: Any) -> np.ndarray:
+    """A mask as NumPy's array; refused as view refuses, and where it holds numbers."""
+    array = np.asarray(array) if isinstance(array, (list, tuple)) and not isinstance(array, Tagged) else array
+    dtype = view(array, name).dtype
+    if name == "mask":
+        check_mask(array, dtype)
+    elif dtype in ("f32", "f64", "bf16", "f16"):
+        raise ValueError(f"{name} has dtype {dtype}, must be bool or integer (not 0: hidden); numbers that are added to the "
+                         "scores are a bias")
+    return np.asarray(getattr(array, "array", array))
+
+
 def _visible(mask: Any, padding_mask: Any) -> Any:
-    """One mask of visible keys from `mask` (true: visible) and padding_mask [batch, kv_len] (true: hidden)."""
-    if padding_mask is None:
-        return mask
-    if len(padding_mask.shape) != 2:
-        raise ValueError(f"padding_mask has {len(padding_mask.shape)} dimensions, must be [batch, kv_len]")
-    kind = str(padding_mask.dtype)
-    if "float" in kind or "complex" in kind:
-        raise ValueError(f"padding_mask has dtype {kind}, must be bool or integer (not 0: hidden); numbers that are added to the "
-                        "scores are a bias")
-    if is_torch(padding_mask) and (mask is None or is_torch(mask)):
-        visible = (padding_mask == 0)[:, None, None, :]
-        if mask is None:
-            return visible
-        check_mask(mask, str(mask.dtype))
-        return visible & mask
-    visible = np.equal(np.asarray(padding_mask), 0)[:, None, None, :]
+    """One mask of visible keys from `mask` (true: visible, or None) and padding_mask [batch, kv_len] (true: hidden)."""
+    of_torch = is_torch(padding_mask) and (mask is None or is_torch(mask))
+    hidden = padding_mask if of_torch else _flags("padding_mask", padding_mask)
+    if len(hidden.shape) != 2:
+        raise ValueError(f"padding_mask has {len(hidden.shape)} dimensions, must be [batch, kv_len]")
+    if of_torch and (hidden.is_floating_point() or hidden.is_complex()):
+        raise ValueError(f"padding_mask has dtype {hidden.dtype}, must be bool or integer (not 0: hidden)")
+    visible = (hidden == 0)[:, None, None, :]
     if mask is None:
         return visible
-    tensor = view(mask, "mask")
-    check_mask(mask, tensor.dtype)
-    return visible & np.asarray(getattr(mask, "array", mask), dtype=np.bool_)
+    if of_torch:
+        check_mask(mask, str(mask.dtype))
+        return visible & mask
+    return visible & (_flags("mask", mask) != 0)
 
 
 class _Problem:
@@ -92,7 +97,8 @@ class _Problem:
         if padding_mask is not None:
             arrays["mask"] = _visible(arrays.get("mask"), padding_mask)
         self.given = query, key, value
-        self.operator, tensors = read({"query": query, "key": key, "value": value, **arrays}, (padding_mask, *ends), autocast=True)
+        self.operator, tensors = read({"query": query, "key": key, "value": value, **arrays}, (padding_mask, *ends),
+                                      autocast=True)
         self.as_given = [tensors[name] for name in ("query", "key", "value")]
         self.counts = attn_head_num, kv_head_num, attn_dim_per_head
         try:
@@ -112,9 +118,9 @@ class _Problem:
                 raise ValueError("input_layout TND needs actual_seq_qlen and actual_seq_kvlen, where each sequence ends")
             tensors["cu_seqlens_q"] = starts(self.operator, "actual_seq_qlen", ends[0], "query", q.shape[0])
             tensors["cu_seqlens_k"] = starts(self.operator, "actual_seq_kvlen", ends[1], "key", k.shape[0])
-            if tensors["cu_seqlens_q"].shape != tensors["cu_seqlens_k"].shape:
-                raise ValueError(f"actual_seq_qlen has {tensors['cu_seqlens_q'].shape[0] - 1} sequences, but actual_seq_kvlen has "
-                                 f"{tensors['cu_seqlens_k'].shape[0] - 1}")
+            counts = [tensors[name].shape[0] - 1 for name in ("cu_seqlens_q", "cu_seqlens_k")]
+            if counts[0] != counts[1]:
+                raise ValueError(f"actual_seq_qlen has {counts[0]} sequences, but actual_seq_kvlen has {counts[1]}")
         elif ends[0] is not None or ends[1] is not None:
             raise ValueError(f"actual_seq_qlen and actual_seq_kvlen go with input_layout TND, not {layout}")
         self.query, self.key, self.value, self.tensors = q, k, v, tensors

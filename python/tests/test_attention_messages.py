@@ -52,7 +52,8 @@ REFUSED = {
                    "mask has dtype f32, must be bool; numbers that are added to the scores are a bias: bias=mask"),
     "mask_float_and_padding": (lambda: score(mask=np.zeros((3, 3), np.float32), padding_mask=np.zeros((1, 3), bool)),
                                "mask has dtype f32, must be bool; numbers that are added to the scores are a bias"),
-    "padding_float": (lambda: score(padding_mask=np.zeros((1, 3))), "padding_mask has dtype float64, must be bool or integer"),
+    "padding_float": (lambda: score(padding_mask=np.zeros((1, 3))), "padding_mask has dtype f64, must be bool or integer"),
+    "padding_masked": (lambda: score(padding_mask=np.ma.array([[1, 0, 0]], mask=[[0, 1, 0]])), "padding_mask is a masked array"),
     "ends_decimal": (lambda: tnd([2.0, 5.9]), "actual_seq_qlen must be integers"),
     "ends_beyond": (lambda: tnd([2, 8]), "flash_attention_score: actual_seq_qlen[1] is 8, but query has 5 tokens"),
     "ends_falling": (lambda: tnd([3, 2]), "actual_seq_qlen[1] is 2, less than actual_seq_qlen[0] = 3"),
@@ -106,6 +107,9 @@ def test_a_mask_beside_padding_mask_hides_what_either_hides(rng):
     padding[1, 4:] = 1
     mask[:, 0] = True
     want = attention_reference(q, k, v, mask=mask & (padding == 0)[:, None, None])[0]
+    want_padding = attention_reference(q, k, v, mask=(padding == 0)[:, None, None])[0]
+    for form in (padding, padding.tolist(), padding != 0, padding.astype(np.uint8)):
+        assert_near(flash_attention_score(q, k, v, input_layout="BNSD", padding_mask=form)[0], want_padding)
     for given in (mask, Tagged(mask.view(np.uint8), "bool")):
         assert_near(flash_attention_score(q, k, v, input_layout="BNSD", mask=given, padding_mask=padding)[0], want)
     assert_near(flash_attention(q, k, v, mask=Tagged((2 * mask).astype(np.uint8), "bool")),
