@@ -7,7 +7,9 @@ torch tensor comes whose bytes are not all that it is.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple
+import contextlib
+import threading
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -56,6 +58,10 @@ def _views(arguments: Tuple[Any, ...]) -> Tuple[Dict[str, View], Dict[str, Any]]
     return tensors, numbers
 
 
+def _context_of_call() -> Context:
+    return getattr(_of_thread, "context", None) or default_context()
+
+
 def _real(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
@@ -82,7 +88,7 @@ def _forward(arguments: Tuple[Any, ...], context: Optional[Context] = None) -> T
     *inputs, order, statistics = arguments
     outputs = _new_outputs(arguments, order, statistics)
     views = [_view(output) for output in outputs[: 4 if statistics else 2]]
-    core_call(*_views(tuple(inputs))).forward(context or default_context(), *views)
+    core_call(*_views(tuple(inputs))).forward(context or _context_of_call(), *views)
     return tuple(outputs)
 
 
@@ -106,10 +112,32 @@ def _backward(grad_out, grad_lse, out, lse, inputs, wanted, context=None) -> Tup
     gradients = _new_gradients(inputs, wanted)
     views = [_view(gradient) if want else None for gradient, want in zip(gradients, wanted)]
     core_call(*_views(tuple(inputs))).backward(
-        context or default_context(), _view(out), _view(grad_out), _view(lse),
+        context or _context_of_call(), _view(out), _view(grad_out), _view(lse),
         grad_lse=None if grad_lse is None else _view(grad_lse),
         **{f"grad_{name}": gradient for name, gradient in zip(DIFFERENTIABLE, views)})
     return tuple(gradients)
+
+
+_of_thread = threading.local()  # the Context of a call that goes through the dispatcher
+
+
+@contextlib.contextmanager
+def _with(context: Context) -> Iterator[None]:
+    _of_thread.context = context
+    try:
+        yield
+    finally:
+        _of_thread.context = None
+
+
+def _computing(context: Optional[Context]) -> Any:
+    """While an operator is called: with the Context that was given. A graph that is traced runs later, without it."""
+    if context is None:
+        return contextlib.nullcontext()
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        raise ValueError("context is given, but a call that is compiled or traced is computed by the process's own Context: leave "
+                         "context out (set_num_threads says how many threads that one has)")
+    return _with(context)
 
 
 _library.impl("attention", lambda *arguments: _forward(arguments), "CPU")
@@ -162,8 +190,6 @@ def _gradients(ctx, grad_out, grad_lse, _, grad_sum):
     return (*gradients, *[None] * (ctx.num_inputs - len(gradients)))
 
 
-_NO_CONTEXT = ("context is given, but under torch.compile, in transforms and modes the process's own Context computes: leave "
-               "context out (set_num_threads says how many threads that one has)")
 _SECOND = ("ops_transformer: second derivatives of attention are not implemented; "
            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) with torch's own function has them")
 _FORWARD_MODE = ("ops_transformer: forward-mode derivatives of attention are not implemented (torch.func.jvp, jacfwd, dual "
@@ -359,9 +385,8 @@ def attend(tensors: Dict[str, Tensor], numbers: Dict[str, Any], *, order: str = 
         raise NotImplementedError(_FORWARD_MODE)
     if door.is_plain(*given):
         return _Differentiable.apply(*arguments, context)
-    if context is not None:
-        raise ValueError(_NO_CONTEXT)
-    return _Transformable.apply(*arguments) if _is_transformed() else _operator(*arguments)
+    with _computing(context):
+        return _Transformable.apply(*arguments) if _is_transformed() else _operator(*arguments)
 
 
 def gradients(tensors: Dict[str, Tensor], numbers: Dict[str, Any], saved: Dict[str, Tensor], wanted: Tuple[str, ...],
@@ -376,7 +401,6 @@ def gradients(tensors: Dict[str, Tensor], numbers: Dict[str, Any], saved: Dict[s
         lse = saved["softmax_max"] + saved["softmax_sum"].log()
     arguments = (saved["grad_out"], saved.get("grad_lse"), saved["attention_out"], lse,
                  *_arguments(tensors, numbers), [name in wanted for name in DIFFERENTIABLE])
-    if context is not None:
-        raise ValueError(_NO_CONTEXT)
-    found = _call_backward(*arguments)
+    with _computing(context):
+        found = _call_backward(*arguments)
     return dict(zip(DIFFERENTIABLE, found))

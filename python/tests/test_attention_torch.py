@@ -564,8 +564,16 @@ def test_a_context_computes_forward_and_backward(torch):
     want = torch.autograd.grad(flash_attention(*inputs).sum(), inputs)
     got = torch.autograd.grad(flash_attention(*inputs, context=context).sum(), inputs)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    with pytest.raises(ValueError, match="context is given, but"):
-        torch.func.vmap(lambda q: flash_attention(q[None], q[None], q[None], context=context))(inputs[0].detach())
+    x = inputs[0].detach()
+    attend = lambda q: flash_attention(q[None], q[None], q[None], context=context)  # noqa: E731
+    assert torch.equal(torch.func.vmap(attend)(x)[1], attend(x[1]))
+    used = context.workspace_bytes
+    with torch.profiler.profile():
+        big = torch.randn(1, 4, 512, 64, requires_grad=True)
+        flash_attention(big, big, big, context=context).sum().backward()
+    assert context.workspace_bytes > used
+    with pytest.raises(Exception, match="context is given, but a call that is compiled"):
+        torch.compile(attend, fullgraph=True, backend="eager")(x[0])
 
 
 def test_a_module_of_the_users_trains(torch):
