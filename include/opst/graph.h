@@ -185,6 +185,8 @@ class NodeListener {
   using Clock = std::chrono::steady_clock;
   virtual ~NodeListener() = default;
   virtual void on_node(const char* op, const std::string& name, Clock::time_point begin, Clock::time_point end) = 0;
+  // Asked after each node's on_node; true ends the execution with an error. What has run is not undone.
+  virtual bool stop() { return false; }
 };
 
 class Graph {

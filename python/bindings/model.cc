@@ -6,8 +6,6 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -36,22 +34,23 @@ auto unlocked(F&& call) {
   return call();
 }
 
-// One call at a time. Other threads wait; a call from within a call (an on_text) is refused, as it would wait for itself.
+// One call at a time. Other threads wait; a call from within a call (an on_text) is refused, as it would wait for
+// itself.
 class Turns {
  public:
   // Held until its end. Made with the interpreter's lock, which it gives away while it waits.
   class Turn {
    public:
     explicit Turn(Turns& turns) : turns_(turns) {
-      // A forked child has its parent's memory but not the thread that held the lock there.
-      if (const pid_t process = getpid(); turns_.process_ != process) {
-        new (&turns_.mutex_) std::mutex;
-        turns_.holder_ = std::thread::id();
-        turns_.process_ = process;
+      if (turns_.abandoned()) {
+        raise(PyExc_RuntimeError,
+              "another thread was in a call of this object when the process forked, so its state is "
+              "lost in the child: make a new one");
       }
       if (turns_.holder_ == std::this_thread::get_id()) {
-        raise(PyExc_RuntimeError, "this model is in a call already, whose on_text calls it again: call it when generate "
-                                  "has returned, or give another Model");
+        raise(PyExc_RuntimeError,
+              "this model is in a call already, whose on_text calls it again: call it when generate "
+              "has returned, or give another Model");
       }
       unlocked([&] { turns_.mutex_.lock(); });
       turns_.holder_ = std::this_thread::get_id();
@@ -66,6 +65,16 @@ class Turns {
    private:
     Turns& turns_;
   };
+
+  // Whether a forked child finds a turn of a thread that it does not have: it will never end, and what it was at is
+  // half written. With the interpreter's lock.
+  bool abandoned() {
+    if (process_ == getpid()) return false;
+    if (!mutex_.try_lock()) return true;
+    mutex_.unlock();
+    process_ = getpid();
+    return false;
+  }
 
  private:
   std::mutex mutex_;
@@ -85,11 +94,9 @@ class Listener {
     return failure_ != nullptr;
   }
   Status read(std::string_view piece) {
-    if (interrupted()) return Status::internal("interrupted");
-    if (on_text_.is_none()) return {};
     const nb::gil_scoped_acquire acquired;
     try {
-      on_text_(nb::str(piece.data(), piece.size()));
+      if (!on_text_.is_none()) on_text_(nb::str(piece.data(), piece.size()));
     } catch (nb::python_error& error) {
       failure_ = std::make_unique<nb::python_error>(std::move(error));
       return Status::internal("interrupted");
@@ -124,15 +131,15 @@ Answer answer(Turns& turns, nb::object on_text, F&& call) {
 class Model {
  public:
   // The Context must outlive it (nb::keep_alive).
-  Model(Context& context, const nb::bytes& path, int64_t max_context, const std::string& kv_dtype, bool int8_activations)
+  Model(Context& context, const nb::bytes& path, int64_t max_context, const std::string& kv_dtype,
+        bool int8_activations)
       : Model(context, value_or_raise(model::ModelFile::open({path.c_str(), path.size()})), max_context, kv_dtype,
               int8_activations) {}
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
 
   Ids tokenize(std::string_view text, bool add_bos, bool parse_special) const {
-    return value_or_raise(
-        model::text_ids(tokenizer_, text, {.add_bos = add_bos, .parse_special = parse_special}));
+    return value_or_raise(model::text_ids(tokenizer_, text, {.add_bos = add_bos, .parse_special = parse_special}));
   }
 
   nb::bytes detokenize(const Ids& ids) const {
@@ -159,25 +166,27 @@ class Model {
     options.max_tokens = max_tokens;
     options.ignore_end = ignore_end;
     options.sampling = {.greedy = greedy, .top_k = top_k, .top_p = top_p, .temperature = temperature, .seed = seed};
-    return answer(turns_, std::move(on_text), [&](const auto& read, const auto& interrupted) {
-      return model::generate(session_, tokenizer_, prompt, options, read, interrupted);
+    Sequence& sequence = this->sequence();
+    return answer(sequence.turns, std::move(on_text), [&](const auto& read, const auto& interrupted) {
+      return model::generate(sequence.session, tokenizer_, prompt, options, read, interrupted);
     });
   }
 
   // logits [tokens, vocab_size] f32
   void logits(const Ids& tokens, const View& out) {
     const Tensor y = out.output("logits");
-    const int64_t rows = static_cast<int64_t>(tokens.size()), vocab = session_.config().vocab_size;
+    const int64_t rows = static_cast<int64_t>(tokens.size()), vocab = vocab_size();
     if (y.dtype != DType::f32 || y.rank != 2 || y.shape[0] != rows || y.shape[1] != vocab) {
-      raise(PyExc_ValueError, "logits must be f32 [" + std::to_string(rows) + ", " + std::to_string(vocab) + "], not " +
-                                  to_string(y));
+      raise(PyExc_ValueError,
+            "logits must be f32 [" + std::to_string(rows) + ", " + std::to_string(vocab) + "], not " + to_string(y));
     }
     if (rows == 0) return;
-    const Turns::Turn turn(turns_);
+    Sequence& sequence = this->sequence();
+    const Turns::Turn turn(sequence.turns);
     Listener listener{nb::none()};
     const Status status = unlocked([&] {
-      session_.reset();
-      return session_.feed_all(
+      sequence.session.reset();
+      return sequence.session.feed_all(
           tokens,
           [&](int64_t position, std::span<const float> row) {
             float* to = static_cast<float*>(y.data) + position * y.strides[0];
@@ -193,19 +202,20 @@ class Model {
   }
 
   double perplexity(const Ids& tokens) {
-    const Turns::Turn turn(turns_);
+    Sequence& sequence = this->sequence();
+    const Turns::Turn turn(sequence.turns);
     Listener listener{nb::none()};
     Result<model::Perplexity> result = unlocked([&] {
-      return model::measure_perplexity(session_, tokens, {}, [&] { return listener.interrupted(); });
+      return model::measure_perplexity(sequence.session, tokens, {}, [&] { return listener.interrupted(); });
     });
     listener.rethrow();
     return value_or_raise(std::move(result)).perplexity();
   }
 
-  int64_t vocab_size() const { return session_.config().vocab_size; }
-  int64_t max_context() const { return session_.context(); }
+  int64_t vocab_size() const { return weights_.config().vocab_size; }
+  int64_t max_context() const { return options_.context; }
   int64_t weight_bytes() const { return weights_.weight_bytes(); }
-  int64_t kv_cache_bytes() const { return session_.kv_cache_bytes(); }
+  int64_t kv_cache_bytes() const { return sequence_->session.kv_cache_bytes(); }
 
  private:
   friend class Conversation;
@@ -218,7 +228,7 @@ class Model {
         chat_template_(model::ChatTemplate::from_gguf(file.file, tokenizer_)),
         weights_(value_or_raise(unlocked([&] { return model::LlamaModel::load(context, file.file); }))),
         options_(session_options(max_context, kv_dtype, int8_activations)),
-        session_(value_or_raise(model::LlamaSession::create(context, weights_, options_))) {}
+        sequence_(std::make_unique<Sequence>(make_session())) {}
 
   model::SessionOptions session_options(int64_t max_context, const std::string& kv_dtype, bool int8_activations) const {
     model::SessionOptions options;
@@ -229,6 +239,24 @@ class Model {
     if (int8_activations) options.activations = ActivationType::int8;
     return options;
   }
+  struct Sequence {
+    explicit Sequence(model::LlamaSession s) : session(std::move(s)) {}
+    model::LlamaSession session;
+    Turns turns;  // one at a time
+  };
+  model::LlamaSession make_session() const {
+    return value_or_raise(model::LlamaSession::create(*context_, weights_, options_));
+  }
+  // With the interpreter's lock. A forked child leaves a sequence that another thread was in to its fate.
+  Sequence& sequence() {
+    if (sequence_->turns.abandoned()) {
+      auto fresh = std::make_unique<Sequence>(make_session());
+      (void)sequence_.release();
+      sequence_ = std::move(fresh);
+    }
+    return *sequence_;
+  }
+
   // Only a chat needs one, so only a chat fails where the file's is not known.
   const model::ChatTemplate& chat_template() const {
     raise_if_failed(chat_template_.status());
@@ -240,8 +268,7 @@ class Model {
   Result<model::ChatTemplate> chat_template_;
   model::LlamaModel weights_;
   model::SessionOptions options_;
-  model::LlamaSession session_;
-  Turns turns_;  // one sequence at a time
+  std::unique_ptr<Sequence> sequence_;
 };
 
 // A session of its own, with its own cache, beside the model's.
@@ -250,8 +277,7 @@ class Conversation {
   // The model must outlive it (nb::keep_alive).
   Conversation(Model& model, std::optional<std::string> system, bool greedy, int64_t top_k, double top_p,
                double temperature, uint64_t seed)
-      : session_(value_or_raise(
-            model::LlamaSession::create(*model.context_, model.weights_, model.options_))),
+      : session_(model.make_session()),
         conversation_(value_or_raise(model::Conversation::create(
             session_, model.tokenizer_, model.chat_template(), std::move(system),
             {.greedy = greedy, .top_k = top_k, .top_p = top_p, .temperature = temperature, .seed = seed}))) {}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import stat
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
 from . import _core
-from ._arrays import default_context, view
+from ._arrays import _integer_array, default_context, view
+from ._calls import option
 from ._core import Context
 
-__all__ = ["Generation", "Model"]
+__all__ = ["Conversation", "Generation", "Model"]
 
 
 class Generation(NamedTuple):
@@ -20,16 +24,81 @@ class Generation(NamedTuple):
     finish_reason: str  # "stop", "length" or "context"
 
 
+def _text(function: str, name: str, value: Any) -> str:
+    text = option(function, name, "str", value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{function}: {name} is no text: character {error.start} is half of a surrogate pair") from None
+    return text
+
+
+def _ids(function: str, name: str, values: Any) -> List[int]:
+    # Elements of bytes are integers, but nobody means them as tokens.
+    if isinstance(values, (bytes, bytearray, memoryview)):
+        raise TypeError(f"{function}: {name} is {type(values).__name__}, must be a text (str) or token ids")
+    ids = _integer_array(values, f"{function}: {name}")
+    if ids.ndim != 1:
+        raise ValueError(f"{function}: {name} must be one row of token ids, but its shape is {list(ids.shape)}")
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"{function}: token {wrong} of {name} is in no vocabulary")
+    return ids.tolist()
+
+
+def _sampling(function: str, temperature: float, top_k: int, top_p: float, seed: int) -> tuple:
+    temperature = option(function, "temperature", "float", temperature)
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"{function}: temperature is {temperature}, must be finite and >= 0")
+    return (temperature == 0, option(function, "top_k", "int", top_k), option(function, "top_p", "float", top_p), temperature,
+            option(function, "seed", "int", seed))
+
+
+def _openable(path: Union[str, bytes, "os.PathLike[Any]"]) -> bytes:
+    """The path as the system takes it. Raises what open() raises where there is no file to read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe must not wait for a writer
+    try:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise IsADirectoryError(errno.EISDIR, "a model is a .gguf file, not a folder", os.fspath(path))
+    finally:
+        os.close(descriptor)
+    return os.fsencode(path)
+
+
 class Model:
-    """A llama-architecture GGUF file. One sequence at a time: calls from several threads wait for one another.
+    """A llama-architecture GGUF file. One sequence at a time: calls from several threads wait for one another, and a call
+    from within on_text is refused. Ctrl-C ends a call within a second. After loading, the file is not read again.
 
     model = Model("SmolLM2-135M-Instruct.Q4_1.gguf")
     print(model.generate("What is the capital of France?", chat=True).text)
+
+    A text becomes the same tokens wherever one is taken: add_bos puts the model's leading token in front, if it has one
+    and the text has not; parse_special makes tokens of the names of control tokens ("<|im_end|>"), which are plain text
+    otherwise. Token ids are taken as they are.
     """
 
-    def __init__(self, path: Union[str, "os.PathLike[str]"], *, max_context: int = 0, context: Optional[Context] = None):
-        """max_context: tokens of prompt and answer together; 0: 4096, at most the model's own."""
-        self._model = _core.Model(context or default_context(), os.fspath(path), max_context)
+    def __init__(
+        self,
+        path: Union[str, bytes, "os.PathLike[Any]"],
+        *,
+        max_context: int = 0,
+        kv_dtype: str = "f32",
+        activations: str = "exact",
+        context: Optional[Context] = None,
+    ):
+        """max_context: tokens of prompt and answer together; 0: 4096, at most the model's own. kv_dtype: "f32", "bf16" or
+        "f16", how keys and values are cached. activations: "exact", or "int8": numbers rounded in blocks of 32 where they
+        meet quantised weights, faster for long prompts.
+        """
+        if option("Model", "max_context", "int", max_context) < 0:
+            raise ValueError(f"Model: max_context is {max_context}, must be >= 0")
+        if kv_dtype not in ("f32", "bf16", "f16"):
+            raise ValueError(f"Model: kv_dtype is {kv_dtype!r}, must be 'f32', 'bf16' or 'f16'")
+        if activations not in ("exact", "int8"):
+            raise ValueError(f"Model: activations is {activations!r}, must be 'exact' or 'int8'")
+        context = default_context() if context is None else option("Model", "context", "Context", context)
+        file = _openable(path)
+        self._model = _core.Model(context, file, max_context, kv_dtype, activations == "int8")
 
     @property
     def vocab_size(self) -> int:
@@ -39,15 +108,23 @@ class Model:
     def max_context(self) -> int:
         return self._model.max_context
 
-    def tokenize(self, text: str, *, parse_special: bool = False) -> List[int]:
-        """The ids of a text; parse_special: texts such as "<|im_end|>" become their tokens."""
-        return self._model.tokenize(text, parse_special)
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._model.kv_cache_bytes
+
+    def tokenize(self, text: str, *, add_bos: bool = True, parse_special: bool = True) -> List[int]:
+        """The ids of a text, those that generate, logits and perplexity take."""
+        return self._tokens("Model.tokenize", "text", _text("Model.tokenize", "text", text), add_bos, parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._model.detokenize(list(tokens)).decode("utf-8", errors="replace")
+        return self._model.detokenize(_ids("Model.detokenize", "tokens", tokens)).decode("utf-8", errors="replace")
 
-    def _ids(self, text: Union[str, Sequence[int]]) -> List[int]:
-        return self._model.prompt_ids(text) if isinstance(text, str) else [int(token) for token in text]
+    def _tokens(self, function: str, name: str, prompt: Any, add_bos: bool, parse_special: bool) -> List[int]:
+        add_bos = option(function, "add_bos", "bool", add_bos)
+        parse_special = option(function, "parse_special", "bool", parse_special)
+        if isinstance(prompt, str):
+            return self._model.tokenize(_text(function, name, prompt), add_bos, parse_special)
+        return _ids(function, name, prompt)
 
     def generate(
         self,
@@ -60,28 +137,89 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        ignore_end: bool = False,
         on_text: Optional[Callable[[str], Any]] = None,
+        add_bos: bool = True,
+        parse_special: bool = True,
     ) -> Generation:
-        """Goes on behind a text or tokens; chat: the prompt is a user's message. temperature 0 takes the likeliest.
+        """Goes on behind a text or tokens. temperature 0 takes the likeliest. ignore_end goes on where the model ends.
 
-        on_text gets the text as it grows.
+        chat: the prompt is a user's message in the model's chat template, plain text whatever it contains, behind the
+        system message if there is one. on_text gets the text as it grows.
         """
-        if chat:
-            if not isinstance(prompt, str):
-                raise TypeError("a chat's prompt is a text")
-            turns = ([("system", system)] if system is not None else []) + [("user", prompt)]
-            ids = self._model.chat_ids(turns)
+        name = "Model.generate"
+        sampling = _sampling(name, temperature, top_k, top_p, seed)
+        max_tokens = option(name, "max_tokens", "int", max_tokens)
+        ignore_end = option(name, "ignore_end", "bool", ignore_end)
+        if option(name, "chat", "bool", chat):
+            turns = [("system", _text(name, "system", system))] if system is not None else []
+            ids = self._model.chat_ids(turns + [("user", _text(name, "prompt", prompt))])
+        elif system is not None:
+            raise ValueError(f"{name}: system is for chat=True")
         else:
-            ids = self._ids(prompt)
-        return Generation(*self._model.generate(ids, max_tokens, temperature == 0, top_k, top_p, temperature, seed, on_text))
+            ids = self._tokens(name, "prompt", prompt, add_bos, parse_special)
+        return Generation(*self._model.generate(ids, max_tokens, *sampling, ignore_end, on_text))
 
-    def logits(self, prompt: Union[str, Sequence[int]]) -> np.ndarray:
+    def conversation(
+        self,
+        *,
+        system: Optional[str] = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> "Conversation":
+        """Turns of a user and the model, each of which costs what is new in it. It has a cache of its own, as large as the
+        model's; any number of conversations, and the model's own calls, may go on side by side."""
+        name = "Model.conversation"
+        system = None if system is None else _text(name, "system", system)
+        return Conversation(_core.Conversation(self._model, system, *_sampling(name, temperature, top_k, top_p, seed)))
+
+    def logits(self, prompt: Union[str, Sequence[int]], *, add_bos: bool = True, parse_special: bool = True) -> np.ndarray:
         """float32 [tokens, vocab_size]: the scores of the next token after each one."""
-        ids = self._ids(prompt)
+        ids = self._tokens("Model.logits", "prompt", prompt, add_bos, parse_special)
         out = np.empty((len(ids), self.vocab_size), np.float32)
-        self._model.logits(ids, view(out))
+        if ids:
+            self._model.logits(ids, view(out))
         return out
 
-    def perplexity(self, text: Union[str, Sequence[int]]) -> float:
+    def perplexity(self, text: Union[str, Sequence[int]], *, add_bos: bool = True, parse_special: bool = True) -> float:
         """exp of the mean of -ln p(token | the tokens before it), in windows of max_context tokens."""
-        return self._model.perplexity(self._ids(text))
+        return self._model.perplexity(self._tokens("Model.perplexity", "text", text, add_bos, parse_special))
+
+
+class Conversation:
+    """Turns of a user and a model, made by Model.conversation(); what `opst chat` has.
+
+    talk = model.conversation(system="Answer in one sentence.")
+    print(talk.answer("What is the capital of France?").text)
+    print(talk.answer("And of Italy?").text)
+    """
+
+    def __init__(self, conversation: "_core.Conversation"):
+        self._conversation = conversation
+
+    def answer(
+        self, message: str, *, max_tokens: int = 1024, on_text: Optional[Callable[[str], Any]] = None
+    ) -> Generation:
+        """The answer to a message, which is plain text whatever it contains.
+
+        A message that has no room in the context raises ValueError and leaves the conversation as it was. After Ctrl-C the
+        answer stays as far as it came; what on_text raises loses the history.
+        """
+        message = _text("Conversation.answer", "message", message)
+        max_tokens = option("Conversation.answer", "max_tokens", "int", max_tokens)
+        return Generation(*self._conversation.answer(message, max_tokens, on_text))
+
+    def reset(self) -> None:
+        """Starts anew behind the system message."""
+        self._conversation.reset()
+
+    @property
+    def tokens(self) -> int:
+        """Of the history, all turns and their marks."""
+        return self._conversation.tokens
+
+    @property
+    def max_context(self) -> int:
+        return self._conversation.max_context

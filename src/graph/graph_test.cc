@@ -84,10 +84,10 @@ TEST(Graph, CostOfAttentionCountsWhatTheWindowShows) {
   ASSERT_OK(graph.bind("late_out", view(late, {1, 4, 8})));
   Context context = make_context();
   ASSERT_OK(graph.setup(context.machine()));
-  EXPECT_EQ(graph.describe(0).cost.flops, 2.0 * 16 * 4 * (90 * 10 + 55));  // rows 0 to 9 see 1 to 10 keys
-  EXPECT_EQ(graph.describe(1).cost.flops, 2.0 * 16 * 4 * 10);
-  EXPECT_EQ(graph.describe(0).cost.cache_bytes, 100 * 2 * 16 * 4);
-  EXPECT_EQ(graph.describe(1).cost.cache_bytes, 10 * 2 * 16 * 4);
+  EXPECT_EQ(graph.describe(0).value().cost.flops, 2.0 * 16 * 4 * (90 * 10 + 55));  // rows 0 to 9 see 1 to 10 keys
+  EXPECT_EQ(graph.describe(1).value().cost.flops, 2.0 * 16 * 4 * 10);
+  EXPECT_EQ(graph.describe(0).value().cost.cache_bytes, 100 * 2 * 16 * 4);
+  EXPECT_EQ(graph.describe(1).value().cost.cache_bytes, 10 * 2 * 16 * 4);
 }
 
 TEST(Graph, MemoryIsSharedAndWrittenInPlace) {
@@ -564,6 +564,30 @@ class Recorder : public NodeListener {
  private:
   Clock::time_point last_ = {};
 };
+
+// Between two nodes a listener can end the execution; the graph is as usable as before.
+TEST(Graph, AListenerEndsTheExecution) {
+  class Stopper : public Recorder {
+   public:
+    bool stop() override { return seen.size() == wanted; }
+    size_t wanted = 1;
+  };
+  Graph graph = std::move(Graph::create("graph test").value());
+  const Value a = graph.input("a", DType::f32, {4, 1}), once = graph.add("once", a, a);
+  graph.output("twice", graph.add("again", once, once));
+  Context context = std::move(Context::create({.num_threads = 1}).value());
+  ASSERT_OK(graph.setup(context.machine()));
+  std::vector<float> in = {1, 2, 3, 4}, out(4);
+  ASSERT_OK(graph.bind("a", ConstTensor(view(in, {4, 1}))));
+  ASSERT_OK(graph.bind("twice", view(out, {4, 1})));
+  Stopper stopper;
+  EXPECT_EQ(graph.execute(context, &stopper).message(), "graph graph test: interrupted by its listener");
+  EXPECT_EQ(stopper.seen, std::vector<std::string>{"once:add"});
+  EXPECT_EQ(out, std::vector<float>(4));
+  stopper.wanted = 0;
+  ASSERT_OK(graph.execute(context, &stopper));
+  EXPECT_EQ(out, (std::vector<float>{4, 8, 12, 16}));
+}
 
 // Columns of rows are read where they lie, and no node may take their place for its result.
 TEST(Graph, ColumnsOfRows) {

@@ -44,6 +44,7 @@ Status GraphImpl::run_steps(Context& context, NodeListener* listener, size_t& at
     if (listener == nullptr) continue;
     const NodeListener::Clock::time_point end = NodeListener::Clock::now();
     listener->on_node(nodes[at].spec.op, nodes[at].spec.name, begin, end);
+    if (listener->stop()) return {StatusCode::internal, "graph " + name + ": interrupted by its listener"};
     begin = NodeListener::Clock::now();
   }
   return {};

@@ -23,7 +23,8 @@ class Conversation {
 
   // The answer to a message. invalid_argument, the conversation as it was: the message is not UTF-8, or the context has
   // no room for it and an answer of one token. Any other failure loses the history.
-  // An interrupted answer stays in the history as far as it came, and so does a message whose reading was interrupted.
+  // An interrupted answer stays in the history as far as it came, and so does a message whose reading was interrupted:
+  // the next turn reads it first.
   Result<Generation> answer(const std::string& message, int64_t max_tokens, const TextReader& on_text,
                             const std::function<bool()>& interrupted);
 

@@ -95,7 +95,7 @@ TEST_F(ModelMemory, Tokenizing) {
       });
   EXPECT_GT(failed, 5);
   fail_each_allocation([&] { return chat_prompt(*file_, *tokenizer_, {}).status(); });
-  fail_each_allocation([&] { return raw_prompt(*tokenizer_, "hello", false).status(); });
+  fail_each_allocation([&] { return text_ids(*tokenizer_, "hello").status(); });
 }
 
 TEST_F(ModelMemory, Loading) {

@@ -1,6 +1,5 @@
 #include "model/generate.h"
 
-#include <algorithm>
 #include <chrono>
 
 #include "core/guarded.h"
@@ -24,19 +23,17 @@ const char* to_string(FinishReason reason) {
 
 namespace {
 
-// Between two of these a prompt can be interrupted: a fraction of a second.
-constexpr size_t kInterruptibleTokens = 64;
-
 std::string str(int64_t value) { return std::to_string(value); }
 
 }  // namespace
 
 Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, std::span<const int32_t> prompt,
-                            const GenerateOptions& options, const TextReader& on_text) try {
+                            const GenerateOptions& options, const TextReader& on_text,
+                            const std::function<bool()>& interrupted) try {
   Result<Sampler> sampler = Sampler::create(options.sampling);
   if (!sampler.ok()) return sampler.status();
   session.reset();
-  return continue_sequence(session, tokenizer, sampler.value(), prompt, options, on_text, {});
+  return continue_sequence(session, tokenizer, sampler.value(), prompt, options, on_text, interrupted);
 } catch (...) {
   return status_of_exception();
 }
@@ -68,17 +65,16 @@ Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tok
   };
 
   const Clock::time_point start = Clock::now();
-  Result<std::span<const float>> logits = Status::invalid_argument("no tokens to feed");
-  do {
-    if (interrupted && interrupted()) {
-      generation.finish_reason = FinishReason::interrupted;
-      return generation;
-    }
-    const auto piece = interrupted ? tokens.first(std::min(tokens.size(), kInterruptibleTokens)) : tokens;
-    logits = session.feed(piece);
-    if (!logits.ok()) return logits.status();
-    tokens = tokens.subspan(piece.size());
-  } while (!tokens.empty());
+  if (interrupted && interrupted()) {
+    generation.finish_reason = FinishReason::interrupted;
+    return generation;
+  }
+  Result<std::span<const float>> logits = session.feed(tokens, interrupted);
+  if (session.was_interrupted()) {
+    generation.finish_reason = FinishReason::interrupted;
+    return generation;
+  }
+  if (!logits.ok()) return logits.status();
   generation.prefill_tokens_per_s = static_cast<double>(prompt_tokens) * 1000.0 / ms(Clock::now() - start);
   Clock::time_point first_token, last_token;
   for (;;) {
@@ -87,10 +83,10 @@ Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tok
     last_token = Clock::now();
     if (generation.tokens.empty()) first_token = last_token;
     generation.tokens.push_back(token.value());
-    if (!tokenizer.is_special(token.value())) {
+    if (!tokenizer.is_hidden(token.value())) {
       if (Status status = emit(stream.push(tokenizer.piece(token.value()))); !status.ok()) return status;
     }
-    if (token.value() == tokenizer.end_token() && !options.ignore_end) {
+    if (tokenizer.is_end(token.value()) && !options.ignore_end) {
       generation.finish_reason = FinishReason::stop;
       break;
     }
@@ -106,7 +102,11 @@ Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tok
       generation.finish_reason = FinishReason::interrupted;
       break;
     }
-    logits = session.feed({&generation.tokens.back(), 1});
+    logits = session.feed({&generation.tokens.back(), 1}, interrupted);
+    if (session.was_interrupted()) {
+      generation.finish_reason = FinishReason::interrupted;
+      break;
+    }
     if (!logits.ok()) return logits.status();
   }
   if (Status status = emit(stream.finish()); !status.ok()) return status;

@@ -1,7 +1,6 @@
 #include "model/gguf.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,21 +8,22 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
-#include <memory>
+#include <new>
 #include <utility>
 
 #include "core/guarded.h"
+#include "model/foreign_file.h"
+#include "model/gguf_cursor.h"
 
 namespace opst::model {
 
-static_assert(std::endian::native == std::endian::little, "the reader takes values from the mapping as they are");
+static_assert(std::endian::native == std::endian::little, "the reader takes values from the file as they are");
 
 namespace {
 
 constexpr uint32_t kDefaultAlignment = 32;
 constexpr uint32_t kMaxDims = 4;
-// Arrays of arrays of ...: no known file has more than one level; a limit keeps the recursion off the stack's end.
-constexpr int kMaxArrayDepth = 8;
+constexpr uint64_t kMostKeys = 1 << 16, kMostTensors = 1 << 17;
 
 constexpr TensorType kTensorTypes[] = {
     {0, "F32", 1, 4},         {1, "F16", 1, 2},         {2, "Q4_0", 32, 18},      {3, "Q4_1", 32, 20},
@@ -37,140 +37,7 @@ constexpr TensorType kTensorTypes[] = {
     {40, "NVFP4", 64, 36},    {41, "Q1_0", 128, 18},
 };
 
-// Bytes of one value; 0 for strings and arrays, whose size stands in the file.
-constexpr uint64_t fixed_size(GgufType type) {
-  switch (type) {
-    case GgufType::u8:
-    case GgufType::i8:
-    case GgufType::boolean:
-      return 1;
-    case GgufType::u16:
-    case GgufType::i16:
-      return 2;
-    case GgufType::u32:
-    case GgufType::i32:
-    case GgufType::f32:
-      return 4;
-    case GgufType::u64:
-    case GgufType::i64:
-    case GgufType::f64:
-      return 8;
-    case GgufType::string:
-    case GgufType::array:
-      break;
-  }
-  return 0;
-}
-
-// The fewest bytes that a value of this type takes.
-constexpr uint64_t smallest_size(GgufType type) {
-  if (type == GgufType::string) return 8;
-  if (type == GgufType::array) return 12;
-  return fixed_size(type);
-}
-
-template <class T>
-T load(const std::byte* bytes) {
-  T value;
-  std::memcpy(&value, bytes, sizeof value);
-  return value;
-}
-
 std::string str(uint64_t value) { return std::to_string(value); }
-
-// A position in the file. Every take_ checks what is left first; `problem` says why one failed.
-class Cursor {
- public:
-  explicit Cursor(std::span<const std::byte> bytes) : bytes_(bytes) {}
-
-  uint64_t position() const { return position_; }
-  uint64_t left() const { return bytes_.size() - position_; }
-  const std::string& problem() const { return problem_; }
-
-  template <class T>
-  bool take(T& value) {
-    if (left() < sizeof(T)) return fail(ends(sizeof(T)));
-    value = load<T>(bytes_.data() + position_);
-    position_ += sizeof(T);
-    return true;
-  }
-
-  bool take_string(std::string_view& value) {
-    uint64_t length = 0;
-    if (!take(length)) return false;
-    if (length > left()) return fail("a string of " + str(length) + " bytes: " + ends(length));
-    value = {reinterpret_cast<const char*>(bytes_.data() + position_), length};
-    position_ += length;
-    return true;
-  }
-
-  bool take_type(GgufType& type) {
-    uint32_t id = 0;
-    if (!take(id)) return false;
-    if (id > static_cast<uint32_t>(GgufType::f64)) return fail("value type " + str(id) + " is not known");
-    type = static_cast<GgufType>(id);
-    return true;
-  }
-
-  bool take_value(GgufValue& value) {
-    if (!take_type(value.type)) return false;
-    if (value.type == GgufType::array && !take_array_header(value.element_type, value.count)) return false;
-    const uint64_t begin = position_;
-    const bool taken = value.type == GgufType::array ? skip_elements(value.element_type, value.count, 1)
-                                                     : skip_elements(value.type, 1, 0);
-    value.bytes = bytes_.subspan(begin, position_ - begin);
-    return taken;
-  }
-
- private:
-  bool fail(std::string problem) {
-    problem_ = std::move(problem);
-    return false;
-  }
-
-  std::string ends(uint64_t wanted) const {
-    return str(wanted) + " bytes wanted at offset " + str(position_) + ", but the file ends at " + str(bytes_.size());
-  }
-
-  bool take_array_header(GgufType& element_type, uint64_t& count) { return take_type(element_type) && take(count); }
-
-  bool skip_elements(GgufType type, uint64_t count, int depth) {
-    // Before any loop or product: a count that the rest of the file cannot hold.
-    if (count > left() / smallest_size(type)) {
-      return fail(str(count) + " values of type " + to_string(type) + " at offset " + str(position_) +
-                  ", but the file ends at " + str(bytes_.size()));
-    }
-    if (type == GgufType::string) {
-      std::string_view text;
-      for (uint64_t i = 0; i < count; ++i) {
-        if (!take_string(text)) return false;
-      }
-      return true;
-    }
-    if (type == GgufType::array) {
-      if (depth >= kMaxArrayDepth) return fail("arrays nested deeper than " + str(kMaxArrayDepth));
-      for (uint64_t i = 0; i < count; ++i) {
-        GgufType inner_type{};
-        uint64_t inner_count = 0;
-        if (!take_array_header(inner_type, inner_count) || !skip_elements(inner_type, inner_count, depth + 1)) {
-          return false;
-        }
-      }
-      return true;
-    }
-    if (type == GgufType::boolean) {
-      for (uint64_t i = 0; i < count; ++i) {
-        if (load<uint8_t>(bytes_.data() + position_ + i) > 1) return fail("a bool that is neither 0 nor 1");
-      }
-    }
-    position_ += count * fixed_size(type);
-    return true;
-  }
-
-  std::span<const std::byte> bytes_;
-  uint64_t position_ = 0;
-  std::string problem_;
-};
 
 bool is_integer(GgufType type) {
   return fixed_size(type) > 0 && type != GgufType::f32 && type != GgufType::f64 && type != GgufType::boolean;
@@ -247,15 +114,17 @@ std::string quoted(std::string_view text) {
 Status GgufFile::error(const std::string& problem) const { return Status::invalid_argument(name_ + ": " + problem); }
 
 GgufFile::~GgufFile() {
-  if (mapping_ != nullptr) munmap(mapping_, bytes_.size());
+  if (descriptor_ >= 0) close(descriptor_);
 }
 
 GgufFile::GgufFile(GgufFile&& other) noexcept { *this = std::move(other); }
 
 GgufFile& GgufFile::operator=(GgufFile&& other) noexcept {
   std::swap(name_, other.name_);
+  std::swap(size_, other.size_);
   std::swap(bytes_, other.bytes_);
-  std::swap(mapping_, other.mapping_);
+  std::swap(head_, other.head_);
+  std::swap(descriptor_, other.descriptor_);
   std::swap(version_, other.version_);
   std::swap(metadata_, other.metadata_);
   std::swap(tensors_, other.tensors_);
@@ -266,32 +135,20 @@ GgufFile& GgufFile::operator=(GgufFile&& other) noexcept {
 Result<GgufFile> GgufFile::open(const std::string& path) try {
   GgufFile file;
   file.name_ = path;
+  if (path.find('\0') != std::string::npos) return file.error("the path has a NUL in it");
   // O_NONBLOCK: opening a named pipe must not wait for a writer.
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  const auto close_file = [](const int* d) { ::close(*d); };
-  const std::unique_ptr<const int, decltype(close_file)> open_file(descriptor < 0 ? nullptr : &descriptor, close_file);
-  if (descriptor < 0) return file.error(std::string("cannot open: ") + std::strerror(errno));
+  file.descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (file.descriptor_ < 0) return file.error(std::string("cannot open: ") + std::strerror(errno));
   struct stat info {};
-  Status status;
-  if (fstat(descriptor, &info) != 0) {
-    status = file.error(std::string("cannot read: ") + std::strerror(errno));
-  } else if (!S_ISREG(info.st_mode)) {
-    status = file.error("is not a regular file");
-  } else if (info.st_size == 0) {
-    status = file.error("is empty");
-  } else {
-    const auto size = static_cast<size_t>(info.st_size);
-    void* mapping = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-    if (mapping == MAP_FAILED) {
-      if (errno == ENOMEM) return Status::out_of_memory();
-      status = file.error(std::string("cannot map: ") + std::strerror(errno));
-    } else {
-      file.mapping_ = mapping;
-      file.bytes_ = {static_cast<const std::byte*>(mapping), size};
-    }
-  }
-  if (!status.ok()) return status;
-  if (Status read = file.read(); !read.ok()) return read;
+  if (fstat(file.descriptor_, &info) != 0) return file.error(std::string("cannot read: ") + std::strerror(errno));
+  if (S_ISDIR(info.st_mode)) return file.error("is a folder; the model is a .gguf file, perhaps one in it");
+  if (!S_ISREG(info.st_mode)) return file.error("is not a regular file");
+  if (info.st_size == 0) return file.error("is empty");
+  file.size_ = static_cast<uint64_t>(info.st_size);
+  // Memory comes as it is touched.
+  file.head_.reset(new (std::nothrow) std::byte[std::min(file.size_, kLongestHead)]);
+  if (file.head_ == nullptr) return Status::out_of_memory();
+  if (Status status = file.read_head(); !status.ok()) return status;
   return file;
 } catch (...) {
   return status_of_exception();
@@ -300,22 +157,58 @@ Result<GgufFile> GgufFile::open(const std::string& path) try {
 Result<GgufFile> GgufFile::parse(std::string name, std::span<const std::byte> bytes) try {
   GgufFile file;
   file.name_ = std::move(name);
+  file.size_ = bytes.size();
   file.bytes_ = bytes;
-  if (Status read = file.read(); !read.ok()) return read;
+  if (Status status = file.read_head(); !status.ok()) return status;
   return file;
 } catch (...) {
   return status_of_exception();
 }
 
-Status GgufFile::read() {
-  Cursor cursor(bytes_);
+bool GgufFile::has_data(const GgufTensor& tensor) const {
+  if (descriptor_ < 0) return true;
+  const off_t data = lseek(descriptor_, static_cast<off_t>(tensor.offset), SEEK_DATA);
+  // ENXIO: none behind that. A file system without holes gives the position itself, or another error.
+  return data < 0 ? errno != ENXIO : static_cast<uint64_t>(data) < tensor.offset + tensor.size_bytes;
+}
+
+Status GgufFile::read(const GgufTensor& tensor, std::span<std::byte> out) const try {
+  if (out.size() != tensor.size_bytes) {
+    return error("tensor " + quoted(tensor.name) + ": " + str(tensor.size_bytes) + " bytes of data, but room for " +
+                 str(out.size()));
+  }
+  if (descriptor_ < 0) {
+    std::memcpy(out.data(), bytes_.data() + tensor.offset, out.size());
+    return {};
+  }
+  for (size_t done = 0; done < out.size();) {
+    const uint64_t position = tensor.offset + done;
+    const ssize_t got = pread(descriptor_, out.data() + done, out.size() - done, static_cast<off_t>(position));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return error("tensor " + quoted(tensor.name) + ": cannot read: " + std::strerror(errno));
+    if (got == 0) {
+      return error("tensor " + quoted(tensor.name) + ": the file ended at " + str(position) +
+                   " while it was read, but was " + str(size_) + " long");
+    }
+    done += static_cast<size_t>(got);
+  }
+  return {};
+} catch (...) {
+  return status_of_exception();
+}
+
+Status GgufFile::read_head() {
+  GgufCursor cursor = descriptor_ < 0 ? GgufCursor(bytes_) : GgufCursor(descriptor_, head_.get(), size_);
   const auto fail = [&](const std::string& field) { return error(field + ": " + cursor.problem()); };
 
   uint32_t magic = 0;
   if (!cursor.take(magic)) return fail("magic");
   constexpr uint32_t kMagic = 0x46554747;  // "GGUF"
   if (magic == 0x47475546) return error("magic is that of a big-endian GGUF file, which is not supported");
-  if (magic != kMagic) return error("is not a GGUF file (the magic is missing)");
+  if (magic != kMagic) {
+    const std::byte* begin = descriptor_ < 0 ? bytes_.data() : head_.get();
+    return error("is not a GGUF file" + what_it_is({reinterpret_cast<const char*>(begin), cursor.held()}));
+  }
   if (!cursor.take(version_)) return fail("version");
   if (version_ != 0 && (version_ & 0xffff) == 0) {
     return error("version " + str(version_) + " is that of a big-endian GGUF file, which is not supported");
@@ -327,13 +220,14 @@ Status GgufFile::read() {
   if (!cursor.take(num_values)) return fail("metadata count");
   constexpr uint64_t kSmallestValue = 8 + 4 + 1, kSmallestTensor = 8 + 4 + 8 + 4 + 8;
   if (num_values > cursor.left() / kSmallestValue) {
-    return error("metadata count is " + str(num_values) + ", more than a file of " + str(bytes_.size()) +
-                 " bytes can hold");
+    return error("metadata count is " + str(num_values) + ", more than a file of " + str(size_) + " bytes can hold");
   }
   if (num_tensors > cursor.left() / kSmallestTensor) {
-    return error("tensor count is " + str(num_tensors) + ", more than a file of " + str(bytes_.size()) +
-                 " bytes can hold");
+    return error("tensor count is " + str(num_tensors) + ", more than a file of " + str(size_) + " bytes can hold");
   }
+  if (num_values > kMostKeys) return error("metadata count is " + str(num_values) + ", at most " + str(kMostKeys));
+  if (num_tensors > kMostTensors)
+    return error("tensor count is " + str(num_tensors) + ", at most " + str(kMostTensors));
 
   for (uint64_t i = 0; i < num_values; ++i) {
     std::string_view key;
@@ -354,7 +248,13 @@ Status GgufFile::read() {
     }
   }
 
-  std::vector<uint64_t> offsets;
+  Status status = read_tensors(cursor, num_tensors, alignment);
+  if (descriptor_ >= 0) bytes_ = {head_.get(), cursor.held()};
+  return status;
+}
+
+Status GgufFile::read_tensors(GgufCursor& cursor, uint64_t num_tensors, uint64_t alignment) {
+  const auto fail = [&](const std::string& field) { return error(field + ": " + cursor.problem()); };
   for (uint64_t i = 0; i < num_tensors; ++i) {
     GgufTensor tensor;
     if (!cursor.take_string(tensor.name)) return fail("name of tensor " + str(i));
@@ -388,45 +288,48 @@ Status GgufFile::read() {
     if (__builtin_mul_overflow(num_elements / tensor.type->block_elements, tensor.type->block_bytes, &size_bytes)) {
       return error(label + ": the number of bytes overflows");
     }
-    uint64_t offset = 0;
-    if (!cursor.take(offset)) return fail(label + ": offset");
-    if (offset % alignment != 0) {
-      return error(label + ": offset " + str(offset) + " is not a multiple of the alignment " + str(alignment));
+    if (!cursor.take(tensor.offset)) return fail(label + ": offset");
+    if (tensor.offset % alignment != 0) {
+      return error(label + ": offset " + str(tensor.offset) + " is not a multiple of the alignment " + str(alignment));
     }
-    offsets.push_back(offset);
-    if (static_cast<uint64_t>(size_bytes) > bytes_.size()) {
-      return error(label + ": " + std::to_string(size_bytes) + " bytes of data in a file of " + str(bytes_.size()));
+    tensor.size_bytes = static_cast<uint64_t>(size_bytes);
+    if (tensor.size_bytes > size_) {
+      return error(label + ": " + std::to_string(size_bytes) + " bytes of data in a file of " + str(size_));
     }
-    // The length only: where the data begin is known after the last tensor's description.
-    tensor.data = bytes_.first(static_cast<size_t>(size_bytes));
     if (!tensor_index_.emplace(tensor.name, tensors_.size()).second) return error(label + " appears twice");
     tensors_.push_back(tensor);
   }
 
   // No overflow: the position is within the file, the alignment below 2^32.
   const uint64_t data_begin = (cursor.position() + alignment - 1) / alignment * alignment;
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    GgufTensor& tensor = tensors_[i];
-    if (data_begin > bytes_.size() || offsets[i] > bytes_.size() - data_begin ||
-        tensor.data.size() > bytes_.size() - data_begin - offsets[i]) {
-      return error("tensor " + quoted(tensor.name) + ": " + str(tensor.data.size()) + " bytes at offset " +
-                   str(offsets[i]) + " of the data, which begin at " + str(data_begin) + ", but the file ends at " +
-                   str(bytes_.size()));
+  for (GgufTensor& tensor : tensors_) {
+    if (data_begin > size_ || tensor.offset > size_ - data_begin ||
+        tensor.size_bytes > size_ - data_begin - tensor.offset) {
+      return error("tensor " + quoted(tensor.name) + ": " + str(tensor.size_bytes) + " bytes at offset " +
+                   str(tensor.offset) + " of the data, which begin at " + str(data_begin) + ", but the file ends at " +
+                   str(size_));
     }
-    tensor.data = bytes_.subspan(data_begin + offsets[i], tensor.data.size());
+    tensor.offset += data_begin;
   }
 
-  std::vector<const GgufTensor*> by_address;
-  for (const GgufTensor& tensor : tensors_) by_address.push_back(&tensor);
-  std::sort(by_address.begin(), by_address.end(),
-            [](const GgufTensor* a, const GgufTensor* b) { return a->data.data() < b->data.data(); });
-  for (size_t i = 1; i < by_address.size(); ++i) {
-    const GgufTensor &before = *by_address[i - 1], &after = *by_address[i];
-    if (before.data.data() + before.data.size() > after.data.data()) {
+  std::vector<const GgufTensor*> by_offset;
+  for (const GgufTensor& tensor : tensors_) by_offset.push_back(&tensor);
+  std::sort(by_offset.begin(), by_offset.end(),
+            [](const GgufTensor* a, const GgufTensor* b) { return a->offset < b->offset; });
+  for (size_t i = 1; i < by_offset.size(); ++i) {
+    const GgufTensor &before = *by_offset[i - 1], &after = *by_offset[i];
+    if (before.offset + before.size_bytes > after.offset) {
       return error("tensors " + quoted(before.name) + " and " + quoted(after.name) + " overlap");
     }
   }
   return {};
+}
+
+std::vector<std::string_view> GgufFile::keys() const {
+  std::vector<std::string_view> keys;
+  for (const auto& [key, value] : metadata_) keys.push_back(key);
+  std::sort(keys.begin(), keys.end());
+  return keys;
 }
 
 const GgufValue* GgufFile::find(std::string_view key) const {
@@ -503,7 +406,7 @@ Result<std::vector<std::string_view>> GgufFile::strings(std::string_view key) co
     return v.type == GgufType::array && v.element_type == GgufType::string;
   });
   if (!value.ok()) return value.status();
-  Cursor cursor(value.value()->bytes);
+  GgufCursor cursor(value.value()->bytes);
   std::vector<std::string_view> texts(value.value()->count);
   for (std::string_view& text : texts) {
     if (!cursor.take_string(text)) return error("key " + quoted(key) + ": " + cursor.problem());
@@ -530,15 +433,6 @@ Result<std::vector<int32_t>> GgufFile::integers(std::string_view key) const try 
   return numbers;
 } catch (...) {
   return status_of_exception();
-}
-
-void GgufFile::release(const GgufTensor& tensor) const {
-  if (mapping_ == nullptr) return;
-  // Whole pages only; the neighbours' parts of the first and last page stay.
-  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = (reinterpret_cast<uintptr_t>(tensor.data.data()) + page - 1) / page * page;
-  const auto end = (reinterpret_cast<uintptr_t>(tensor.data.data()) + tensor.data.size()) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 }  // namespace opst::model

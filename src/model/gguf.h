@@ -1,19 +1,22 @@
-// GgufFile: a model file in the GGUF format (versions 2 and 3, little endian), read in place.
+// GgufFile: a model file in the GGUF format (versions 2 and 3, little endian).
 //
 //   Result<GgufFile> file = GgufFile::open("model.gguf");
 //   Result<int64_t> layers = file.value().integer("llama.block_count");
 //   const GgufTensor* norm = file.value().find_tensor("output_norm.weight");
+//   Status status = file.value().read(*norm, bytes);
 //
 // A file is: magic, version, counts; then key/value metadata; then the tensors' names, shapes, types and offsets; then,
 // from a multiple of general.alignment on, their data. Nothing that the file says is trusted: opening checks every
-// count, length, type, offset and alignment against the file's size, so that afterwards no access can leave the
-// mapping. All errors are one line: file, field, what is wrong.
+// count, length, type, offset and alignment against the file's size. All errors are one line: file, field, what is
+// wrong.
 //
-// The mapping is private and read-only. Shortening a file while it is open is outside this contract.
+// What open() needs, the file's head up to the tensors' data, is copied into memory; read() copies one tensor's data.
+// Nothing is mapped: a file that others shorten or delete meanwhile gives an error from read(), and no signal.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -50,7 +53,8 @@ struct GgufTensor {
   const TensorType* type = nullptr;
   int num_dims = 0;
   int64_t dims[4] = {1, 1, 1, 1};  // the fastest first: dims[0] elements lie next to each other
-  std::span<const std::byte> data;
+  uint64_t offset = 0;             // of its data, from the file's beginning
+  uint64_t size_bytes = 0;
 };
 // "Q4_1 [576, 1536]", fastest dimension first
 std::string to_string(const GgufTensor& tensor);
@@ -67,11 +71,13 @@ class GgufFile {
 
   const std::string& name() const { return name_; }
   uint32_t version() const { return version_; }
-  int64_t size_bytes() const { return static_cast<int64_t>(bytes_.size()); }
+  int64_t size_bytes() const { return static_cast<int64_t>(size_); }
 
   // Null where the key is missing.
   const GgufValue* find(std::string_view key) const;
   bool has(std::string_view key) const { return find(key) != nullptr; }
+  // All keys, sorted.
+  std::vector<std::string_view> keys() const;
   // The value of a key, or why not: missing, another type, out of range. integer() takes any integer type.
   Result<int64_t> integer(std::string_view key) const;
   Result<double> real(std::string_view key) const;
@@ -84,19 +90,26 @@ class GgufFile {
   // Null where there is none.
   const GgufTensor* find_tensor(std::string_view name) const;
 
-  // Tells the system that this tensor's bytes are not needed soon, so that they leave the resident set.
-  void release(const GgufTensor& tensor) const;
+  // False where the file has a hole in place of a tensor's data, as a download that has not come to it.
+  bool has_data(const GgufTensor& tensor) const;
+  // Copies a tensor's data into `out`, which has size_bytes of it. Fails where the file has become shorter or cannot be
+  // read.
+  Status read(const GgufTensor& tensor, std::span<std::byte> out) const;
 
   // "file: problem"
   Status error(const std::string& problem) const;
 
  private:
   GgufFile() = default;
-  Status read();
+  Status read_head();
+  Status read_tensors(class GgufCursor& cursor, uint64_t num_tensors, uint64_t alignment);
 
   std::string name_;
+  uint64_t size_ = 0;  // of the file
+  // The file's head; of a file in memory all of it. Only what has been read is there.
   std::span<const std::byte> bytes_;
-  void* mapping_ = nullptr;
+  std::unique_ptr<std::byte[]> head_;  // bytes_, where open() read them
+  int descriptor_ = -1;                // -1: in memory
   uint32_t version_ = 0;
   std::unordered_map<std::string_view, GgufValue> metadata_;
   std::vector<GgufTensor> tensors_;

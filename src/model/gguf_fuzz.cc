@@ -46,7 +46,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!file.ok()) return 0;
   size_t sum = 0;
   for (const opst::model::GgufTensor& tensor : file.value().tensors()) {
-    for (const std::byte byte : tensor.data) sum += static_cast<size_t>(byte);
+    std::vector<std::byte> values(tensor.size_bytes);
+    if (!file.value().read(tensor, values).ok()) std::abort();
+    for (const std::byte byte : values) sum += static_cast<size_t>(byte);
   }
   run_model(file.value());
   const opst::Result<Tokenizer> tokenizer = Tokenizer::from_gguf(file.value());

@@ -188,6 +188,6 @@ def test_every_tensor_type_has_the_packages_size(tmp_path, kind):
     header += bytes(-len(header) % 32)
     # With all of its bytes the tensor is accepted, and the missing metadata is the next complaint; without the last it is not.
     path.write_bytes(header + bytes(size))
-    assert "key 'tokenizer.ggml.model' is missing" in run("tokenize", "-m", str(path), "-p", "x").stderr
+    assert "key 'llama.block_count' is missing" in run("tokenize", "-m", str(path), "-p", "x").stderr
     path.write_bytes(header + bytes(size - 1))
     assert f"tensor 't': {size} bytes at offset 0" in run("tokenize", "-m", str(path), "-p", "x").stderr

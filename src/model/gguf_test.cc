@@ -8,6 +8,7 @@
 #include <fstream>
 #include <memory>
 #include <random>
+#include <span>
 
 #include "model/gguf_writer.h"
 
@@ -56,12 +57,15 @@ TEST(Gguf, ReadsWhatWasWritten) {
       const GgufTensor* one = f.find_tensor("one");
       ASSERT_NE(one, nullptr);
       float values[3];
-      ASSERT_EQ(one->data.size(), sizeof values);
-      std::memcpy(values, one->data.data(), sizeof values);
+      ASSERT_TRUE(f.read(*one, std::as_writable_bytes(std::span(values))).ok());
       EXPECT_EQ(values[2], 3.0f);
       EXPECT_EQ(to_string(*f.find_tensor("two")), "Q4_1 [32, 2]");
-      EXPECT_EQ(f.find_tensor("two")->data.size(), 40u);
-      EXPECT_EQ(f.find_tensor("two")->data[39], std::byte{1});
+      EXPECT_EQ(f.find_tensor("two")->size_bytes, 40u);
+      std::byte two[40];
+      EXPECT_EQ(f.read(*f.find_tensor("two"), std::span(two).first(39)).message(),
+                "f.gguf: tensor 'two': 40 bytes of data, but room for 39");
+      ASSERT_TRUE(f.read(*f.find_tensor("two"), two).ok());
+      EXPECT_EQ(two[39], std::byte{1});
       EXPECT_EQ(f.find_tensor("three"), nullptr);
     }
   }
@@ -225,7 +229,9 @@ void try_file(const std::string& file) {
   }
   unsigned sum = 0;
   for (const GgufTensor& tensor : result.value().tensors()) {
-    for (const std::byte byte : tensor.data) sum += static_cast<unsigned>(byte);
+    std::vector<std::byte> data(tensor.size_bytes);
+    EXPECT_TRUE(result.value().read(tensor, data).ok());
+    for (const std::byte byte : data) sum += static_cast<unsigned>(byte);
   }
   for (const char* key : {"a.strings", "a.integers", "general.architecture", "a.u64", "a.f32"}) {
     const Result<std::vector<std::string_view>> strings = result.value().strings(key);
@@ -291,7 +297,8 @@ class GgufOpen : public testing::Test {
 TEST_F(GgufOpen, ReadsAFileAndRefusesWhatIsNone) {
   const std::string path = folder_ + "/f.gguf";
   EXPECT_EQ(GgufFile::open(path).status().message(), path + ": cannot open: No such file or directory");
-  EXPECT_EQ(GgufFile::open(folder_).status().message(), folder_ + ": is not a regular file");
+  EXPECT_EQ(GgufFile::open(folder_).status().message(),
+            folder_ + ": is a folder; the model is a .gguf file, perhaps one in it");
   std::ofstream(path).close();
   EXPECT_EQ(GgufFile::open(path).status().message(), path + ": is empty");
   std::ofstream(path) << small_writer().bytes();
@@ -299,13 +306,69 @@ TEST_F(GgufOpen, ReadsAFileAndRefusesWhatIsNone) {
   ASSERT_TRUE(file.ok()) << file.status().message();
   GgufFile moved = std::move(file.value());
   ASSERT_EQ(moved.tensors().size(), 2u);
-  moved.release(moved.tensors()[0]);
-  float first = 0;
-  std::memcpy(&first, moved.tensors()[0].data.data(), sizeof first);
-  EXPECT_EQ(first, 1.0f);
+  float first[3];
+  ASSERT_TRUE(moved.read(moved.tensors()[0], std::as_writable_bytes(std::span(first))).ok());
+  EXPECT_EQ(first[0], 1.0f);
+  EXPECT_EQ(GgufFile::open(path + std::string("\0.txt", 5)).status().message().rfind(path, 0), 0u);
+  EXPECT_NE(GgufFile::open(path + std::string("\0.txt", 5)).status().message().find("NUL"), std::string::npos);
   unlink(path.c_str());
   ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
   EXPECT_EQ(GgufFile::open(path).status().message(), path + ": is not a regular file");
+}
+
+TEST(Gguf, WhatIsTakenForAModelIsNamed) {
+  const auto named = [](const std::string& file, const std::string& words) {
+    EXPECT_EQ(message_of(file).rfind("f.gguf: is not a GGUF file", 0), 0u) << message_of(file);
+    EXPECT_NE(message_of(file).find(words), std::string::npos) << message_of(file);
+  };
+  named("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 98362432\n", "a pointer of git-lfs");
+  named("<!DOCTYPE html><html><head></head>", "an HTML page");
+  named("\xEF\xBB\xBF \n<HTML lang=en>", "an HTML page");
+  named(std::string("PK\x03\x04") + "data", "a zip archive");
+  named("\x1F\x8B\x08 data", "compressed by gzip");
+  named(std::string("\x40\0\0\0\0\0\0\0{\"t\": 1}", 17), "safetensors");
+  named("tjgg and so on", "a format that GGUF replaced");
+  named("hello, world", "the magic is missing");
+}
+
+// What has been read stays, what has not gives an error; there is no mapping that could raise a signal.
+TEST_F(GgufOpen, AFileThatIsShortenedMeanwhile) {
+  const std::string path = folder_ + "/f.gguf";
+  GgufWriter writer = small_writer();
+  writer.tensor("long", {1 << 20}, std::vector<float>(1 << 20, 2.0f));
+  std::ofstream(path) << writer.bytes();
+  const Result<GgufFile> file = GgufFile::open(path);
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  const GgufTensor& tensor = *file.value().find_tensor("long");
+  std::vector<std::byte> data(tensor.size_bytes);
+  ASSERT_TRUE(file.value().read(tensor, data).ok());
+  ASSERT_EQ(truncate(path.c_str(), 4096), 0);
+  EXPECT_EQ(file.value().string("general.architecture").value(), "llama");
+  EXPECT_EQ(file.value().strings("a.strings").value().size(), 3u);
+  EXPECT_NE(file.value().read(tensor, data).message().find("tensor 'long': the file ended at 4096 while it was read"),
+            std::string::npos);
+}
+
+// A file costs what is read of it, not what its numbers or its length claim.
+TEST_F(GgufOpen, HugeClaimsInASparseFile) {
+  const std::string path = folder_ + "/f.gguf";
+  const auto open_with = [&](uint64_t claimed, GgufType type) {
+    GgufWriter writer;
+    writer.raw("key", GgufType::array, GgufWriter::array_header(type, claimed));
+    std::ofstream(path) << writer.bytes();
+    EXPECT_EQ(truncate(path.c_str(), off_t{7} << 30), 0);
+    return GgufFile::open(path).status().message();
+  };
+  const std::string refused = "key 'key': the keys and descriptions before the tensors' data are longer than 134217728";
+  EXPECT_NE(open_with(uint64_t{6} << 30, GgufType::u8).find(refused), std::string::npos);
+  EXPECT_NE(open_with(uint64_t{1} << 27, GgufType::string).find(refused), std::string::npos);
+
+  std::string file = small_writer().bytes();
+  const uint64_t many = uint64_t{1} << 24;
+  std::memcpy(file.data() + 16, &many, sizeof many);
+  std::ofstream(path) << file;
+  ASSERT_EQ(truncate(path.c_str(), off_t{7} << 30), 0);
+  EXPECT_NE(GgufFile::open(path).status().message().find("metadata count is 16777216, at most"), std::string::npos);
 }
 
 }  // namespace

@@ -1,289 +1,18 @@
 #include "model/llama.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <unordered_set>
+#include <chrono>
 
 #include "core/guarded.h"
+#include "model/try.h"
 
 namespace opst::model {
 
-#define OPST_TRY(call) \
-  if (Status status_ = (call); !status_.ok()) return status_
-
 namespace {
-
-// Keeps every product of two sizes far from overflow; no real model is near it.
-constexpr int64_t kLargestSize = int64_t{1} << 24;
-constexpr int64_t kLargestHeadDim = 768;  // of the attention operator
 
 std::string str(int64_t value) { return std::to_string(value); }
 
-// A key of the architecture, with the limits of its value. Missing: `fallback` if that is not negative.
-Status read_size(const GgufFile& file, const std::string& key, int64_t fallback, int64_t& value) {
-  if (fallback >= 0 && !file.has(key)) {
-    value = fallback;
-    return {};
-  }
-  const Result<int64_t> number = file.integer(key);
-  if (!number.ok()) return number.status();
-  value = number.value();
-  if (value < 1 || value > kLargestSize) {
-    return file.error("key '" + key + "' is " + str(value) + ", expected 1 to " + str(kLargestSize));
-  }
-  return {};
-}
-
-Status read_real(const GgufFile& file, const std::string& key, double fallback, double& value) {
-  if (fallback > 0 && !file.has(key)) {
-    value = fallback;
-    return {};
-  }
-  const Result<double> number = file.real(key);
-  if (!number.ok()) return number.status();
-  value = number.value();
-  if (!std::isfinite(value) || value < 0) {
-    return file.error("key '" + key + "' is " + std::to_string(value) + ", expected a finite number >= 0");
-  }
-  return {};
-}
-
-// Keys that change the arithmetic, and the value at which they do not.
-Status refuse_unknown_arithmetic(const GgufFile& file) {
-  if (file.has("llama.rope.scaling.type")) {
-    const Result<std::string_view> type = file.string("llama.rope.scaling.type");
-    if (!type.ok()) return type.status();
-    if (type.value() != "none") {
-      return file.error("llama.rope.scaling.type is " + quoted(type.value()) + ", but only 'none' is supported");
-    }
-  }
-  struct Neutral {
-    const char* key;
-    double value;
-  };
-  constexpr Neutral kNeutral[] = {
-      {"llama.rope.scaling.factor", 1},
-      {"llama.rope.scale_linear", 1},
-      {"llama.rope.scaling.attn_factor", 1},
-      {"llama.expert_count", 0},
-      {"llama.expert_used_count", 0},
-      {"llama.attention.sliding_window", 0},
-      {"llama.attention.max_alibi_bias", 0},
-      {"llama.attention.clamp_kqv", 0},
-      {"llama.attn_logit_softcapping", 0},
-      {"llama.final_logit_softcapping", 0},
-      {"llama.logit_scale", 1},
-      {"llama.residual_scale", 1},
-      {"llama.embedding_scale", 1},
-  };
-  for (const Neutral& neutral : kNeutral) {
-    if (!file.has(neutral.key)) continue;
-    const Result<double> value = file.real(neutral.key);
-    if (!value.ok()) return value.status();
-    if (value.value() != neutral.value) {
-      return file.error("key '" + std::string(neutral.key) + "' is " + std::to_string(value.value()) +
-                        ", which is not supported");
-    }
-  }
-  for (const char* key : {"llama.attention.scale", "llama.rope.scaling.yarn_log_multiplier"}) {
-    if (file.has(key)) return file.error("key '" + std::string(key) + "' is not supported");
-  }
-  if (file.has("llama.attention.causal")) {
-    const Result<bool> causal = file.boolean("llama.attention.causal");
-    if (!causal.ok()) return causal.status();
-    if (!causal.value()) return file.error("key 'llama.attention.causal' is false, which is not supported");
-  }
-  return {};
-}
-
-// Takes tensors from a file by name, checks their shapes, and knows which were taken.
-class TensorSource {
- public:
-  TensorSource(Context& context, const GgufFile& file) : context_(context), file_(file) {}
-
-  bool has(const std::string& name) const { return file_.find_tensor(name) != nullptr; }
-
-  // f32 [size]
-  Status vector(const std::string& name, int64_t size, Buffer& out) {
-    const GgufTensor* tensor = nullptr;
-    OPST_TRY(find(name, 1, size, 1, tensor));
-    if (std::strcmp(tensor->type->name, "F32") != 0) {
-      return file_.error("tensor '" + name + "' is " + to_string(*tensor) + ", expected type F32");
-    }
-    Result<Buffer> buffer = Buffer::allocate(size * static_cast<int64_t>(sizeof(float)));
-    if (!buffer.ok()) return buffer.status();
-    std::memcpy(buffer.value().data(), tensor->data.data(), tensor->data.size());
-    out = std::move(buffer.value());
-    return {};
-  }
-
-  Status matrix(const std::string& name, int64_t rows, int64_t columns, PackedWeight& out) {
-    std::vector<PackedWeight> one;
-    OPST_TRY(matrices({{name, rows}}, columns, one));
-    out = std::move(one[0]);
-    return {};
-  }
-
-  // Matrices that meet the same x, stacked into one weight where their types allow it, else one by one.
-  struct Part {
-    std::string name;
-    int64_t rows;
-  };
-  Status matrices(const std::vector<Part>& parts, int64_t columns, std::vector<PackedWeight>& out) {
-    std::vector<const GgufTensor*> tensors;
-    std::vector<QuantMatrix> sources;
-    bool stacked = true;
-    for (const Part& part : parts) {
-      const GgufTensor* tensor = nullptr;
-      OPST_TRY(find(part.name, 2, columns, part.rows, tensor));
-      const std::optional<QuantFormat> format = parse_quant_format(tensor->type->name);
-      if (!format) {
-        return file_.error("tensor '" + part.name + "' is of type " + tensor->type->name +
-                           ", but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K are supported");
-      }
-      tensors.push_back(tensor);
-      sources.push_back({*format, part.rows, columns, tensor->data.data(), static_cast<int64_t>(tensor->data.size())});
-      stacked = stacked && *format == sources[0].format && (&part == &parts.back() || part.rows % 16 == 0);
-    }
-    const size_t step = stacked ? sources.size() : 1;
-    for (size_t i = 0; i < sources.size(); i += step) {
-      Result<PackedWeight> packed = PackedWeight::pack(context_, std::span(sources).subspan(i, step));
-      if (!packed.ok()) return packed.status();
-      out.push_back(std::move(packed.value()));
-      for (size_t t = i; t < i + step; ++t) file_.release(*tensors[t]);
-    }
-    return {};
-  }
-
-  Status refuse_others() const {
-    for (const GgufTensor& tensor : file_.tensors()) {
-      if (!taken_.contains(tensor.name)) {
-        return file_.error("tensor " + quoted(tensor.name) + " is not part of a supported llama model");
-      }
-    }
-    return {};
-  }
-
- private:
-  Status find(const std::string& name, int num_dims, int64_t dim0, int64_t dim1, const GgufTensor*& tensor) {
-    tensor = file_.find_tensor(name);
-    if (tensor == nullptr) return file_.error("tensor '" + name + "' is missing");
-    if (tensor->num_dims != num_dims || tensor->dims[0] != dim0 || tensor->dims[1] != dim1) {
-      return file_.error("tensor '" + name + "' is " + to_string(*tensor) + ", expected shape [" + str(dim0) +
-                         (num_dims == 2 ? ", " + str(dim1) : "") + "]");
-    }
-    taken_.insert(tensor->name);
-    return {};
-  }
-
-  Context& context_;
-  const GgufFile& file_;
-  std::unordered_set<std::string_view> taken_;
-};
-
 }  // namespace
-
-Result<LlamaConfig> read_llama_config(const GgufFile& file) try {
-  const Result<std::string_view> architecture = file.string("general.architecture");
-  if (!architecture.ok()) return architecture.status();
-  if (architecture.value() != "llama") {
-    return file.error("general.architecture is " + quoted(architecture.value()) + ", but only 'llama' is supported");
-  }
-  OPST_TRY(refuse_unknown_arithmetic(file));
-
-  constexpr int64_t kRequired = -1;
-  LlamaConfig config;
-  OPST_TRY(read_size(file, "llama.block_count", kRequired, config.num_layers));
-  OPST_TRY(read_size(file, "llama.context_length", kRequired, config.max_context));
-  OPST_TRY(read_size(file, "llama.embedding_length", kRequired, config.width));
-  OPST_TRY(read_size(file, "llama.feed_forward_length", kRequired, config.ffn_size));
-  OPST_TRY(read_size(file, "llama.attention.head_count", kRequired, config.num_heads));
-  OPST_TRY(read_size(file, "llama.attention.head_count_kv", config.num_heads, config.num_kv_heads));
-  OPST_TRY(read_real(file, "llama.attention.layer_norm_rms_epsilon", 0, config.rms_eps));
-  OPST_TRY(read_real(file, "llama.rope.freq_base", 10000, config.rope_theta));
-  if (config.rope_theta <= 0) return file.error("key 'llama.rope.freq_base' is 0, expected more");
-  if (config.num_heads % config.num_kv_heads != 0) {
-    return file.error("llama.attention.head_count is " + str(config.num_heads) +
-                      ", not a multiple of head_count_kv = " + str(config.num_kv_heads));
-  }
-  const bool has_head_dim = file.has("llama.attention.key_length");
-  if (!has_head_dim && config.width % config.num_heads != 0) {
-    return file.error("llama.embedding_length is " + str(config.width) +
-                      ", not a multiple of head_count = " + str(config.num_heads));
-  }
-  const int64_t usual_head_dim = config.width / config.num_heads;
-  OPST_TRY(read_size(file, "llama.attention.key_length", has_head_dim ? kRequired : usual_head_dim, config.head_dim));
-  if (config.head_dim > kLargestHeadDim) {
-    return file.error("the head size is " + str(config.head_dim) + ", but at most " + str(kLargestHeadDim) +
-                      " is supported");
-  }
-  int64_t value_dim = 0;
-  OPST_TRY(read_size(file, "llama.attention.value_length", config.head_dim, value_dim));
-  if (value_dim != config.head_dim) {
-    return file.error("llama.attention.value_length is " + str(value_dim) + ", but the head size is " +
-                      str(config.head_dim) + "; different ones are not supported");
-  }
-  OPST_TRY(read_size(file, "llama.rope.dimension_count", config.head_dim, config.rope_dims));
-  if (config.rope_dims > config.head_dim || config.rope_dims % 2 != 0) {
-    return file.error("llama.rope.dimension_count is " + str(config.rope_dims) +
-                      ", expected an even number up to the head size " + str(config.head_dim));
-  }
-  const GgufTensor* embedding = file.find_tensor("token_embd.weight");
-  if (embedding == nullptr) return file.error("tensor 'token_embd.weight' is missing");
-  OPST_TRY(read_size(file, "llama.vocab_size", embedding->dims[1], config.vocab_size));
-  if (config.vocab_size > kLargestSize) return file.error("the vocabulary has " + str(config.vocab_size) + " tokens");
-  return config;
-} catch (...) {
-  return status_of_exception();
-}
-
-Result<LlamaModel> LlamaModel::load(Context& context, const GgufFile& file) try {
-  const Result<LlamaConfig> config = read_llama_config(file);
-  if (!config.ok()) return config.status();
-  LlamaModel model;
-  model.config_ = config.value();
-  const LlamaConfig& c = model.config_;
-  const int64_t query_width = c.num_heads * c.head_dim, kv_width = c.num_kv_heads * c.head_dim;
-
-  TensorSource source(context, file);
-  if (source.has("rope_freqs.weight")) {
-    return file.error("tensor 'rope_freqs.weight' (rope scaling by factors) is not supported");
-  }
-  OPST_TRY(source.matrix("token_embd.weight", c.vocab_size, c.width, model.embedding_));
-  if (source.has("output.weight")) OPST_TRY(source.matrix("output.weight", c.vocab_size, c.width, model.output_));
-  OPST_TRY(source.vector("output_norm.weight", c.width, model.output_norm_));
-  for (int64_t i = 0; i < c.num_layers; ++i) {
-    const std::string prefix = "blk." + str(i) + ".";
-    Layer layer;
-    OPST_TRY(source.vector(prefix + "attn_norm.weight", c.width, layer.attention_norm));
-    OPST_TRY(source.matrices({{prefix + "attn_q.weight", query_width},
-                              {prefix + "attn_k.weight", kv_width},
-                              {prefix + "attn_v.weight", kv_width}},
-                             c.width, layer.query_key_value));
-    OPST_TRY(source.matrix(prefix + "attn_output.weight", c.width, query_width, layer.attention_output));
-    OPST_TRY(source.vector(prefix + "ffn_norm.weight", c.width, layer.ffn_norm));
-    OPST_TRY(source.matrices({{prefix + "ffn_gate.weight", c.ffn_size}, {prefix + "ffn_up.weight", c.ffn_size}},
-                             c.width, layer.gate_up));
-    OPST_TRY(source.matrix(prefix + "ffn_down.weight", c.width, c.ffn_size, layer.down));
-    model.layers_.push_back(std::move(layer));
-  }
-  OPST_TRY(source.refuse_others());
-  return model;
-} catch (...) {
-  return status_of_exception();
-}
-
-int64_t LlamaModel::weight_bytes() const {
-  int64_t bytes = embedding_.size_bytes() + output_.size_bytes() + output_norm_.size_bytes();
-  for (const Layer& layer : layers_) {
-    bytes += layer.attention_norm.size_bytes() + layer.ffn_norm.size_bytes();
-    bytes += layer.attention_output.size_bytes() + layer.down.size_bytes();
-    for (const PackedWeight& weight : layer.query_key_value) bytes += weight.size_bytes();
-    for (const PackedWeight& weight : layer.gate_up) bytes += weight.size_bytes();
-  }
-  return bytes;
-}
 
 Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& model,
                                           const SessionOptions& options) try {
@@ -505,6 +234,31 @@ Status LlamaSession::check(std::span<const int32_t> tokens) const {
   return {};
 }
 
+// Between the nodes of a graph: asks at most every 20 ms whether to stop, as asking may be dear (a lock, a system
+// call).
+class LlamaSession::Poll : public NodeListener {
+ public:
+  Poll(NodeListener* listener, const Interrupted& interrupted, bool& stopped)
+      : listener_(listener), interrupted_(interrupted), stopped_(stopped) {
+    stopped_ = false;
+  }
+  // What a graph is to be told: itself, or the session's listener where nobody may interrupt.
+  NodeListener* listener() { return interrupted_ ? this : listener_; }
+  void on_node(const char* op, const std::string& name, Clock::time_point begin, Clock::time_point end) override {
+    if (listener_ != nullptr) listener_->on_node(op, name, begin, end);
+    if (end - asked_ < std::chrono::milliseconds(20)) return;
+    asked_ = end;
+    stopped_ = interrupted_();
+  }
+  bool stop() override { return stopped_; }
+
+ private:
+  NodeListener* listener_;
+  const Interrupted& interrupted_;
+  bool& stopped_;
+  Clock::time_point asked_ = Clock::now();
+};
+
 namespace {
 
 // Puts a position back where it was, unless the call comes to its end.
@@ -526,17 +280,18 @@ class Advance {
 
 }  // namespace
 
-Result<std::span<const float>> LlamaSession::feed(std::span<const int32_t> tokens) try {
+Result<std::span<const float>> LlamaSession::feed(std::span<const int32_t> tokens, const Interrupted& interrupted) try {
+  Poll poll(listener_, interrupted, was_interrupted_);
   OPST_TRY(check(tokens));
   Advance advance(position_);
   int64_t in_last_chunk = 0;
   while (!tokens.empty()) {
     const auto chunk = tokens.first(std::min(tokens.size(), static_cast<size_t>(options_.prefill_chunk)));
-    OPST_TRY(run_layers(chunk));
+    OPST_TRY(run_layers(chunk, poll.listener()));
     in_last_chunk = static_cast<int64_t>(chunk.size());
     tokens = tokens.subspan(chunk.size());
   }
-  OPST_TRY(compute_logits(in_last_chunk - 1, 1));
+  OPST_TRY(compute_logits(in_last_chunk - 1, 1, poll.listener()));
   advance.keep();
   return std::span<const float>(static_cast<const float*>(logits_.data),
                                 static_cast<size_t>(model_->config().vocab_size));
@@ -544,23 +299,14 @@ Result<std::span<const float>> LlamaSession::feed(std::span<const int32_t> token
   return status_of_exception();
 }
 
-Status LlamaSession::feed_all(std::span<const int32_t> tokens, const LogitsVisitor& visit) try {
+Status LlamaSession::feed_all(std::span<const int32_t> tokens, const LogitsVisitor& visit,
+                              const Interrupted& interrupted) try {
+  Poll poll(listener_, interrupted, was_interrupted_);
   OPST_TRY(check(tokens));
   Advance advance(position_);
-  const auto vocab_size = static_cast<size_t>(model_->config().vocab_size);
   while (!tokens.empty()) {
     const auto chunk = tokens.first(std::min(tokens.size(), static_cast<size_t>(options_.prefill_chunk)));
-    const int64_t first_position = position_;
-    const auto rows = static_cast<int64_t>(chunk.size());
-    OPST_TRY(run_layers(chunk));
-    for (int64_t begin = 0; begin < rows; begin += options_.logit_rows) {
-      const int64_t count = std::min(options_.logit_rows, rows - begin);
-      OPST_TRY(compute_logits(begin, count));
-      for (int64_t i = 0; i < count; ++i) {
-        visit(first_position + begin + i,
-              {static_cast<const float*>(logits_.data) + static_cast<size_t>(i) * vocab_size, vocab_size});
-      }
-    }
+    OPST_TRY(feed_chunk(chunk, visit, poll.listener()));
     tokens = tokens.subspan(chunk.size());
   }
   advance.keep();
@@ -569,7 +315,23 @@ Status LlamaSession::feed_all(std::span<const int32_t> tokens, const LogitsVisit
   return status_of_exception();
 }
 
-Status LlamaSession::run_layers(std::span<const int32_t> tokens) {
+Status LlamaSession::feed_chunk(std::span<const int32_t> tokens, const LogitsVisitor& visit, NodeListener* listener) {
+  const auto vocab_size = static_cast<size_t>(model_->config().vocab_size);
+  const int64_t first_position = position_;
+  const auto rows = static_cast<int64_t>(tokens.size());
+  OPST_TRY(run_layers(tokens, listener));
+  for (int64_t begin = 0; begin < rows; begin += options_.logit_rows) {
+    const int64_t count = std::min(options_.logit_rows, rows - begin);
+    OPST_TRY(compute_logits(begin, count, listener));
+    for (int64_t i = 0; i < count; ++i) {
+      visit(first_position + begin + i,
+            {static_cast<const float*>(logits_.data) + static_cast<size_t>(i) * vocab_size, vocab_size});
+    }
+  }
+  return {};
+}
+
+Status LlamaSession::run_layers(std::span<const int32_t> tokens, NodeListener* listener) {
   const auto n = static_cast<int64_t>(tokens.size());
   for (int64_t i = 0; i < n; ++i) {
     const int64_t position = position_ + i;
@@ -582,15 +344,15 @@ Status LlamaSession::run_layers(std::span<const int32_t> tokens) {
 
   OPST_TRY(layers_.set(rows_, n));
   OPST_TRY(layers_.set(kv_len_, position_ + n));
-  OPST_TRY(layers_.execute(*context_, listener_));
+  OPST_TRY(layers_.execute(*context_, listener));
   position_ += n;
   return {};
 }
 
-Status LlamaSession::compute_logits(int64_t begin, int64_t count) {
+Status LlamaSession::compute_logits(int64_t begin, int64_t count, NodeListener* listener) {
   OPST_TRY(head_.bind(head_hidden_, hidden_.narrowed(0, begin, count)));
   OPST_TRY(head_.set(logit_rows_, count));
-  return head_.execute(*context_, listener_);
+  return head_.execute(*context_, listener);
 }
 
 }  // namespace opst::model

@@ -47,14 +47,15 @@ struct LlamaConfig {
 };
 
 // Checks every value. What would change the arithmetic and is not implemented (another architecture, rope scaling,
-// experts, sliding windows ...) is refused by name.
+// experts, sliding windows, any key of the architecture that is not known here) is refused by name, and so is a file
+// that is a part of a model or an adapter.
 Result<LlamaConfig> read_llama_config(const GgufFile& file);
 
 class LlamaModel {
  public:
-  // Packs all weights, one after the other; the file is not needed afterwards. Every tensor's shape is checked against
-  // the configuration; a tensor that does not belong to the architecture, or of a type that is no QuantFormat, is
-  // refused by name.
+  // Packs all weights, one after the other; the file is not needed afterwards. First every tensor's shape is checked
+  // against the configuration; a tensor that does not belong to the architecture, or of a type that is no QuantFormat,
+  // is refused by name.
   static Result<LlamaModel> load(Context& context, const GgufFile& file);
 
   const LlamaConfig& config() const { return config_; }
@@ -69,6 +70,8 @@ class LlamaModel {
     PackedWeight attention_output, down;
   };
   LlamaModel() = default;
+  template <class Source>
+  Status take_all(Source& source);
 
   const PackedWeight& output() const { return output_.n() > 0 ? output_ : embedding_; }
 
@@ -105,12 +108,18 @@ class LlamaSession {
   // Appends tokens to the sequence and gives the logits [vocab_size] after the last one, valid until the next call.
   // Refused: no tokens, ids outside the vocabulary, more tokens than the context has room for. After a failure the
   // sequence is as before.
-  Result<std::span<const float>> feed(std::span<const int32_t> tokens);
+  // `interrupted`, where it is not empty, is asked between the nodes of the graphs, many times a second; where it says
+  // true, the call fails and was_interrupted() is true.
+  using Interrupted = std::function<bool()>;
+  Result<std::span<const float>> feed(std::span<const int32_t> tokens, const Interrupted& interrupted = {});
 
   // The same with the logits after every token, in order. After a failure, which an exception of `visit` is too, the
   // sequence is as before; what was visited was right.
   using LogitsVisitor = std::function<void(int64_t position, std::span<const float> logits)>;
-  Status feed_all(std::span<const int32_t> tokens, const LogitsVisitor& visit);
+  Status feed_all(std::span<const int32_t> tokens, const LogitsVisitor& visit, const Interrupted& interrupted = {});
+
+  // Whether the last feed or feed_all failed because it was interrupted.
+  bool was_interrupted() const { return was_interrupted_; }
 
   // Number of tokens fed.
   int64_t position() const { return position_; }
@@ -134,6 +143,8 @@ class LlamaSession {
   LlamaSession(Context& context, const LlamaModel& model, const SessionOptions& options, Graph layers, Graph head)
       : context_(&context), model_(&model), options_(options), layers_(std::move(layers)), head_(std::move(head)) {}
 
+  class Poll;
+
   Status allocate(DType dtype, std::initializer_list<int64_t> shape, Tensor& tensor);
   Status build_layers();
   // The decoder layer on `hidden`, which becomes its result.
@@ -141,14 +152,17 @@ class LlamaSession {
   Status build_head();
   Status check(std::span<const int32_t> tokens) const;
   // Runs up to prefill_chunk tokens through all layers; their hidden states are then in hidden_.
-  Status run_layers(std::span<const int32_t> tokens);
+  Status run_layers(std::span<const int32_t> tokens, NodeListener* listener);
+  // The same, and the logits of each.
+  Status feed_chunk(std::span<const int32_t> tokens, const LogitsVisitor& visit, NodeListener* listener);
   // Logits of rows [begin, begin + count) of hidden_ into logits_.
-  Status compute_logits(int64_t begin, int64_t count);
+  Status compute_logits(int64_t begin, int64_t count, NodeListener* listener);
 
   Context* context_;
   const LlamaModel* model_;
   SessionOptions options_;
   int64_t position_ = 0;
+  bool was_interrupted_ = false;
   NodeListener* listener_ = nullptr;
 
   // Tokens, positions and slots [rows] -> hidden [rows, width]; hidden [logit_rows, width] -> logits.

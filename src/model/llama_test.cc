@@ -5,12 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <numeric>
+#include <thread>
 
-#include "model/generate.h"
 #include "model/tiny_model.h"
 #include "testing/contexts.h"
 #include "testing/count_allocations.h"
@@ -342,6 +343,46 @@ TEST(Llama, MemoryDoesNotGrowWithChangingLengths) {
   EXPECT_LT(resident_bytes() - before, 5 << 20);
 }
 
+// Nodes that take long enough for the session to ask whether to stop.
+class SlowNodes : public NodeListener {
+ public:
+  void on_node(const char*, const std::string&, Clock::time_point, Clock::time_point) override {
+    ++nodes;
+    std::this_thread::sleep_for(std::chrono::milliseconds(nodes % 8 == 0 ? 25 : 0));
+  }
+  int nodes = 0;
+};
+
+TEST(Llama, InterruptedWithinAStepTheSequenceIsAsBefore) {
+  Context context = make_context(1);
+  const Loaded loaded = load(context);
+  LlamaSession session = open_session(context, loaded.model, {.context = 64, .prefill_chunk = 4});
+  const std::vector<int32_t> tokens = random_tokens(20, loaded.tiny.vocab_size);
+  ASSERT_TRUE(session.feed(std::span(tokens).first(2)).ok());
+  SlowNodes nodes;
+  session.set_listener(&nodes);
+  // The first four have gone through all layers, the others are on their way.
+  const auto interrupted = [&] { return session.position() > 2; };
+  for (const bool all : {false, true}) {
+    const auto rest = std::span(tokens).subspan(2);
+    const Status status = all ? session.feed_all(
+                                    rest, [](int64_t, std::span<const float>) {}, interrupted)
+                              : session.feed(rest, interrupted).status();
+    EXPECT_FALSE(status.ok());
+    EXPECT_TRUE(session.was_interrupted());
+    EXPECT_EQ(session.position(), 2);
+  }
+  session.set_listener(nullptr);
+  const auto go_on = [&] {
+    const auto logits = session.feed(std::span(tokens).subspan(2));
+    EXPECT_FALSE(session.was_interrupted());
+    return std::vector<float>(logits.value().begin(), logits.value().end());
+  };
+  const std::vector<float> after = go_on();
+  session.rewind(2);
+  EXPECT_EQ(go_on(), after);
+}
+
 TEST(Llama, RefusedTokensLeaveTheSequence) {
   Context context = make_context(1);
   const Loaded loaded = load(context);
@@ -366,99 +407,11 @@ TEST(Llama, RefusedTokensLeaveTheSequence) {
   EXPECT_EQ(refused({.context = 8, .prefill_chunk = -1}), "prefill_chunk is -1, must be >= 1");
 }
 
-// The message with which a file is refused that differs from a good one by what `change` adds.
-template <class Change>
-std::string refusal(const Change& change, const TinyModelOptions& options = {}) {
-  Context context = make_context(1);
-  TinyModel tiny = make_tiny_model(options);
-  change(tiny.writer);
-  const std::string bytes = tiny.writer.bytes();
-  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
-  if (!file.ok()) return file.status().message();
-  return LlamaModel::load(context, file.value()).status().message();
-}
-
-// The same, with a piece of the file replaced by another one of the same length.
-std::string refusal_with(const std::string& from, const std::string& to) {
-  Context context = make_context(1);
-  std::string bytes = make_tiny_model().writer.bytes();
-  const size_t position = bytes.find(from);
-  EXPECT_NE(position, std::string::npos) << from;
-  EXPECT_EQ(from.size(), to.size());
-  bytes.replace(position, from.size(), to);
-  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
-  if (!file.ok()) return file.status().message();
-  return LlamaModel::load(context, file.value()).status().message();
-}
-
 std::string u32_entry(const std::string& key, uint32_t value) {
   std::string bytes = key;
   GgufWriter::append(bytes, static_cast<uint32_t>(GgufType::u32));
   GgufWriter::append(bytes, value);
   return bytes;
-}
-
-TEST(LlamaLoad, WhatIsNotImplementedIsRefusedByName) {
-  EXPECT_EQ(refusal([](GgufWriter&) {}), "");
-  EXPECT_EQ(refusal_with("llama", "qwen2"), "f.gguf: general.architecture is 'qwen2', but only 'llama' is supported");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.string("llama.rope.scaling.type", "yarn"); }),
-            "f.gguf: llama.rope.scaling.type is 'yarn', but only 'none' is supported");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.string("llama.rope.scaling.type", "none"); }), "");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.f32("llama.rope.scaling.factor", 8); }),
-            "f.gguf: key 'llama.rope.scaling.factor' is 8.000000, which is not supported");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.expert_count", 4); }),
-            "f.gguf: key 'llama.expert_count' is 4.000000, which is not supported");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.attention.sliding_window", 64); }),
-            "f.gguf: key 'llama.attention.sliding_window' is 64.000000, which is not supported");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.boolean("llama.attention.causal", false); }),
-            "f.gguf: key 'llama.attention.causal' is false, which is not supported");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.tensor("rope_freqs.weight", {16}, std::vector<float>(16, 1.0f)); }),
-            "f.gguf: tensor 'rope_freqs.weight' (rope scaling by factors) is not supported");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.tensor("blk.0.attn_q.bias", {96}, std::vector<float>(96, 1.0f)); }),
-            "f.gguf: tensor 'blk.0.attn_q.bias' is not part of a supported llama model");
-  EXPECT_EQ(refusal([](GgufWriter& w) {
-              w.tensor("output.weight", {96, 269}, 20, std::string(96 * 269 / 32 * 18, 0));
-            }),
-            "f.gguf: tensor 'output.weight' is of type IQ4_NL, but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, "
-            "Q5_K and Q6_K are supported");
-}
-
-TEST(LlamaLoad, ShapesAreCheckedAgainstTheConfiguration) {
-  EXPECT_EQ(refusal([](GgufWriter& w) {
-              w.tensor("output.weight", {269, 96}, std::vector<float>(269 * 96));
-            }),
-            "f.gguf: tensor 'output.weight' is F32 [269, 96], expected shape [96, 269]");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.vocab_size", 270); }),
-            "f.gguf: tensor 'token_embd.weight' is Q8_0 [96, 269], expected shape [96, 270]");
-  EXPECT_EQ(refusal_with("blk.1.ffn_up.weight", "blk.2.ffn_up.weight"),
-            "f.gguf: tensor 'blk.1.ffn_up.weight' is missing");
-  const auto with_u32 = [](const std::string& key, uint32_t from, uint32_t to) {
-    return refusal_with(u32_entry(key, from), u32_entry(key, to));
-  };
-  EXPECT_EQ(with_u32("llama.block_count", 2, 0), "f.gguf: key 'llama.block_count' is 0, expected 1 to 16777216");
-  EXPECT_EQ(with_u32("llama.block_count", 2, 1),
-            "f.gguf: tensor 'blk.1.attn_norm.weight' is not part of a supported llama model");
-  EXPECT_EQ(with_u32("llama.block_count", 2, 3), "f.gguf: tensor 'blk.2.attn_norm.weight' is missing");
-  EXPECT_EQ(with_u32("llama.embedding_length", 96, 192),
-            "f.gguf: tensor 'token_embd.weight' is Q8_0 [96, 269], expected shape [192, 269]");
-  EXPECT_EQ(with_u32("llama.feed_forward_length", 160, 4000000000u),
-            "f.gguf: key 'llama.feed_forward_length' is 4000000000, expected 1 to 16777216");
-  EXPECT_EQ(with_u32("llama.feed_forward_length", 160, 128),
-            "f.gguf: tensor 'blk.0.ffn_gate.weight' is Q4_1 [96, 160], expected shape [96, 128]");
-  EXPECT_EQ(with_u32("llama.attention.head_count_kv", 1, 2),
-            "f.gguf: llama.attention.head_count is 3, not a multiple of head_count_kv = 2");
-  EXPECT_EQ(with_u32("llama.attention.head_count_kv", 1, 3),
-            "f.gguf: tensor 'blk.0.attn_k.weight' is Q8_0 [96, 32], expected shape [96, 96]");
-  EXPECT_EQ(with_u32("llama.attention.head_count", 3, 5),
-            "f.gguf: llama.embedding_length is 96, not a multiple of head_count = 5");
-  EXPECT_EQ(with_u32("llama.rope.dimension_count", 32, 34),
-            "f.gguf: llama.rope.dimension_count is 34, expected an even number up to the head size 32");
-  EXPECT_EQ(with_u32("llama.rope.dimension_count", 32, 31),
-            "f.gguf: llama.rope.dimension_count is 31, expected an even number up to the head size 32");
-  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.attention.value_length", 16); }),
-            "f.gguf: llama.attention.value_length is 16, but the head size is 32; different ones are not supported");
-  EXPECT_EQ(refusal_with("llama.attention.layer_norm_rms_epsilon", "llama.attention.layer_norm_rms_epsilOn"),
-            "f.gguf: key 'llama.attention.layer_norm_rms_epsilon' is missing");
 }
 
 TEST(LlamaLoad, RopeMayTurnAPartOfEachHead) {
@@ -470,107 +423,6 @@ TEST(LlamaLoad, RopeMayTurnAPartOfEachHead) {
   const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(loaded.bytes));
   loaded.model = std::move(LlamaModel::load(context, file.value()).value());
   check_against_double(context, loaded, {.context = 64}, kTolerance, 10);
-}
-
-// A file with any damage is refused or gives a model that runs: never a crash.
-TEST(LlamaLoad, SurvivesMutations) {
-  Context context = make_context(1);
-  const std::string good =
-      make_tiny_model({.num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ffn_size = 32}).writer.bytes();
-  const size_t header = good.find("blk.0.ffn_down.weight") + 60;
-  for (uint32_t seed = 0; seed < 1500; ++seed) {
-    SCOPED_TRACE(seed);
-    std::mt19937 random(seed);
-    std::string bytes = good;
-    for (unsigned i = 0; i < 1 + random() % 3; ++i) {
-      bytes[random() % header] = static_cast<char>(random() % 3 == 0 ? random() % 4 : random());
-    }
-    const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
-    if (!file.ok()) continue;
-    const Result<Tokenizer> tokenizer = Tokenizer::from_gguf(file.value());
-    if (tokenizer.ok()) (void)tokenizer.value().encode("hello  world 12 \xC3\xA9<|im_end|>", true);
-    const Result<LlamaModel> model = LlamaModel::load(context, file.value());
-    if (!model.ok()) continue;
-    const int64_t length = std::min<int64_t>(16, model.value().config().max_context);
-    Result<LlamaSession> session = LlamaSession::create(context, model.value(), {.context = length});
-    ASSERT_TRUE(session.ok()) << session.status().message();
-    const auto logits = session.value().feed(std::vector<int32_t>{1});
-    EXPECT_TRUE(logits.ok()) << logits.status().message();
-  }
-}
-
-class GenerateTest : public testing::Test {
- protected:
-  GenerateTest() : context_(make_context(1)), loaded_(load(context_)) {
-    file_ = std::make_unique<GgufFile>(std::move(GgufFile::parse("f.gguf", as_bytes(loaded_.bytes)).value()));
-    tokenizer_ = std::make_unique<Tokenizer>(std::move(Tokenizer::from_gguf(*file_).value()));
-  }
-
-  Result<Generation> run(const std::vector<int32_t>& prompt, const GenerateOptions& options, int64_t context) {
-    LlamaSession session = open_session(context_, loaded_.model, {.context = context});
-    streamed_.clear();
-    return generate(session, *tokenizer_, prompt, options, [&](std::string_view text) {
-      EXPECT_FALSE(text.empty());
-      EXPECT_TRUE(is_valid_utf8(text));
-      streamed_ += text;
-      return Status();
-    });
-  }
-
-  Context context_;
-  Loaded loaded_;
-  std::unique_ptr<GgufFile> file_;
-  std::unique_ptr<Tokenizer> tokenizer_;
-  std::string streamed_;
-};
-
-TEST_F(GenerateTest, FinishReasons) {
-  const auto length = run({5, 6, 7}, {.max_tokens = 20, .ignore_end = true}, 64);
-  ASSERT_TRUE(length.ok()) << length.status().message();
-  EXPECT_EQ(length.value().finish_reason, FinishReason::length);
-  EXPECT_EQ(length.value().tokens.size(), 20u);
-  EXPECT_EQ(length.value().text, streamed_);
-  EXPECT_TRUE(length.value().tpot_ms.has_value());
-
-  // Prompt and answer together fill the context.
-  const auto full = run({5, 6, 7}, {.max_tokens = 100, .ignore_end = true}, 10);
-  ASSERT_TRUE(full.ok());
-  EXPECT_EQ(full.value().finish_reason, FinishReason::context);
-  EXPECT_EQ(full.value().tokens.size(), 7u);
-  EXPECT_TRUE(std::equal(full.value().tokens.begin(), full.value().tokens.end(), length.value().tokens.begin()));
-
-  EXPECT_EQ(run(std::vector<int32_t>(10, 5), {}, 10).status().message(),
-            "the prompt has 10 tokens, which leaves no room in a context of 10");
-  EXPECT_EQ(run({}, {}, 10).status().message(), "no tokens to feed");
-  EXPECT_FALSE(run({5}, {.max_tokens = 1}, 10).value().tpot_ms.has_value());
-}
-
-TEST_F(GenerateTest, StopsAtTheEndTokenUnlessTold) {
-  // A prompt whose answer holds the end token: sampled ones get there soon.
-  for (uint64_t seed = 0; seed < 200; ++seed) {
-    GenerateOptions options{.max_tokens = 60, .sampling = {.greedy = false, .temperature = 3.0, .seed = seed}};
-    const auto stopped = run({5, 6}, options, 64);
-    ASSERT_TRUE(stopped.ok());
-    const auto& tokens = stopped.value().tokens;
-    const bool ends = tokens.back() == 2;
-    EXPECT_EQ(stopped.value().finish_reason, ends ? FinishReason::stop : FinishReason::length);
-    EXPECT_EQ(std::count(tokens.begin(), tokens.end(), 2), ends ? 1 : 0);
-    EXPECT_EQ(stopped.value().text.find("<|im_end|>"), std::string::npos);
-    if (!ends) continue;
-    options.ignore_end = true;
-    const auto going_on = run({5, 6}, options, 64);
-    EXPECT_EQ(going_on.value().tokens.size(), 60u);
-    EXPECT_TRUE(std::equal(tokens.begin(), tokens.end(), going_on.value().tokens.begin()));
-    return;
-  }
-  ADD_FAILURE() << "no seed gave the end token";
-}
-
-TEST_F(GenerateTest, AFailingReaderStopsIt) {
-  LlamaSession session = open_session(context_, loaded_.model, {.context = 64});
-  const auto result = generate(session, *tokenizer_, std::vector<int32_t>{5}, {.ignore_end = true},
-                               [](std::string_view) { return Status(StatusCode::internal, "pipe"); });
-  EXPECT_EQ(result.status().message(), "pipe");
 }
 
 }  // namespace

@@ -10,11 +10,16 @@ namespace opst::model {
 
 namespace {
 
-// -ln softmax(logits)[target]; not finite where a logit that matters is not.
+// -ln softmax(logits)[target]; NaN where a logit is not finite.
 double negative_log_likelihood(std::span<const float> logits, int32_t target) {
   const double highest = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
-  for (const float logit : logits) sum += std::exp(static_cast<double>(logit) - highest);
+  bool finite = true;
+  for (const float logit : logits) {
+    sum += std::exp(static_cast<double>(logit) - highest);
+    finite = finite && std::isfinite(logit);
+  }
+  if (!finite) return std::nan("");
   return highest + std::log(sum) - static_cast<double>(logits[static_cast<size_t>(target)]);
 }
 
@@ -24,7 +29,8 @@ double Perplexity::mean_nll() const { return nll_sum / static_cast<double>(count
 double Perplexity::perplexity() const { return std::exp(mean_nll()); }
 
 Result<Perplexity> measure_perplexity(LlamaSession& session, std::span<const int32_t> tokens,
-                                      const std::function<void(const WindowScore&)>& on_window) try {
+                                      const std::function<void(const WindowScore&)>& on_window,
+                                      const std::function<bool()>& interrupted) try {
   if (tokens.size() < 2) {
     return Status::invalid_argument("the text has " + std::to_string(tokens.size()) +
                                     " tokens, but predicting one from another takes 2");
@@ -39,7 +45,9 @@ Result<Perplexity> measure_perplexity(LlamaSession& session, std::span<const int
     const auto visit = [&](int64_t position, std::span<const float> logits) {
       score.nll_sum += negative_log_likelihood(logits, window[static_cast<size_t>(position) + 1]);
     };
-    if (Status status = session.feed_all(window.first(window.size() - 1), visit); !status.ok()) return status;
+    if (Status status = session.feed_all(window.first(window.size() - 1), visit, interrupted); !status.ok()) {
+      return status;
+    }
     if (!std::isfinite(score.nll_sum)) {
       return Status(StatusCode::internal,
                     "the logits of the window at token " + std::to_string(begin) + " are not all finite");

@@ -28,8 +28,9 @@ struct Perplexity {
 };
 
 // Log-softmax in double. `on_window` may be empty; it gets every window that counts, in order. Refused: fewer than two
-// tokens, a context of one, a logit that is not finite.
+// tokens, a context of one, a logit that is not finite. `interrupted` as in LlamaSession::feed.
 Result<Perplexity> measure_perplexity(LlamaSession& session, std::span<const int32_t> tokens,
-                                      const std::function<void(const WindowScore&)>& on_window);
+                                      const std::function<void(const WindowScore&)>& on_window,
+                                      const std::function<bool()>& interrupted = {});
 
 }  // namespace opst::model

@@ -15,11 +15,17 @@ constexpr std::string_view kSmolLm2Template =
     "'<|im_start|>assistant\n' }}{% endif %}";
 constexpr const char* kSmolLm2System = "You are a helpful AI assistant named SmolLM, trained by Hugging Face";
 
+// A leading token marks the beginning of a text, so a second one would be text that no model has been trained on.
+void put_in_front(std::optional<int32_t> leading_token, std::vector<int32_t>& ids) {
+  if (leading_token && (ids.empty() || ids.front() != *leading_token)) ids.insert(ids.begin(), *leading_token);
+}
+
 }  // namespace
 
-Result<std::vector<int32_t>> raw_prompt(const Tokenizer& tokenizer, std::string_view text, bool parse_special) try {
-  Result<std::vector<int32_t>> ids = tokenizer.encode(text, parse_special);
-  if (ids.ok() && tokenizer.leading_token()) ids.value().insert(ids.value().begin(), *tokenizer.leading_token());
+Result<std::vector<int32_t>> text_ids(const Tokenizer& tokenizer, std::string_view text,
+                                      const TextOptions& options) try {
+  Result<std::vector<int32_t>> ids = tokenizer.encode(text, options.parse_special);
+  if (ids.ok() && options.add_bos) put_in_front(tokenizer.leading_token(), ids.value());
   return ids;
 } catch (...) {
   return status_of_exception();
@@ -32,8 +38,8 @@ Result<ChatTemplate> ChatTemplate::from_gguf(const GgufFile& file, const Tokeniz
     return file.error("tokenizer.chat_template is not the one known chat template (SmolLM2's ChatML): " +
                       quoted(chat_template.value()));
   }
-  const auto turn_begin = tokenizer.find_special("<|im_start|>"), turn_end = tokenizer.find_special("<|im_end|>");
-  if (!turn_begin || !turn_end) return file.error("the special tokens <|im_start|> and <|im_end|> are missing");
+  const auto turn_begin = tokenizer.find_named("<|im_start|>"), turn_end = tokenizer.find_named("<|im_end|>");
+  if (!turn_begin || !turn_end) return file.error("the tokens <|im_start|> and <|im_end|> are missing");
   return ChatTemplate(tokenizer, *turn_begin, *turn_end);
 } catch (...) {
   return status_of_exception();
@@ -41,11 +47,12 @@ Result<ChatTemplate> ChatTemplate::from_gguf(const GgufFile& file, const Tokeniz
 
 Result<std::vector<int32_t>> ChatTemplate::prompt(const std::vector<ChatMessage>& messages) const try {
   std::vector<int32_t> ids;
-  if (tokenizer_->leading_token()) ids.push_back(*tokenizer_->leading_token());
   if (messages.empty() || messages[0].role != "system") {
     if (Status status = append_turn({"system", kSmolLm2System}, ids); !status.ok()) return status;
   }
-  return up_to_answer(std::move(ids), messages);
+  Result<std::vector<int32_t>> all = up_to_answer(std::move(ids), messages);
+  if (all.ok()) put_in_front(tokenizer_->leading_token(), all.value());
+  return all;
 } catch (...) {
   return status_of_exception();
 }

@@ -11,8 +11,13 @@
 
 namespace opst::model {
 
-// One text, behind the tokenizer's leading token if it has one. parse_special as in Tokenizer::encode.
-Result<std::vector<int32_t>> raw_prompt(const Tokenizer& tokenizer, std::string_view text, bool parse_special);
+// How a text becomes ids, the same for whoever reads one: generation, perplexity, logits, `opst tokenize`.
+struct TextOptions {
+  bool add_bos = true;        // the tokenizer's leading token, if it has one, goes in front; never a second one
+  bool parse_special = true;  // the names of control tokens become those tokens, as in Tokenizer::encode
+};
+Result<std::vector<int32_t>> text_ids(const Tokenizer& tokenizer, std::string_view text,
+                                      const TextOptions& options = {});
 
 struct ChatMessage {
   std::string role;  // system, user, assistant
@@ -20,11 +25,11 @@ struct ChatMessage {
 };
 
 // ChatML, for models whose template (tokenizer.chat_template) is the one of SmolLM2; any other is refused. The
-// template's markers are special tokens; role and content are plain text whatever they contain, so that no text can
-// pose as a turn.
+// template's markers are control tokens; role and content are plain text whatever they contain, so that no text can
+// pose as a turn. The tokenizer's leading token goes in front unless the template begins with it.
 class ChatTemplate {
  public:
-  // The tokenizer must outlive it and stay where it is.
+  // The tokenizer must outlive it and stay where it is; of the file nothing is kept.
   static Result<ChatTemplate> from_gguf(const GgufFile& file, const Tokenizer& tokenizer);
 
   // A conversation up to where the assistant's answer begins. Puts in the template's own system message where the first

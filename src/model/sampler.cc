@@ -28,9 +28,13 @@ Result<int32_t> Sampler::next(std::span<const float> logits) try {
   const uint64_t draw = draws_++;
   candidates_.clear();
   for (size_t i = 0; i < logits.size(); ++i) {
-    if (std::isfinite(logits[i])) candidates_.emplace_back(logits[i], static_cast<int32_t>(i));
+    if (!std::isfinite(logits[i])) {
+      return Status(StatusCode::internal, "the logit of token " + std::to_string(i) + " is " +
+                                              std::to_string(logits[i]) + ", not a finite number");
+    }
+    candidates_.emplace_back(logits[i], static_cast<int32_t>(i));
   }
-  if (candidates_.empty()) return Status(StatusCode::internal, "the model gave no finite logit");
+  if (candidates_.empty()) return Status::invalid_argument("no logits to choose from");
   const auto before = [](const auto& a, const auto& b) {
     return a.first != b.first ? a.first > b.first : a.second < b.second;
   };

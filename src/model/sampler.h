@@ -26,7 +26,7 @@ class Sampler {
  public:
   static Result<Sampler> create(const SamplingOptions& options);
 
-  // Fails where no logit is finite. NaN is never chosen.
+  // Fails where a logit is not finite: something has overflowed, and no token is the right one then.
   Result<int32_t> next(std::span<const float> logits);
 
  private:

@@ -51,8 +51,11 @@ TEST(Sampler, GreedyTakesTheLargestAndOfEqualOnesTheFirst) {
   Sampler sampler = make({});
   EXPECT_EQ(sampler.next(std::vector<float>{1, 3, 2}).value(), 1);
   EXPECT_EQ(sampler.next(std::vector<float>{1, 3, 3}).value(), 1);
-  EXPECT_EQ(sampler.next(std::vector<float>{kNan, -kInf, -5}).value(), 2);
-  EXPECT_FALSE(sampler.next(std::vector<float>{kNan, -kInf}).ok());
+  EXPECT_EQ(sampler.next(std::vector<float>{1, kNan, -5}).status().message(),
+            "the logit of token 1 is nan, not a finite number");
+  EXPECT_FALSE(sampler.next(std::vector<float>{kInf, 2}).ok());
+  EXPECT_FALSE(sampler.next(std::vector<float>{1, -kInf}).ok());
+  EXPECT_FALSE(sampler.next({}).ok());
   EXPECT_EQ(make({.greedy = false, .temperature = 0.0}).next(std::vector<float>{1, 3, 2}).value(), 1);
 }
 

@@ -23,6 +23,7 @@ namespace opst::model {
 struct TinyModelOptions {
   int64_t num_layers = 2, num_heads = 3, num_kv_heads = 1, head_dim = 32, ffn_size = 160, context = 512;
   bool separate_output = false;  // an output.weight beside token_embd.weight
+  int64_t extra_rows = 0;        // of the embedding, for which there are no tokens
   float rope_base = 10000.0f;
   uint32_t seed = 1;
   // GGUF's numbers: Q4_1, Q8_0, F16, F32. Q4_K, Q5_K and Q6_K need sizes that are multiples of 256.
@@ -167,7 +168,7 @@ inline TinyModel make_tiny_model(const TinyModelOptions& options = {}) {
   u32("llama.attention.head_count_kv", options.num_kv_heads);
   u32("llama.rope.dimension_count", options.head_dim);
   writer.f32("llama.rope.freq_base", options.rope_base).f32("llama.attention.layer_norm_rms_epsilon", 1e-5f);
-  model.vocab_size = write_tiny_tokenizer(writer);
+  model.vocab_size = write_tiny_tokenizer(writer) + options.extra_rows;
 
   std::mt19937 random(options.seed);
   size_t turn = 0;

@@ -11,7 +11,11 @@ namespace opst::model {
 namespace {
 
 constexpr int32_t kNoToken = -1;
-constexpr int32_t kNormalType = 1, kControlType = 3, kUserDefinedType = 4;
+constexpr int32_t kNormalType = 1, kUnknownType = 2, kControlType = 3, kUserDefinedType = 4, kUnusedType = 5;
+// The largest known vocabularies have 262,144 tokens.
+constexpr size_t kMostTokens = size_t{1} << 21;
+// What ends a turn in the chat templates that are around.
+constexpr const char* kTurnEnds[] = {"<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>"};
 
 // GPT-2 writes each byte as a printable character: itself where that is printable Latin-1, else the next free one from
 // U+0100 on.
@@ -80,61 +84,87 @@ Result<Tokenizer> Tokenizer::from_gguf(const GgufFile& file) try {
     return file.error("tokenizer.ggml.pre (pre-tokeniser) is " + quoted(pre.value()) +
                       ", but only 'smollm' is supported");
   }
-  for (const char* key : {"tokenizer.ggml.add_space_prefix", "tokenizer.ggml.add_eos_token"}) {
+  for (const char* key : {"tokenizer.ggml.add_space_prefix", "tokenizer.ggml.add_eos_token",
+                          "tokenizer.ggml.add_sep_token", "tokenizer.ggml.remove_extra_whitespaces"}) {
     const Result<bool> value = flag(file, key);
     if (!value.ok()) return value.status();
     if (value.value()) return file.error("key '" + std::string(key) + "' is true, which is not supported");
   }
+  Tokenizer tokenizer;
+  Ids ids;
+  if (Status status = tokenizer.read_tokens(file, ids); !status.ok()) return status;
+  if (Status status = tokenizer.read_merges(file, ids); !status.ok()) return status;
+  if (Status status = tokenizer.read_marks(file); !status.ok()) return status;
+  return tokenizer;
+} catch (...) {
+  return status_of_exception();
+}
 
+Status Tokenizer::read_tokens(const GgufFile& file, Ids& ids) {
   const auto texts = file.strings("tokenizer.ggml.tokens");
   if (!texts.ok()) return texts.status();
   const auto types = file.integers("tokenizer.ggml.token_type");
   if (!types.ok()) return types.status();
-  const auto merges = file.strings("tokenizer.ggml.merges");
-  if (!merges.ok()) return merges.status();
   const size_t vocab_size = texts.value().size();
   if (vocab_size == 0) return file.error("key 'tokenizer.ggml.tokens' is empty");
-  if (vocab_size > INT32_MAX) return file.error("key 'tokenizer.ggml.tokens' has " + str(vocab_size) + " elements");
+  if (vocab_size > kMostTokens) {
+    return file.error("key 'tokenizer.ggml.tokens' has " + str(vocab_size) + " elements, at most " + str(kMostTokens) +
+                      " are supported");
+  }
   if (types.value().size() != vocab_size) {
     return file.error("key 'tokenizer.ggml.token_type' has " + str(types.value().size()) + " elements, but there are " +
                       str(vocab_size) + " tokens");
   }
-
-  Tokenizer tokenizer;
   const ByteAlphabet alphabet;
-  std::unordered_map<std::string_view, int32_t> ids;
+  std::vector<std::pair<std::string, int32_t>> all_names, user_defined_names;
   ids.reserve(vocab_size);
-  tokenizer.pieces_.resize(vocab_size);
-  tokenizer.special_.resize(vocab_size);
+  pieces_.resize(vocab_size);
+  hidden_.resize(vocab_size);
   for (size_t i = 0; i < vocab_size; ++i) {
     const std::string_view text = texts.value()[i];
-    const auto id = static_cast<int32_t>(i);
-    if (!ids.emplace(text, id).second) return file.error("token " + str(i) + " " + quoted(text) + " appears twice");
     const int32_t type = types.value()[i];
-    if (type == kControlType || type == kUserDefinedType) {
+    const auto id = static_cast<int32_t>(i);
+    const auto [known, is_new] = ids.emplace(text, id);
+    if (!is_new && type != kUnusedType) {
+      // An unused token never stands for its text, so the text is free for another.
+      if (types.value()[static_cast<size_t>(known->second)] != kUnusedType) {
+        return file.error("token " + str(i) + " " + quoted(text) + " appears twice");
+      }
+      known->second = id;
+    }
+    hidden_[i] = type == kControlType || type == kUnknownType;
+    if (hidden_[i] || type == kUserDefinedType) {
       if (text.empty()) return file.error("special token " + str(i) + " has no text");
-      tokenizer.pieces_[i] = text;
-      tokenizer.special_[i] = true;
-      tokenizer.special_names_.emplace_back(text, id);
-    } else if (!alphabet.decode(text, tokenizer.pieces_[i])) {
+      if (text.size() > TokenNames::kLongest) {
+        return file.error("special token " + str(i) + " " + quoted(text) + " has " + str(text.size()) +
+                          " bytes, at most " + str(TokenNames::kLongest) + " are supported");
+      }
+      pieces_[i] = text;
+      all_names.emplace_back(text, id);
+      if (type == kUserDefinedType) user_defined_names.emplace_back(text, id);
+    } else if (!alphabet.decode(text, pieces_[i])) {
       // Unused entries may hold anything; no text is ever encoded to them.
       if (type == kNormalType) {
         return file.error("token " + str(i) + " " + quoted(text) + " has a character outside the byte alphabet");
       }
-      tokenizer.pieces_[i] = text;
+      pieces_[i] = text;
     }
   }
-  std::stable_sort(tokenizer.special_names_.begin(), tokenizer.special_names_.end(),
-                   [](const auto& a, const auto& b) { return a.first.size() > b.first.size(); });
-
+  all_names_ = TokenNames(std::move(all_names));
+  user_defined_names_ = TokenNames(std::move(user_defined_names));
   for (unsigned byte = 0; byte < 256; ++byte) {
     std::string symbol;
     append_utf8(symbol, alphabet.of_byte[byte]);
     const auto found = ids.find(symbol);
-    tokenizer.byte_ids_[byte] = found == ids.end() ? kNoToken : found->second;
+    byte_ids_[byte] = found == ids.end() ? kNoToken : found->second;
   }
+  return {};
+}
 
-  tokenizer.merges_.reserve(merges.value().size());
+Status Tokenizer::read_merges(const GgufFile& file, const Ids& ids) {
+  const auto merges = file.strings("tokenizer.ggml.merges");
+  if (!merges.ok()) return merges.status();
+  merges_.reserve(merges.value().size());
   for (size_t rank = 0; rank < merges.value().size(); ++rank) {
     const std::string_view merge = merges.value()[rank];
     const size_t space = merge.find(' ');
@@ -149,53 +179,52 @@ Result<Tokenizer> Tokenizer::from_gguf(const GgufFile& file) try {
       return file.error(where + " has a part or a result that is no token");
     }
     // The first of equal merges has the rank.
-    tokenizer.merges_.emplace(pair_key(left->second, right->second), Merge{static_cast<int32_t>(rank), result->second});
+    merges_.emplace(pair_key(left->second, right->second), Merge{static_cast<int32_t>(rank), result->second});
   }
+  return {};
+}
 
-  const auto end = token_id(file, "tokenizer.ggml.eos_token_id", vocab_size);
-  if (!end.ok()) return end.status();
-  tokenizer.end_token_ = end.value();
+Status Tokenizer::read_marks(const GgufFile& file) {
+  for (const char* key :
+       {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"}) {
+    const auto end = token_id(file, key, pieces_.size());
+    if (!end.ok()) return end.status();
+    if (end.value()) ends_.push_back(*end.value());
+  }
+  if (file.has("tokenizer.chat_template")) {
+    const Result<std::string_view> chat_template = file.string("tokenizer.chat_template");
+    if (!chat_template.ok()) return chat_template.status();
+    for (const char* mark : kTurnEnds) {
+      const std::optional<int32_t> id = find_named(mark);
+      if (id && chat_template.value().find(mark) != std::string_view::npos) ends_.push_back(*id);
+    }
+  }
   const Result<bool> add_bos = flag(file, "tokenizer.ggml.add_bos_token");
   if (!add_bos.ok()) return add_bos.status();
   if (add_bos.value()) {
-    const auto bos = token_id(file, "tokenizer.ggml.bos_token_id", vocab_size);
+    const auto bos = token_id(file, "tokenizer.ggml.bos_token_id", pieces_.size());
     if (!bos.ok()) return bos.status();
     if (!bos.value()) return file.error("add_bos_token is true, but key 'tokenizer.ggml.bos_token_id' is missing");
-    tokenizer.leading_token_ = bos.value();
-  }
-  return tokenizer;
-} catch (...) {
-  return status_of_exception();
-}
-
-std::optional<int32_t> Tokenizer::find_special(std::string_view name) const {
-  for (const auto& [text, id] : special_names_) {
-    if (text == name) return id;
+    leading_token_ = bos.value();
   }
   return {};
 }
 
 Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, bool parse_special) const try {
   if (!is_valid_utf8(text)) return Status::invalid_argument("text is not valid UTF-8");
+  const TokenNames& names = parse_special ? all_names_ : user_defined_names_;
   std::vector<int32_t> ids;
   size_t plain_begin = 0;
-  if (parse_special) {
-    bool may_start[256] = {};
-    for (const auto& [name, id] : special_names_) may_start[static_cast<unsigned char>(name[0])] = true;
-    for (size_t i = 0; i < text.size();) {
-      const auto here = [&](const auto& special) { return text.compare(i, special.first.size(), special.first) == 0; };
-      const auto found = may_start[static_cast<unsigned char>(text[i])]
-                             ? std::find_if(special_names_.begin(), special_names_.end(), here)
-                             : special_names_.end();
-      if (found == special_names_.end()) {
-        ++i;
-        continue;
-      }
-      append_words(text.substr(plain_begin, i - plain_begin), ids);
-      ids.push_back(found->second);
-      i += found->first.size();
-      plain_begin = i;
+  for (size_t i = 0; i < text.size();) {
+    const TokenNames::Match match = names.longest(text.substr(i));
+    if (match.length == 0) {
+      ++i;
+      continue;
     }
+    append_words(text.substr(plain_begin, i - plain_begin), ids);
+    ids.push_back(match.id);
+    i += match.length;
+    plain_begin = i;
   }
   append_words(text.substr(plain_begin), ids);
   return ids;

@@ -37,7 +37,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::string back, expected(text);
   for (const int32_t id : ids.value()) {
     require(id >= 0 && id < tokenizer.vocab_size());
-    require(data[0] % 2 == 1 || !tokenizer.is_special(id));
+    require(data[0] % 2 == 1 || !tokenizer.is_hidden(id));
     back += tokenizer.piece(id);
   }
   std::erase(expected, '\x04');

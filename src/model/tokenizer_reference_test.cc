@@ -37,7 +37,7 @@ TEST_F(TokenizerReference, EveryPromptWithSpecialTokensParsed) {
   const auto prompts = reference_lines("prompts.jsonl");
   ASSERT_EQ(prompts.size(), 12u);
   for (const auto& line : prompts) {
-    const auto ids = raw_prompt(*tokenizer_, line["prompt"].get<std::string>(), true);
+    const auto ids = text_ids(*tokenizer_, line["prompt"].get<std::string>());
     ASSERT_TRUE(ids.ok());
     EXPECT_EQ(ids.value(), line["token_ids"].get<std::vector<int32_t>>()) << line["id"];
   }

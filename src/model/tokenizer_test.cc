@@ -133,10 +133,112 @@ TEST(Tokenizer, SpecialTokensOnlyWhereAsked) {
   EXPECT_EQ(loaded.tokenizer.encode("<|im_end|>", true).value(), std::vector<int32_t>{2});
   EXPECT_EQ(loaded.tokenizer.encode("<|im_end|>", false).value().size(), 10u);
   EXPECT_EQ(split(loaded.tokenizer, "he<|im_start|>ll<|im_end|>", true), "he|<|im_start|>|ll|<|im_end|>");
-  EXPECT_TRUE(loaded.tokenizer.is_special(1));
-  EXPECT_FALSE(loaded.tokenizer.is_special(3));
-  EXPECT_EQ(loaded.tokenizer.find_special("<|im_end|>"), 2);
-  EXPECT_EQ(loaded.tokenizer.find_special("he"), std::nullopt);
+  EXPECT_TRUE(loaded.tokenizer.is_hidden(1));
+  EXPECT_FALSE(loaded.tokenizer.is_hidden(3));
+  EXPECT_EQ(loaded.tokenizer.find_named("<|im_end|>"), 2);
+  EXPECT_EQ(loaded.tokenizer.find_named("he"), std::nullopt);
+}
+
+// A vocabulary of the bytes, then the given tokens.
+GgufWriter bytes_and(const std::vector<std::pair<std::string, int32_t>>& more) {
+  GgufWriter writer;
+  std::vector<std::string> tokens;
+  std::vector<int32_t> types;
+  char32_t next = 0x100;
+  for (unsigned byte = 0; byte < 256; ++byte) {
+    const bool printable = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
+    tokens.emplace_back();
+    append_utf8(tokens.back(), printable ? static_cast<char32_t>(byte) : next++);
+    types.push_back(1);
+  }
+  for (const auto& [text, type] : more) tokens.push_back(text), types.push_back(type);
+  writer.string("tokenizer.ggml.model", "gpt2").string("tokenizer.ggml.pre", "smollm");
+  writer.strings("tokenizer.ggml.tokens", tokens).integers("tokenizer.ggml.token_type", types);
+  writer.strings("tokenizer.ggml.merges", {});
+  return writer;
+}
+constexpr int32_t kUnknown = 2, kControl = 3, kUserDefined = 4, kUnused = 5;
+
+// Whether a token's name is matched and whether the token is shown are two questions.
+TEST(Tokenizer, UserDefinedTokensAreMatchedAlwaysAndShown) {
+  const Loaded loaded =
+      load(bytes_and({{"<tool>", kUserDefined}, {"<|end|>", kControl}, {"<unk>", kUnknown}, {"<none>", kUnused}}));
+  const Tokenizer& tokenizer = loaded.tokenizer;
+  for (const bool parse_special : {false, true}) {
+    EXPECT_EQ(tokenizer.encode("a<tool>b", parse_special).value(), (std::vector<int32_t>{'a', 256, 'b'}));
+    EXPECT_EQ(tokenizer.encode("<|end|>", parse_special).value().size(), parse_special ? 1u : 7u);
+    EXPECT_EQ(tokenizer.encode("<unk>", parse_special).value().size(), parse_special ? 1u : 5u);
+    EXPECT_EQ(tokenizer.encode("<none>", parse_special).value().size(), 6u);
+  }
+  EXPECT_FALSE(tokenizer.is_hidden(256));
+  EXPECT_EQ(tokenizer.piece(256), "<tool>");
+  EXPECT_TRUE(tokenizer.is_hidden(257));
+  EXPECT_TRUE(tokenizer.is_hidden(258));
+}
+
+TEST(Tokenizer, TheLongestNameWins) {
+  const Loaded loaded =
+      load(bytes_and({{"<a", kUserDefined}, {"<ab>", kUserDefined}, {"\xC3\xA9\xC3\xA9", kUserDefined}}));
+  EXPECT_EQ(split(loaded.tokenizer, "<ab<ab><a><"), "<a|b|<ab>|<a|>|<");
+  EXPECT_EQ(split(loaded.tokenizer, "x\xC3\xA9\xC3\xA9"), "x|\xC3\xA9\xC3\xA9");
+}
+
+// Steps, not time: many names with one beginning, and a text of nothing but beginnings.
+TEST(TokenNames, WorkPerByteDoesNotGrowWithTheNames) {
+  std::string text;
+  while (text.size() < 100000) text += "<|reserved_special_token_";
+  for (const int num_names : {10, 1000, 50000}) {
+    std::vector<std::pair<std::string, int32_t>> names;
+    for (int i = 0; i < num_names; ++i) names.emplace_back("<|reserved_special_token_" + std::to_string(i) + "|>", i);
+    const TokenNames set(names);
+    int64_t steps = 0;
+    for (size_t i = 0; i < text.size(); ++i) {
+      EXPECT_EQ(set.longest(std::string_view(text).substr(i), &steps).length, 0u);
+    }
+    EXPECT_LE(steps, static_cast<int64_t>(2 * text.size())) << num_names;
+    EXPECT_EQ(set.longest("<|reserved_special_token_7|>...").id, 7);
+    EXPECT_EQ(set.longest("<|reserved_special_token_7|>...").length, 28u);
+    EXPECT_EQ(set.find("<|reserved_special_token_9|>"), 9);
+    EXPECT_EQ(set.find("<|reserved_special_token_9"), std::nullopt);
+  }
+}
+
+// A text that is the beginning of a long name everywhere: the length of names bounds the work, so it is bounded.
+TEST(TokenNames, NamesAreNotLongerThanTheLimit) {
+  const std::string longest(TokenNames::kLongest, '<');
+  EXPECT_EQ(load(bytes_and({{longest, kControl}})).tokenizer.encode(longest, true).value().size(), 1u);
+  const std::string bytes = bytes_and({{longest + "<", kControl}}).bytes();
+  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
+  EXPECT_NE(Tokenizer::from_gguf(file.value()).status().message().find("has 257 bytes, at most 256 are supported"),
+            std::string::npos);
+}
+
+TEST(Tokenizer, UnusedDuplicatesLoad) {
+  const Loaded loaded = load(bytes_and(
+      {{"", kUnused}, {"", kUnused}, {"a", kUnused}, {"[PAD]", kUnused}, {"[PAD]", kUnused}, {"[PAD]", kUserDefined}}));
+  EXPECT_EQ(loaded.tokenizer.encode("a[PAD]", false).value(), (std::vector<int32_t>{'a', 261}));
+  EXPECT_EQ(loaded.tokenizer.vocab_size(), 262);
+}
+
+TEST(Tokenizer, WhatEndsAnAnswer) {
+  const auto ends = [](GgufWriter writer) {
+    const Loaded loaded = load(writer);
+    std::vector<int32_t> ids;
+    for (int32_t id = 0; id < loaded.tokenizer.vocab_size(); ++id) {
+      if (loaded.tokenizer.is_end(id)) ids.push_back(id);
+    }
+    return ids;
+  };
+  const auto marks =
+      bytes_and({{"<eos>", kControl}, {"<eot>", kControl}, {"<eom>", kControl}, {"<|im_end|>", kControl}});
+  EXPECT_EQ(ends(marks), std::vector<int32_t>{});
+  GgufWriter writer = marks;
+  writer.u32("tokenizer.ggml.eos_token_id", 256);
+  EXPECT_EQ(ends(writer), std::vector<int32_t>{256});
+  writer.u32("tokenizer.ggml.eot_token_id", 257).u32("tokenizer.ggml.eom_token_id", 258);
+  EXPECT_EQ(ends(writer), (std::vector<int32_t>{256, 257, 258}));
+  writer.string("tokenizer.chat_template", kSmolLm2ChatTemplate);
+  EXPECT_EQ(ends(writer), (std::vector<int32_t>{256, 257, 258, 259}));
 }
 
 TEST(Tokenizer, BytesWithoutATokenAreDroppedAndKeepNeighboursApart) {
@@ -201,8 +303,33 @@ TEST(Prompt, LeadingTokenWhereTheFileAsksForIt) {
   write_tiny_tokenizer(writer);
   writer.boolean("tokenizer.ggml.add_bos_token", true);
   const Loaded loaded = load(writer);
-  EXPECT_EQ(raw_prompt(loaded.tokenizer, "<|im_end|>", true).value(), (std::vector<int32_t>{1, 2}));
-  EXPECT_EQ(raw_prompt(tiny().tokenizer, "<|im_end|>", true).value(), (std::vector<int32_t>{2}));
+  const Tokenizer& with_bos = loaded.tokenizer;
+  const Loaded without = tiny();
+  EXPECT_EQ(text_ids(with_bos, "<|im_end|>").value(), (std::vector<int32_t>{1, 2}));
+  EXPECT_EQ(text_ids(with_bos, "<|im_end|>", {.add_bos = false}).value(), (std::vector<int32_t>{2}));
+  EXPECT_EQ(text_ids(with_bos, "<|im_end|>", {.parse_special = false}).value().size(), 11u);
+  EXPECT_EQ(text_ids(without.tokenizer, "<|im_end|>").value(), (std::vector<int32_t>{2}));
+  // A text that has it already gets no second one, and neither does a chat whose template begins with it.
+  EXPECT_EQ(text_ids(with_bos, "<|im_start|>he").value(), text_ids(without.tokenizer, "<|im_start|>he").value());
+  EXPECT_EQ(chat_prompt(loaded.file, with_bos, {{"user", "x"}}).value(),
+            chat_prompt(without.file, without.tokenizer, {{"user", "x"}}).value());
+}
+
+TEST(Prompt, LeadingTokenThatTheTemplateHasNot) {
+  GgufWriter writer;
+  write_tiny_tokenizer(writer);
+  writer.boolean("tokenizer.ggml.add_bos_token", true);
+  std::string bytes = writer.bytes();
+  // <|endoftext|> in place of <|im_start|> as the beginning of a text.
+  const size_t key = bytes.find("tokenizer.ggml.bos_token_id");
+  bytes[key + std::string_view("tokenizer.ggml.bos_token_id").size() + 4] = 0;
+  const Result<GgufFile> file = GgufFile::parse("f.gguf", as_bytes(bytes));
+  const Result<Tokenizer> tokenizer = Tokenizer::from_gguf(file.value());
+  const auto ids = chat_prompt(file.value(), tokenizer.value(), {{"user", "x"}});
+  ASSERT_TRUE(ids.ok());
+  EXPECT_EQ(ids.value()[0], 0);
+  EXPECT_EQ(ids.value()[1], 1);
+  EXPECT_EQ(std::count(ids.value().begin(), ids.value().end(), 0), 1);
 }
 
 TEST(Prompt, ContentCannotForgeATurn) {

@@ -136,9 +136,9 @@ class Chat {
 
   void note(const std::string& text) const {
     if (terminal_ != nullptr) {
-      std::fprintf(stderr, "[%s]\n", text.c_str());
+      std::fprintf(stderr, "[%s]\n", printable(text).c_str());
     } else {
-      std::fprintf(stderr, "opst chat: %s\n", text.c_str());
+      std::fprintf(stderr, "opst chat: %s\n", printable(text).c_str());
     }
   }
 
@@ -154,9 +154,8 @@ void run(const Options& options) {
   if (!model::is_valid_utf8(options.system)) usage_error("the system text is not valid UTF-8");
   const model::SamplingOptions sampling = options.sampling.chosen();
   Context context = make_context(options.num_threads);
-  std::optional<ModelFile> file = open_model(options.model_path);
-  const model::LlamaConfig config = value_or_fail(model::read_llama_config(file->file));
-  const int64_t length = options.session.context(config, kDefaultContext);
+  std::optional<model::ModelFile> file = value_or_fail(model::ModelFile::open(options.model_path));
+  const int64_t length = options.session.context(file->config, kDefaultContext);
   const model::Tokenizer tokenizer = std::move(file->tokenizer);
   const model::ChatTemplate chat_template = value_or_fail(model::ChatTemplate::from_gguf(file->file, tokenizer));
   const model::LlamaModel weights = value_or_fail(model::LlamaModel::load(context, file->file));

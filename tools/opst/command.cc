@@ -1,24 +1,48 @@
 #include "command.h"
 
+#include <unistd.h>
+
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
+#include <limits>
+
+#include "model/utf8.h"
 
 namespace opst::tools {
 
-CLI::Validator at_least(int64_t least) {
+namespace {
+
+// CLI11 would take the nearest number that fits in place of one that does not.
+template <class T>
+CLI::Validator integer_from(T least) {
   const auto check = [least](std::string& text) {
-    int64_t value = 0;
-    const bool good = CLI::detail::lexical_cast(text, value) && value >= least;
-    return good ? std::string() : "'" + text + "' is not a whole number from " + std::to_string(least) + " on";
+    T value = 0;
+    const char* begin = text.data() + (text.starts_with('+') ? 1 : 0);
+    const auto [end, error] = std::from_chars(begin, text.data() + text.size(), value);
+    const bool whole = end == text.data() + text.size();
+    if (error == std::errc() && whole && value >= least) return std::string();
+    const std::string shown = "'" + printable(text) + "'";
+    if (error == std::errc::result_out_of_range && whole && !text.starts_with('-')) {
+      return shown + " is larger than " + std::to_string(std::numeric_limits<T>::max());
+    }
+    return shown + " is not a whole number from " + std::to_string(least) + " on";
   };
   return {check, ""};
 }
 
+}  // namespace
+
+CLI::Validator at_least(int64_t least) { return integer_from<int64_t>(least); }
+CLI::Validator any_uint64() { return integer_from<uint64_t>(0); }
+
 CLI::Validator between(int64_t least, int64_t most) {
   const auto check = [least, most](std::string& text) {
+    const char* begin = text.data() + (text.starts_with('+') ? 1 : 0);
     int64_t value = 0;
-    const bool good = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+    const auto [end, error] = std::from_chars(begin, text.data() + text.size(), value);
+    const bool good = error == std::errc() && end == text.data() + text.size() && value >= least && value <= most;
     return good ? std::string()
                 : "'" + text + "' is not a whole number from " + std::to_string(least) + " to " + std::to_string(most);
   };
@@ -58,7 +82,29 @@ void add_threads_option(CLI::App& command, int& num_threads) {
 
 Context make_context(int num_threads) { return value_or_fail(Context::create({.num_threads = num_threads}), 2); }
 
+std::string printable(std::string_view text) {
+  std::string shown;
+  while (!text.empty()) {
+    const model::Utf8Char next = model::first_char(text);
+    const std::string_view bytes = text.substr(0, static_cast<size_t>(next.length));
+    const bool control = next.value < 0x20 || (next.value >= 0x7F && next.value < 0xA0);
+    if (next.state == model::Utf8Char::State::complete && (!control || next.value == '\n' || next.value == '\t')) {
+      shown += bytes;
+    } else {
+      for (const char byte : bytes) {
+        char escape[8];
+        std::snprintf(escape, sizeof escape, "\\x%02X", static_cast<unsigned>(static_cast<unsigned char>(byte)));
+        shown += escape;
+      }
+    }
+    text.remove_prefix(bytes.size());
+  }
+  return shown;
+}
+
 Status try_write_output(std::string_view text) {
+  std::string shown;
+  if (isatty(STDOUT_FILENO) != 0) text = shown = printable(text);
   if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return {};
   return {StatusCode::internal, std::string("cannot write to standard output: ") + std::strerror(errno)};
 }

@@ -38,9 +38,10 @@ T value_or_fail(Result<T> result, int exit_code = 1) {
   return std::move(result.value());
 }
 
-// Validators that leave an option's help as it is written: an integer from `least` on, or up to `most` as well; one of
-// some words.
+// Validators that leave an option's help as it is written: an integer from `least` on that fits 63 bits, or, where it
+// may be as large as that, 64; one from `least` to `most`; one of some words.
 CLI::Validator at_least(int64_t least);
+CLI::Validator any_uint64();
 CLI::Validator between(int64_t least, int64_t most);
 // Any number of [least, most]; NaN is none.
 CLI::Validator number_between(double least, double most);
@@ -51,7 +52,13 @@ void add_threads_option(CLI::App& command, int& num_threads);
 // A Context with that many threads, at the level that OPST_ISA names or this processor's best.
 Context make_context(int num_threads);
 
-// Writes to standard output and flushes. Fails on a closed pipe, a full disk.
+// Text from a file, a user or the environment as it may stand on a terminal: control characters (C0, DEL, C1) and bytes
+// that are not UTF-8 are written as \xNN, so that none of them moves the cursor or changes the terminal. Line ends and
+// tabs stay.
+std::string printable(std::string_view text);
+
+// Writes to standard output and flushes; printable() if that is a terminal, else byte for byte. Fails on a closed pipe,
+// a full disk.
 Status try_write_output(std::string_view text);
 // The same, with a CommandError.
 void write_output(std::string_view text);

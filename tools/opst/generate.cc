@@ -44,8 +44,8 @@ int64_t peak_rss_bytes() {
   return 0;
 }
 
-std::vector<int32_t> prompt_ids(const Options& options, const ModelFile& model, const std::string& text) {
-  if (!options.chat) return value_or_fail(model::raw_prompt(model.tokenizer, text, !options.prompt.no_special));
+std::vector<int32_t> prompt_ids(const Options& options, const model::ModelFile& model, const std::string& text) {
+  if (!options.chat) return value_or_fail(model::text_ids(model.tokenizer, text, options.prompt.as_tokens.options()));
   std::vector<model::ChatMessage> messages;
   if (options.has_system) messages.push_back({"system", options.system});
   messages.push_back({"user", text});
@@ -72,12 +72,11 @@ void run(Options& options) {
   Context context = make_context(options.num_threads);
 
   const auto load_start = std::chrono::steady_clock::now();
-  std::optional<ModelFile> file = open_model(options.prompt.model_path);
-  const model::LlamaConfig config = value_or_fail(model::read_llama_config(file->file));
+  std::optional<model::ModelFile> file = value_or_fail(model::ModelFile::open(options.prompt.model_path));
   options.session.kv_dtype = options.session_arguments.kv_dtype();
   options.session.activations = options.session_arguments.activations();
   options.session.cache = options.cache == "paged" ? model::CacheKind::paged : model::CacheKind::contiguous;
-  options.session.context = options.session_arguments.context(config, kDefaultContext);
+  options.session.context = options.session_arguments.context(file->config, kDefaultContext);
   const std::vector<int32_t> ids = prompt_ids(options, *file, text);
   if (ids.empty()) usage_error("no part of the prompt has a token");
   if (static_cast<int64_t>(ids.size()) >= options.session.context) {
@@ -128,6 +127,7 @@ void add_generate(CLI::App& app) {
   CLI::Option* chat = command->add_flag("--chat", options->chat,
                                         "The prompt is a user's message: the model's chat template goes around it, and "
                                         "whatever it contains is plain text");
+  command->get_option("--no-bos")->excludes(chat);
   command->add_option("--system", options->system, "The system message of the chat (default: the template's own)")
       ->needs(chat)
       ->type_name("TEXT")

@@ -6,42 +6,16 @@
 
 #include "bench.h"
 #include "command.h"
+#include "command_line.h"
 
 namespace {
 
-int fail(const CLI::App& app, int exit_code, std::string message) {
-  std::string name = app.get_name();
-  for (const CLI::App* command = &app; !command->get_subcommands().empty();) {
-    command = command->get_subcommands().front();
-    name += " " + command->get_name();
-  }
+int fail(const std::string& name, int exit_code, std::string message) {
   for (char& c : message) {
     if (c == '\n' || c == '\r') c = ' ';
   }
-  std::fprintf(stderr, "%s: %s\n", name.c_str(), message.c_str());
+  std::fprintf(stderr, "%s: %s\n", name.c_str(), opst::tools::printable(message).c_str());
   return exit_code;
-}
-
-// "attention, matmul, model"
-std::string subcommands_of(const CLI::App& app) {
-  std::string list;
-  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    list += (list.empty() ? "" : ", ") + command->get_name();
-  }
-  return list;
-}
-
-// What no option took, in the order in which it was given.
-std::string unknown_arguments(const CLI::App& app) {
-  std::string text = "unknown:";
-  for (const std::string& argument : app.remaining(true)) text += " " + argument;
-  const CLI::App* command = &app;
-  std::string name = app.get_name();
-  while (!command->get_subcommands().empty()) {
-    command = command->get_subcommands().front();
-    name += " " + command->get_name();
-  }
-  return text + "; see " + name + " --help";
 }
 
 int run(int argc, char** argv) {
@@ -61,34 +35,31 @@ int run(int argc, char** argv) {
   CLI::App* bench = app.add_subcommand("bench", "Measure an operator, or a model");
   CLI::App* check = app.add_subcommand("check", "Compare an operator with float64");
   CLI::App* plan = app.add_subcommand("plan", "Explain what an operator, or a model, would do");
-  for (CLI::App* parent : {bench, check, plan}) {
-    parent->require_subcommand(0, 1);
-    parent->callback([parent] {
-      if (parent->get_subcommands().empty())
-        opst::tools::usage_error("a subcommand is required: " + subcommands_of(*parent));
-    });
-  }
+  for (CLI::App* parent : {bench, check, plan}) parent->require_subcommand(1);
   opst::tools::add_bench_attention(*bench);
   opst::tools::add_bench_matmul(*bench);
   opst::tools::add_bench_model(*bench);
   opst::tools::add_check_attention(*check);
   opst::tools::add_plan_attention(*plan);
   opst::tools::add_plan_model(*plan);
+  const std::string name = opst::tools::command_name(app, argc, argv);
   try {
-    app.parse(argc, argv);
-    if (app.get_subcommands().empty()) opst::tools::usage_error("a subcommand is required; see opst --help");
+    std::vector<std::string> arguments = opst::tools::own_names(app, argc, argv);
+    try {
+      app.parse(arguments);
+      if (app.get_subcommands().empty()) opst::tools::usage_error("a subcommand is required; see opst --help");
+    } catch (const CLI::CallForVersion& version) {
+      opst::tools::write_output(std::string(version.what()) + "\n");
+    } catch (const CLI::CallForHelp&) {
+      opst::tools::write_output(app.help());
+    }
     return 0;
-  } catch (const CLI::Success& success) {  // --help, --version
-    app.exit(success);
-    return std::fflush(stdout) == 0 ? 0 : 1;
-  } catch (const CLI::ExtrasError&) {
-    return fail(app, 2, unknown_arguments(app));
   } catch (const CLI::ParseError& error) {
-    return fail(app, 2, error.what());
+    return fail(name, 2, opst::tools::what_is_wrong(app, error));
   } catch (const opst::tools::CommandError& error) {
-    return fail(app, error.exit_code(), error.what());
+    return fail(name, error.exit_code(), error.what());
   } catch (const std::bad_alloc&) {
-    return fail(app, 1, "out of memory");
+    return fail(name, 1, "out of memory");
   }
 }
 

@@ -19,7 +19,7 @@ void SamplingArguments::add_to(CLI::App& command) {
       command
           .add_option("-s,--seed", sampling_.seed,
                       "Of the random numbers; the same seed gives the same text (default 0)")
-          ->check(at_least(0))
+          ->check(any_uint64())
           ->type_name("N"),
   };
   for (CLI::Option* option : sampled_) option->excludes(greedy);

@@ -63,7 +63,12 @@ class OpstChat : public testing::Test {
   // As a terminal shows it.
   static std::string shown(const std::string& text) {
     std::string shown;
-    for (const char c : text) shown += c == '\n' ? std::string("\r\n") : std::string(1, c);
+    for (const char c : text) {
+      char escape[8];
+      std::snprintf(escape, sizeof escape, "\\x%02X", static_cast<unsigned>(static_cast<unsigned char>(c)));
+      const bool control = (c >= 0 && c < ' ' && c != '\n' && c != '\t') || c == '\x7F';
+      shown += c == '\n' ? std::string("\r\n") : control ? std::string(escape) : std::string(1, c);
+    }
     return shown;
   }
 

@@ -52,7 +52,8 @@ TEST_F(OpstPerplexity, WindowsAndTokens) {
   EXPECT_EQ(measure(text, {})["counted"], 698);  // 1024, but the model's context is 512
   EXPECT_EQ(measure(text, {"-c", "512"}), measure(text, {}));
   EXPECT_EQ(measure(text, {"-c", "2"})["counted"], 350);
-  EXPECT_EQ(measure("<|im_end|>", {})["tokens"], 10);  // plain text; nothing is put in front
+  EXPECT_EQ(measure("<|im_end|>x", {})["tokens"], 2);
+  EXPECT_EQ(measure("<|im_end|>", {"--no-special"})["tokens"], 10);
   EXPECT_EQ(measure("hello\r\n", {})["tokens"], 3);
 }
 

@@ -114,7 +114,7 @@ TEST_F(Opst, BadFilesAreExitCode1) {
   refused(folder_.write("text.gguf", "hello, world"), "text.gguf: is not a GGUF file");
   const std::string good = read_file(model_);
   refused(folder_.write("cut.gguf", good.substr(0, good.size() - 100)), "but the file ends at");
-  refused("/tmp", "/tmp: is not a regular file");
+  refused("/tmp", "/tmp: is a folder");
   expect_failure(run_program(with_model("generate", {"-f", folder_.path("none.txt")})), 1, "none.txt: cannot read");
   expect_failure(run_program(with_model("generate", {"-f", "/tmp"})), 1, "/tmp: cannot read");
 }

@@ -21,6 +21,7 @@ constexpr int64_t kLogitRows = 32;
 struct Options {
   std::string model_path;
   std::string text_path;
+  TextArguments as_tokens;
   SessionArguments session;
   int num_threads = 0;
   bool json = false;
@@ -54,10 +55,9 @@ void run(const Options& options) {
   if (text.empty()) usage_error(options.text_path + ": the text is empty");
   if (!model::is_valid_utf8(text)) usage_error(options.text_path + ": the text is not valid UTF-8");
   Context context = make_context(options.num_threads);
-  const ModelFile file = open_model(options.model_path);
-  const model::LlamaConfig config = value_or_fail(model::read_llama_config(file.file));
-  const int64_t window = options.session.context(config, kDefaultContext);
-  const std::vector<int32_t> ids = value_or_fail(file.tokenizer.encode(text, false));
+  const model::ModelFile file = value_or_fail(model::ModelFile::open(options.model_path));
+  const int64_t window = options.session.context(file.config, kDefaultContext);
+  const std::vector<int32_t> ids = value_or_fail(model::text_ids(file.tokenizer, text, options.as_tokens.options()));
   if (ids.size() < 2) {
     usage_error(options.text_path + ": the text has " + std::to_string(ids.size()) +
                 " tokens, but predicting one from another takes 2");
@@ -94,11 +94,10 @@ void add_perplexity(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("perplexity", "Measure how well a language model predicts a text");
   command->add_option("-m,--model", options->model_path, "Model file (GGUF)")->required()->type_name("FILE");
-  command
-      ->add_option("-f,--file", options->text_path,
-                   "The text, UTF-8, taken byte for byte; special tokens written in it are plain text, none is added")
+  command->add_option("-f,--file", options->text_path, "The text, UTF-8, taken byte for byte")
       ->required()
       ->type_name("FILE");
+  options->as_tokens.add_to(*command);
   options->session.add_to(*command,
                           "Tokens of a window; every window starts fresh (default: 1024, at most the model's)", 2);
   add_threads_option(*command, options->num_threads);

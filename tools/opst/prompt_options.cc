@@ -20,13 +20,18 @@ std::string read_file(const std::string& path) {
   return content;
 }
 
+void TextArguments::add_to(CLI::App& command) {
+  command.add_flag("--no-special", no_special, "The names of control tokens (<|im_end|>) are plain text, not tokens");
+  command.add_flag("--no-bos", no_bos, "No leading token in front of the text, even where the model file asks for one");
+}
+
 void PromptOptions::add_to(CLI::App& command) {
   command.add_option("-m,--model", model_path, "Model file (GGUF)")->required()->type_name("FILE");
   CLI::Option* argument = command.add_option("-p,--prompt", prompt, "The prompt")->type_name("TEXT");
   command.add_option("-f,--prompt-file", prompt_path, "A file that holds the prompt, taken byte for byte")
       ->type_name("FILE")
       ->excludes(argument);
-  command.add_flag("--no-special", no_special, "Special tokens written in the prompt are plain text");
+  as_tokens.add_to(command);
 }
 
 std::string PromptOptions::text() const {
@@ -36,12 +41,6 @@ std::string PromptOptions::text() const {
   if (text.empty()) usage_error("the prompt is empty");
   if (!model::is_valid_utf8(text)) usage_error("the prompt is not valid UTF-8");
   return text;
-}
-
-ModelFile open_model(const std::string& path) {
-  model::GgufFile file = value_or_fail(model::GgufFile::open(path));
-  model::Tokenizer tokenizer = value_or_fail(model::Tokenizer::from_gguf(file));
-  return {std::move(file), std::move(tokenizer)};
 }
 
 }  // namespace opst::tools

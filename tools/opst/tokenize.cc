@@ -14,8 +14,8 @@ struct Options {
 
 void run(const Options& options) {
   const std::string text = options.prompt.text();
-  const ModelFile model = open_model(options.prompt.model_path);
-  const auto ids = value_or_fail(model::raw_prompt(model.tokenizer, text, !options.prompt.no_special));
+  const model::ModelFile model = value_or_fail(model::ModelFile::open(options.prompt.model_path));
+  const auto ids = value_or_fail(model::text_ids(model.tokenizer, text, options.prompt.as_tokens.options()));
   if (options.json) {
     nlohmann::ordered_json pieces = nlohmann::json::array();
     for (const int32_t id : ids) {
