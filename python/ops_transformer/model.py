@@ -11,7 +11,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Union
 import numpy as np
 
 from . import _core
-from ._arrays import _integer_array, default_context, view
+from ._arrays import default_context, integer_array, view
 from ._calls import option
 from ._core import Context
 
@@ -37,7 +37,7 @@ def _ids(function: str, name: str, values: Any) -> List[int]:
     # Elements of bytes are integers, but nobody means them as tokens.
     if isinstance(values, (bytes, bytearray, memoryview)):
         raise TypeError(f"{function}: {name} is {type(values).__name__}, must be a text (str) or token ids")
-    ids = _integer_array(values, f"{function}: {name}")
+    ids = integer_array(values, f"{function}: {name}")
     if ids.ndim != 1:
         raise ValueError(f"{function}: {name} must be one row of token ids, but its shape is {list(ids.shape)}")
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
