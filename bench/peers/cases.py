@@ -4,15 +4,26 @@
     dtype, words of the mode, batch x heads[/kv_heads] x length[/kv_len] x head_dim[/value_head_dim]
 
 Words of the mode: forward (alone), causal, dropout, bool_mask, float_mask; backward: the gradients alone; training: forward
-and gradients together.
+and gradients together. And the options that some libraries have and others do not:
+
+    window    a query sees WINDOW keys: its own and those before it, without causal as many behind it
+    alibi     each head's slope times the distance is taken from the scores
+    softcap   scores become SOFTCAP * tanh(score / SOFTCAP)
+    sinks     each head has one more score, without a value
+    varlen    `batch` sequences of lengths that fall evenly from `length`, packed where the library takes them packed
+    paged     keys and values lie in a paged cache; the last query sees the last key (prefill of a chunk)
+    strided   inputs are views of memory in the order batch, length, heads, head_dim
 """
 
 from typing import NamedTuple, Optional
 
 DTYPES = ("f32", "bf16", "f16")
-WORDS = ("forward", "causal", "backward", "training", "dropout", "bool_mask", "float_mask")
+OPTIONS = ("window", "alibi", "softcap", "sinks", "varlen", "paged")  # what torch's function has no argument for
+WORDS = ("forward", "causal", "backward", "training", "dropout", "bool_mask", "float_mask", *OPTIONS, "strided")
 DROPOUT = 0.1
 VISIBLE = 0.9  # share of the keys that a bool mask shows
+WINDOW = 256
+SOFTCAP = 20.0
 
 
 class Case(NamedTuple):
@@ -47,8 +58,19 @@ class Case(NamedTuple):
 
     @property
     def plain(self):
-        """Forward without mask or dropout, perhaps causal: what every peer has."""
+        """Forward without mask, dropout or options, perhaps causal: what every peer has."""
         return not set(self.words) - {"causal"}
+
+    @property
+    def options(self):
+        return tuple(word for word in self.words if word in OPTIONS)
+
+    @property
+    def lengths(self):
+        """Of the sequences: query_len, or from it downwards in even steps."""
+        if "varlen" not in self.words:
+            return (self.query_len,) * self.batch
+        return tuple(max(1, self.query_len * (self.batch - i) // self.batch) for i in range(self.batch))
 
 
 def parse(text):
@@ -65,7 +87,14 @@ def parse(text):
     heads, lengths, dims = ((part * 2)[:2] for part in parts[1:])
     if heads[0] % heads[1] or min(parts[0] + heads + lengths + dims) < 1:
         raise ValueError(f"{text}: {shape} has a size of 0, or heads that kv_heads does not divide")
-    return Case(dtype, tuple(word for word in words if word != "forward"), parts[0][0], *heads, *lengths, *dims)
+    case = Case(dtype, tuple(word for word in words if word != "forward"), parts[0][0], *heads, *lengths, *dims)
+    if "paged" in words and (case.gradients or {"varlen", "strided", "dropout"} & set(words) or case.query_len > case.kv_len):
+        raise ValueError(f"{text}: paged is forward, without varlen, strided and dropout, of no more queries than keys")
+    if case.options and "paged" not in words and case.query_len != case.kv_len:
+        raise ValueError(f"{text}: {case.options[0]} without paged has as many queries as keys, not {shape}")
+    if case.options and "dropout" in words:
+        raise ValueError(f"{text}: dropout goes without {case.options[0]}")
+    return case
 
 
 def _product(dtypes, modes, shapes):
@@ -100,6 +129,20 @@ GROUPS = {
                           ["1x8x512x128/64", "1x8x512x64/128", "1x4x2048x192/128"])
     + _product(["f32"], ["forward"], [f"1x4x1024x{d}" for d in (33, 40, 72, 80, 96, 256)]),
     "decode": _product(["f32", "bf16"], ["forward"], _DECODE),
+    "window": _product(["f32", "bf16"], ["causal window"], ["1x8x1024x64", "1x4x4096x128"])
+    + ["f32 window 1x4x2048x64", "f32 causal window backward 1x4x2048x64"],
+    "alibi": _product(["f32", "bf16"], ["causal alibi"], ["1x8x512x64", "1x8x2048x128"])
+    + ["f32 alibi 1x8x1024x64", "f32 causal alibi backward 1x4x1024x64"],
+    "softcap": _product(["f32", "bf16"], ["causal softcap"], ["1x8x512x64", "1x8x2048x128"])
+    + ["f32 softcap backward 1x4x1024x64"],
+    "sinks": _product(["f32", "bf16"], ["causal sinks", "causal window sinks"], ["1x8x512x64", "1x32/4x2048x64"]),
+    "varlen": _product(["f32", "bf16"], ["varlen", "causal varlen"], ["8x8x512x64", "4x32/8x1024x128"])
+    + ["f32 causal varlen backward 4x4x1024x64"],
+    "paged": _product(["f32", "bf16"], ["causal paged"],
+                      ["1x32/8x512x128", "1x32/8x512/4096x128", "4x32/8x64/2048x128", "8x32/8x1/2048x128"])
+    + ["bf16 causal window paged 1x32/8x512/4096x128"],
+    "strided": _product(["f32", "bf16"], ["strided", "causal strided"], ["1x8x256x64", "2x8x1024x64", "1x32/8x1024x128"])
+    + ["f32 causal strided backward 2x4x1024x64"],
     "length": _product(["f32"], ["causal"], [f"1x1x{1 << n}x64" for n in range(8, 17)]),
 }
 
@@ -111,6 +154,8 @@ class Bar(NamedTuple):
 
 def bar(case: Case, threads: int, amx: bool = False) -> Optional[Bar]:
     """How many times a peer's time over ours has to be at least; None: shown without a bar."""
+    if case.options or "strided" in case.words:
+        return None
     if "dropout" in case.words or case.head_dim != case.value_head_dim:
         return Bar("torch", 3)
     if "bool_mask" in case.words:

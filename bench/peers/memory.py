@@ -40,9 +40,10 @@ def report_growth(text, peer_name):
     # What a library sets up at its first call is not the call's.
     small = case._replace(query_len=min(case.query_len, _WARM_UP_LEN), kv_len=min(case.kv_len, _WARM_UP_LEN))
     adapters.prepare(peer, small, calls.make_inputs(small))
-    call = peer.prepare(case, calls.make_inputs(case))
-    if call is None:
-        print(json.dumps((None, "has no such call")))
+    try:
+        call = adapters.checked(peer, case, calls.make_inputs(case))
+    except adapters.NoSuchCall as refusal:
+        print(json.dumps((None, str(refusal))))
         return
     with call.chosen():
         _forget_peak()

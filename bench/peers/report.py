@@ -33,8 +33,10 @@ def write(path, report):
 
 
 def best_peer(row, of=""):
-    """(name, ratio) of the fastest peer whose name starts with `of`; ours on fewer threads is none. None without any."""
-    ratios = {n: r for n, r in row.get("ratio", {}).items() if n.startswith(of) and not n.startswith("ours")}
+    """(name, ratio) of the fastest peer whose name starts with `of`; ours on fewer threads is none, and who gives wrong outputs
+    is none. None without any."""
+    ratios = {n: r for n, r in row.get("ratio", {}).items()
+              if n.startswith(of) and not n.startswith("ours") and n not in row.get("wrong", ())}
     return min(ratios.items(), key=lambda item: item[1]["median"], default=None)
 
 
@@ -64,7 +66,8 @@ def cells(row, amx):
             text_of(best[1]) if best else "", verdict(best[1]) if best else "",
             f"{'torch ' if judged[0].against == 'torch' else ''}{judged[0].least:g}: {judged[3]}" if judged else "",
             "; ".join(f"{name} {median:.2f}" for median, name in others),
-            f"{errors['ours']:.1e}, {max(errors.values()):.1e}" if errors else "",
+            ". ".join([f"{errors['ours']:.1e}, {max(errors.values()):.1e}", *(f"{name} is WRONG" for name in row.get("wrong", ()))])
+            if errors else "",
             "; ".join([peaks.pop("ours"), *(f"{name} {peak}" for name, peak in peaks.items())]) if "ours" in peaks else ""]
 
 

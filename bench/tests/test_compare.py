@@ -1,5 +1,7 @@
 """compare.py: what it says of its numbers, and one small run with the peers that are installed."""
 
+import argparse
+import json
 import math
 import os
 import random
@@ -11,7 +13,21 @@ import pytest
 BENCH = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, BENCH)
 
+import compare  # noqa: E402
 from peers import cases, plots, report, timing  # noqa: E402
+
+# A small row of each option, and one of dropout in each mode.
+OPTION_ROWS = ["f32 causal window 1x2x300x32", "f32 window 1x2x300x32", "f32 causal window backward 1x2x300x32",
+               "f32 causal alibi 1x4x64x32", "f32 alibi backward 1x4x64x32", "f32 softcap 1x2x64x32",
+               "f32 causal softcap backward 1x2x64x32", "f32 sinks 1x4/2x64x32", "f32 causal window sinks 1x2x300x32",
+               "f32 varlen 3x4/2x64x32", "f32 causal varlen backward 3x2x64x32", "f32 causal paged 2x4/2x40/200x32",
+               "f32 causal window paged 1x2x40/400x32", "f32 strided 2x2x64x32", "f32 causal strided backward 2x2x64x32",
+               "f32 dropout 2x4/2x64x32", "f32 dropout backward 1x2x64x32", "f32 dropout training 1x2x64x32"]
+
+
+def _torch():
+    if "torch" not in os.environ.get("OPST_REQUIRE", "").split(","):
+        pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
 
 
 def test_interval_of_few_values_is_all_of_them():
@@ -46,7 +62,9 @@ def test_case_as_text():
     assert str(case) == text
     assert (case.heads, case.kv_heads, case.query_len, case.kv_len, case.value_head_dim) == (32, 8, 1, 4096, 128)
     assert str(cases.parse("f32 forward 1x8x64x64")) == "f32 forward 1x8x64x64"
-    for wrong in ("f32 1x8x64", "f3 1x8x64x64", "f32 sideways 1x8x64x64", "f32 1x8/3x64x64", "f32 1x8x64x0", "f32 1/2x8x64x64"):
+    for wrong in ("f32 1x8x64", "f3 1x8x64x64", "f32 sideways 1x8x64x64", "f32 1x8/3x64x64", "f32 1x8x64x0", "f32 1/2x8x64x64",
+                  "f32 window 1x8x64/128x64", "f32 paged backward 1x8x64x64", "f32 paged 1x8x128/64x64",
+                  "f32 alibi dropout 1x8x64x64"):
         with pytest.raises(ValueError):
             cases.parse(wrong)
 
@@ -54,6 +72,18 @@ def test_case_as_text():
 def test_every_case_of_every_group_is_one():
     for texts in cases.GROUPS.values():
         assert [str(cases.parse(text)) for text in texts] == texts
+
+
+def test_lengths_of_sequences():
+    assert cases.parse("f32 varlen 4x8x512x64").lengths == (512, 384, 256, 128)
+    assert cases.parse("f32 varlen 3x1x2x64").lengths == (2, 1, 1)
+    assert cases.parse("f32 forward 2x8x512x64").lengths == (512, 512)
+
+
+def test_every_option_has_a_group_and_a_small_row():
+    for word in (*cases.OPTIONS, "strided", "dropout"):
+        assert any(word in cases.parse(text).words for text in cases.GROUPS[word]), word
+        assert any(word in cases.parse(text).words for text in OPTION_ROWS), word
 
 
 def _row(case, threads=1, **parts):
@@ -103,8 +133,7 @@ def test_plot_of_three_lengths(tmp_path):
 
 
 def test_small_run_with_what_is_installed(tmp_path):
-    if "torch" not in os.environ.get("OPST_REQUIRE", "").split(","):
-        pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+    _torch()
     out = tmp_path / "out.json"
     texts = "f32 forward 1x2x64x32,f32 causal backward 1x2x64x32,f32 bool_mask 1x2x64x32,f32 dropout 1x2x64x32"
 
@@ -118,6 +147,101 @@ def test_small_run_with_what_is_installed(tmp_path):
     for text, row in rows.items():
         assert row["pairs"] == 3
         assert "torch math" in row["ratio"]
-        assert all(error < 1e-4 for error in row["error"].values()), row
+        assert set(row["error"]) == {"ours", *row["ratio"]} and row["wrong"] == [], row
         assert text in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert rows[texts.split(",")[0]]["peak_bytes"]["ours"] >= 0
+
+
+def test_options_are_compared_with_float64(tmp_path):
+    """Every row of every option, dropout included, has an error of ours that the rule allows; who has no such call says so."""
+    _torch()
+    out = tmp_path / "out.json"
+    subprocess.run([sys.executable, os.path.join(BENCH, "compare.py"), "--cases", ",".join(OPTION_ROWS), "--pairs", "1",
+                    "--json", out], check=True)
+    rows = {row["case"]: row for row in report.read(out)["rows"]}
+    assert list(rows) == OPTION_ROWS
+    for text, row in rows.items():
+        assert set(row["error"]) == {"ours", *row["ratio"]} and row["wrong"] == [], row
+        softcap = "softcap" in text
+        assert ("torch math" in row["ratio"]) != softcap, row
+        assert (row["refused"].get("torch math") == "has no softcap") == softcap, row
+
+
+@pytest.fixture
+def wrong_peers(monkeypatch):
+    """Ours with a window of one key more than the case says, and torch's math path as it is: (adapters, options)."""
+    _torch()
+    from peers import adapters
+
+    def prepare(case, inputs):
+        monkeypatch.setattr(cases, "WINDOW", cases.WINDOW + 1)
+        try:
+            call = adapters.Ours().prepare(case, inputs)
+            call.run()
+        finally:
+            monkeypatch.setattr(cases, "WINDOW", cases.WINDOW - 1)
+        return call
+
+    wrong = adapters.Ours()
+    wrong.prepare = prepare
+    return adapters, wrong, argparse.Namespace(threads=1, pairs=1, seconds=1)
+
+
+def test_wrong_output_of_ours_is_named_and_ends_in_failure(monkeypatch, tmp_path, wrong_peers):
+    adapters, wrong, options = wrong_peers
+    case = cases.parse("f32 causal window 1x2x300x32")
+    math_path = adapters.TorchPath("torch math", "MATH")
+    assert compare.measure(case, [adapters.OURS, math_path], options)["wrong"] == []
+    monkeypatch.setattr(adapters, "OURS", wrong)
+    row = compare.measure(case, [wrong, math_path], options)
+    assert row["wrong"] == ["ours"]
+    assert "ours is WRONG" in report.table({"machine": {}, "commands": [], "rows": [row]})
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({"machine": {}, "commands": [], "rows": [row]}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="our output is wrong: f32 causal window 1x2x300x32"):
+        compare.main(["--report", str(path)])
+
+
+def test_wrong_output_of_a_peer_is_named_and_no_bar(wrong_peers):
+    adapters, wrong, options = wrong_peers
+    wrong.name = "torch that misreads windows"
+    case = cases.parse("f32 causal window 1x2x300x32")
+    row = compare.measure(case, [adapters.OURS, wrong], options)
+    assert row["wrong"] == [wrong.name]
+    assert report.best_peer(row) is None
+    assert compare.ours_is_wrong({"rows": [row]}) == []
+
+
+@pytest.mark.parametrize("text", ["f32 dropout 1x2x64x32", "f32 dropout backward 1x2x64x32", "bf16 forward 1x2x64x32"])
+def test_one_wrong_element_is_not_right(text):
+    _torch()
+    import torch
+    from peers import adapters, calls, exact
+
+    case = cases.parse(text)
+    inputs = calls.make_inputs(case)
+    expected = exact.Expected(case, inputs, adapters.OURS.kept(case, inputs, 1) if "dropout" in case.words else None)
+    for wrong, right in ((0, True), (0.1, False), (math.nan, False)):
+        outputs = [want.clone() for want in expected.want]
+        outputs[-1][0, 0, 3, 5] += wrong * outputs[-1].abs().max()
+        assert expected.judge(outputs).right is right, wrong
+    other = torch.roll(expected.want[0], 1, dims=2)
+    assert not expected.judge([other, *expected.want[1:]]).right
+
+
+def test_weights_that_dropout_keeps_decide():
+    """With another mask than the one that was drawn the same output is wrong."""
+    _torch()
+    from peers import adapters, calls, exact
+
+    case = cases.parse("f32 dropout 1x2x64x32")
+    inputs = calls.make_inputs(case)
+    for peer in (adapters.OURS, adapters.TorchPath("torch math", "MATH")):
+        kept = peer.kept(case, inputs, 1)
+        assert 0.85 < kept.double().mean() < 0.95
+        call = adapters.checked(peer, case, inputs)
+        calls.torch.manual_seed(calls.SEED)
+        with call.chosen():
+            outputs = call.outputs(call.run())
+        assert exact.Expected(case, inputs, kept).judge(outputs).right, peer.name
+        assert not exact.Expected(case, inputs, kept.roll(1, dims=3)).judge(outputs).right, peer.name

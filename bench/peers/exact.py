@@ -1,0 +1,92 @@
+"""What a call should give: in float64, and how far from it a result may lie.
+
+The rule is that of the C++ tests (src/testing/compare.h): twice the error of the three steps done naively, each result
+rounded to the dtype, and 4 eps of the largest element; over the whole result, and of an output again within each row. Peers
+may lie 4 times as far: vLLM's tanh of a softcap is 1.2 bounds away, what misreads an option 1,000 in float32.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from . import calls, cases
+
+PEER_SLACK = 4
+_SAMPLED_ROWS = 256  # of the naive form: its scores of a long call would not fit
+
+
+class Verdict(NamedTuple):
+    error: float  # largest difference over the largest element, of the worst result
+    right: bool
+
+
+class Expected:
+    """Of one call. `kept`: the weights that dropout leaves, bool [1, heads, query_len, kv_len] of the heads that are compared."""
+
+    def __init__(self, case, inputs, kept=None):
+        self.case, small = cut(case, inputs)
+        wide = small._replace(**{name: t.double() for name, t in small._asdict().items()
+                                 if t is not None and t.is_floating_point()})
+        self.eps = torch.finfo(small.query.dtype).eps
+        if case.gradients:
+            self.want = _gradients(self.case, wide, kept)
+            self.naive = list(zip(_gradients(self.case, small, kept), self.want))
+        else:
+            self.want = (_plain(self.case, wide) if not case.options and kept is None else steps(self.case, wide, kept=kept),)
+            sampled = torch.arange(0, case.query_len, -(-case.query_len // _SAMPLED_ROWS))
+            self.naive = [(steps(self.case, small, sampled, kept), self.want[0][:, :, sampled])]
+
+    def judge(self, outputs, slack=1):
+        """The Verdict on outputs of all batches and heads; within `slack` times the bound they are right."""
+        errors, right = [], True
+        for got, want, (naive, exact) in zip(outputs, self.want, self.naive):
+            off = (got[: want.shape[0], : want.shape[1]].double() - want).abs()
+            naive_off, largest = (naive.double() - exact).abs(), want.abs().max()
+            errors.append(float(off.max() / largest))
+            right &= bool(off.max() <= slack * (2 * naive_off.max() + 4 * self.eps * largest))  # NaN is not
+            if not self.case.gradients:
+                of_row = exact.abs().amax(-1).clamp_min(torch.finfo(torch.float64).tiny)
+                naive_ratio = (naive_off.amax(-1) / of_row).max()
+                right &= bool((off.amax(-1) <= slack * (2 * naive_ratio + 4 * self.eps) * want.abs().amax(-1)).all())
+        return Verdict(max(errors) if all(e == e for e in errors) else float("nan"), right)
+
+
+def cut(case, inputs):
+    """(case, inputs) of what is compared: the first batch (of varlen all) and the query heads of the first KV head, at most
+    two; gradients of key and value belong to all query heads of theirs."""
+    heads = case.heads // case.kv_heads if case.gradients else min(case.heads // case.kv_heads, 2)
+    batch = case.batch if "varlen" in case.words else 1
+    tensors = [t[:batch, :n] for t, n in zip(inputs, (heads, 1, 1, heads))]
+    of_heads = [None if t is None else t[:heads] for t in (inputs.slopes, inputs.sinks)]
+    return case._replace(batch=batch, heads=heads, kv_heads=1), calls.Inputs(*tensors, inputs.mask, *of_heads)
+
+
+def steps(case, inputs, sampled=slice(None), kept=None):
+    """softmax(scores) value in three steps, each rounded to the inputs' dtype, for the rows `sampled` of the queries."""
+    query, key, value = inputs[:3]
+    scores = query[:, :, sampled] @ key.transpose(-2, -1) * case.head_dim**-0.5
+    if "softcap" in case.words:
+        scores = cases.SOFTCAP * torch.tanh(scores / cases.SOFTCAP)
+    bias = calls.added(case, inputs)
+    if bias is not None:
+        scores = (scores + bias[:, sampled].to(torch.promote_types(scores.dtype, torch.float32))).to(scores.dtype)
+    scores = scores.masked_fill(~calls.visible(case, inputs.mask)[:, :, sampled], -torch.inf)
+    if "sinks" in case.words:
+        sinks = inputs.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = torch.softmax(scores, -1)[..., : case.kv_len]
+    if kept is not None:
+        weights = weights * kept[:, :, sampled] / (1 - cases.DROPOUT)
+    out = weights @ value
+    return out.masked_fill(~calls.rows(case)[:, :, sampled], 0) if "varlen" in case.words else out
+
+
+def _plain(case, inputs):
+    """torch's own result, in a memory that grows with the length alone."""
+    return torch._C._nn.scaled_dot_product_attention(*inputs[:3], **calls.options_of_torch(case, inputs))
+
+
+def _gradients(case, inputs, kept):
+    leaves = [t.detach().clone().requires_grad_() for t in inputs[:3]]
+    return torch.autograd.grad(steps(case, inputs._replace(query=leaves[0], key=leaves[1], value=leaves[2]), kept=kept), leaves,
+                               inputs.grad)
