@@ -151,16 +151,7 @@ def integers(values: Any, name: Optional[str] = None) -> View:
     """
     if isinstance(values, View):
         return values
-    if is_torch(values):
-        torch = sys.modules["torch"]
-        if values.dtype in (torch.int32, torch.int64):
-            return view(values, name)
-        if values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
-            raise refusal(TypeError, values, f"must be integers (int32 or int64), but is {_dtype_name(values)}", name)
-        values = values.to(torch.int64) if values.dtype != torch.uint64 else values.numpy()
-        if is_torch(values):
-            return view(values, name)
-    return view(integer_array(values, name), name)
+    return view(integer_tensor(values, name) if is_torch(values) else integer_array(values, name), name)
 
 
 def int64(values: Any, name: Optional[str] = None) -> View:
@@ -171,16 +162,23 @@ def int64(values: Any, name: Optional[str] = None) -> View:
     return view(np.asarray(values.detach() if is_torch(values) else values, dtype=np.int64), name)
 
 
-def integer_tensor(values: Any, name: str) -> Any:
-    """The same as a torch tensor of int64, for operators of torch."""
+def integer_tensor(values: Any, name: Optional[str]) -> Any:
+    """The same as a torch tensor, for operators of torch."""
     torch = sys.modules["torch"]
+    tensor = values
     if not is_torch(values):
-        if torch.compiler.is_compiling():
-            raise refusal(TypeError, values, "must be a torch tensor under torch.compile", name)
-        return torch.from_numpy(np.ascontiguousarray(integer_array(values, name), dtype=np.int64))
-    if values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
-        raise refusal(TypeError, values, f"must be integers (int32 or int64), but is {_dtype_name(values)}", name)
-    return values.to(torch.int64)
+        if not torch.compiler.is_compiling():
+            return torch.from_numpy(integer_array(values, name).copy())
+        if not isinstance(values, (list, tuple, range)):
+            raise refusal(TypeError, values, "must be a torch tensor or a list under torch.compile", name)
+        tensor = torch.tensor(values) if len(values) > 0 else torch.empty(0, dtype=torch.int64)
+    if tensor.dtype in (torch.int32, torch.int64):
+        return tensor
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise refusal(TypeError, values, f"must be integers (int32 or int64), but is {_dtype_name(tensor)}", name)
+    if tensor.dtype == torch.uint64 and not torch.compiler.is_compiling():  # may hold what int64 does not
+        return torch.from_numpy(integer_array(tensor.numpy(), name))
+    return tensor.to(torch.int64)
 
 
 def integer_array(values: Any, name: Optional[str] = None) -> np.ndarray:

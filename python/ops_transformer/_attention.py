@@ -137,15 +137,17 @@ def operator_for(arrays: Iterable[Any]) -> Optional[Any]:
     return _torch_attention if _torch_attention.is_needed(tensors) else None
 
 
-def read(arrays: Dict[str, Any], others: Tuple[Any, ...] = (), autocast: bool = False) -> Tuple[Optional[Any], Dict[str, Any]]:
+def read(arrays: Dict[str, Any], others: Tuple[Any, ...] = (), *, autocast: bool = False,
+         writes: bool = False) -> Tuple[Optional[Any], Dict[str, Any]]:
     """(None, views), or (torch's operator, torch tensors) where one of the arrays or `others` asks for it. With autocast query,
-    key and value of torch become what torch's autocast makes of those of scaled_dot_product_attention."""
+    key and value of torch become what torch's autocast makes of those of scaled_dot_product_attention. writes: the result goes
+    into memory of the user's, which no operator does; only gradients and those who must see the call ask for one then."""
     torch = sys.modules.get("torch")
     if torch is None or not (isinstance(arrays["query"], torch.Tensor) or any(map(is_torch, (*arrays.values(), *others)))):
         return None, {name: to_view(name, array) for name, array in arrays.items()}
     from . import _torch_attention
 
-    needed, tensors = _torch_attention.read(arrays, others, autocast)
+    needed, tensors = _torch_attention.read(arrays, others, autocast, writes)
     return _torch_attention if needed else None, tensors
 
 

@@ -8,7 +8,6 @@ way. Arguments of kind Any are arrays: `_arrays` refuses them, and the name is p
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from typing import Any, Callable, Dict, Optional, TypeVar
 
@@ -147,7 +146,8 @@ def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Except
     if hasattr(error, "name_given"):
         found = [error.name_given] if error.name_given else [name for name, value in arguments.items() if value is error.value]
         return type(error)(f"{function}: {found[0] if found else 'an argument'} {error.text}")
-    if isinstance(error, RuntimeError) or text.startswith(function):
+    # A kind of its own may be made of other things than a text, as UnicodeError is.
+    if type(error) not in (TypeError, ValueError) or text.startswith(function):
         return error
     return type(error)(f"{function}: {text}")
 
@@ -168,15 +168,21 @@ _forms: Dict[Any, Any] = {}
 def _form(module: str, function: Callable[..., Any]) -> Any:
     form = _forms.get(function)
     if form is None:
-        form = _forms[function] = importlib.import_module("." + module, __package__).form(function)
+        # Statements, which torch.compile follows where a compiled call is a process's first one.
+        if module == "_torch_matmul":
+            from ._torch_matmul import FORMS
+        else:
+            from ._torch_rowwise import FORMS
+        form = _forms[function] = FORMS[function.__name__]
     return form
 
 
 def public(function: Optional[F] = None, *, torch: Optional[str] = None) -> Any:
     """Checks options before the call and names function and argument in what it refuses.
 
-    torch: the module of this package that has the function as an operator of torch, with gradients. It takes the calls of
-    which torch's dispatcher must know, and is imported with the first one that has a torch tensor.
+    torch: the module of this package ("_torch_rowwise", "_torch_matmul") that has the function as an operator of torch, with
+    gradients. It takes the calls of which torch's dispatcher must know, and is imported with the first one that has a torch
+    tensor.
     """
     if function is None:
         return functools.partial(public, torch=torch)

@@ -34,13 +34,13 @@ class PagedStatistics(NamedTuple):
 
 
 def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, sinks: Any,
-                         actual_seq_qlen: Any, numbers: Dict[str, Any], options: Dict[str, Any]):
+                         actual_seq_qlen: Any, numbers: Dict[str, Any], options: Dict[str, Any], writes: bool):
     """(operator, tensors, numbers) of a call."""
     arrays, more = split_options("paged_attention", options, _OPTIONS)
     arrays.update(query=query, key=key_cache, value=value_cache, block_table=block_table, kv_lengths=kv_lengths)
     if sinks is not None:
         arrays["sinks"] = sinks
-    operator, tensors = read(arrays, (actual_seq_qlen,))
+    operator, tensors = read(arrays, (actual_seq_qlen,), writes=writes)
     rank = 4 if actual_seq_qlen is None else 3
     shape = tensors["query"].shape
     if len(shape) != rank:
@@ -79,7 +79,7 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     operator, tensors, numbers = _tensors_and_options(
         query, key_cache, value_cache, block_table, kv_lengths, sinks, actual_seq_qlen,
         dict(softmax_scale=scale_value, causal=causal, window_left=window_left, softcap=softcap, page_layout=layout,
-             alignment=alignment), options)
+             alignment=alignment), options, out is not None)
     shape, values = tensors["query"].shape, tensors["value"]
     varlen = actual_seq_qlen is not None
     if operator is not None:

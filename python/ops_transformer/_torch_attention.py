@@ -7,18 +7,18 @@ torch tensor comes whose bytes are not all that it is.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import _torch_door as door
-from ._arrays import default_context, integer_array, refusal
+from ._arrays import integer_tensor, refusal
 from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, shown, to_view
 from ._core import Context, View
+from ._torch_operator import (calling, context as context_of_call, given_context, map_one_by_one, no_second_derivative,
+                              one_by_one, statistics_dtype, using, view)
 
 _TENSORS = Tensors._fields
 _DEFAULTS = Options._field_defaults
@@ -38,10 +38,6 @@ _library.define(f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor o
                 " bool[5] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 
-def _view(tensor: Tensor) -> View:
-    return View(torch.utils.dlpack.to_dlpack(tensor))
-
-
 def _signed(number: int) -> int:
     """64 bits without a sign as torch's integers."""
     return number - 2**64 if number >= 2**63 else number
@@ -49,21 +45,13 @@ def _signed(number: int) -> int:
 
 def _views(arguments: Tuple[Any, ...]) -> Tuple[Dict[str, View], Dict[str, Any]]:
     """Views of the tensors, and the numbers that are not the defaults."""
-    tensors = {name: _view(tensor) for name, tensor in zip(_TENSORS, arguments) if tensor is not None}
+    tensors = {name: view(tensor) for name, tensor in zip(_TENSORS, arguments) if tensor is not None}
     numbers = {name: number for (name, default), number in zip(_DEFAULTS.items(), arguments[len(_TENSORS):])
                if number != default}
     for name in ("seed", "offset"):
         if name in numbers:
             numbers[name] &= 2**64 - 1
     return tensors, numbers
-
-
-def _context_of_call() -> Context:
-    return getattr(_of_thread, "context", None) or default_context()
-
-
-def _real(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 _ORDERS = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "SBND": (2, 0, 1, 3), "TND": (0, 1, 2)}
@@ -79,7 +67,7 @@ def _new_outputs(arguments: Tuple[Any, ...], order: str, statistics: bool) -> Li
     axes = _ORDERS[order]
     out = query.new_empty([shape[axis] for axis in axes]).permute([axes.index(d) for d in range(len(axes))])
     rows = query.shape[:3] if len(axes) == 4 else (query.shape[1], query.shape[0])
-    dtype = _real(query)
+    dtype = statistics_dtype(query)
     return [out, query.new_empty(rows, dtype=dtype)] + [query.new_empty(rows if statistics else (0,), dtype=dtype)
                                                          for _ in range(2)]
 
@@ -87,15 +75,15 @@ def _new_outputs(arguments: Tuple[Any, ...], order: str, statistics: bool) -> Li
 def _forward(arguments: Tuple[Any, ...], context: Optional[Context] = None) -> Tuple[Tensor, ...]:
     *inputs, order, statistics = arguments
     outputs = _new_outputs(arguments, order, statistics)
-    views = [_view(output) for output in outputs[: 4 if statistics else 2]]
-    core_call(*_views(tuple(inputs))).forward(context or _context_of_call(), *views)
+    views = [view(output) for output in outputs[: 4 if statistics else 2]]
+    core_call(*_views(tuple(inputs))).forward(context or context_of_call(), *views)
     return tuple(outputs)
 
 
 def _new_gradients(inputs: Tuple[Any, ...], wanted: List[bool]) -> List[Tensor]:
     named = dict(zip(_TENSORS, inputs))
     query = named["query"]
-    real = _real(query)
+    real = statistics_dtype(query)
     gradients = []
     for name, want in zip(DIFFERENTIABLE, wanted):
         tensor = named[name]
@@ -110,34 +98,12 @@ def _new_gradients(inputs: Tuple[Any, ...], wanted: List[bool]) -> List[Tensor]:
 
 def _backward(grad_out, grad_lse, out, lse, inputs, wanted, context=None) -> Tuple[Tensor, ...]:
     gradients = _new_gradients(inputs, wanted)
-    views = [_view(gradient) if want else None for gradient, want in zip(gradients, wanted)]
+    views = [view(gradient) if want else None for gradient, want in zip(gradients, wanted)]
     core_call(*_views(tuple(inputs))).backward(
-        context or _context_of_call(), _view(out), _view(grad_out), _view(lse),
-        grad_lse=None if grad_lse is None else _view(grad_lse),
+        context or context_of_call(), view(out), view(grad_out), view(lse),
+        grad_lse=None if grad_lse is None else view(grad_lse),
         **{f"grad_{name}": gradient for name, gradient in zip(DIFFERENTIABLE, views)})
     return tuple(gradients)
-
-
-_of_thread = threading.local()  # the Context of a call that goes through the dispatcher
-
-
-@contextlib.contextmanager
-def _with(context: Context) -> Iterator[None]:
-    _of_thread.context = context
-    try:
-        yield
-    finally:
-        _of_thread.context = None
-
-
-def _computing(context: Optional[Context]) -> Any:
-    """While an operator is called: with the Context that was given. A graph that is traced runs later, without it."""
-    if context is None:
-        return contextlib.nullcontext()
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        raise ValueError("context is given, but a call that is compiled or traced is computed by the process's own Context: leave "
-                         "context out (set_num_threads says how many threads that one has)")
-    return _with(context)
 
 
 _library.impl("attention", lambda *arguments: _forward(arguments), "CPU")
@@ -163,7 +129,7 @@ def _save(ctx, inputs, output):
     out, lse, largest, total = output
     ctx.save_for_backward(*tensors, out, lse, total)
     ctx.options = inputs[len(_TENSORS):len(_TENSORS) + len(Options._fields)]
-    ctx.context = inputs[_NUM_INPUTS] if len(inputs) > _NUM_INPUTS else None
+    ctx.context = inputs[_NUM_INPUTS] if len(inputs) > _NUM_INPUTS else given_context()
     ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(largest)
     ctx.set_materialize_grads(False)
@@ -184,24 +150,19 @@ def _gradients(ctx, grad_out, grad_lse, _, grad_sum):
     if door.is_plain(grad_out, grad_lse, *tensors) and not torch.is_grad_enabled():
         gradients = _backward(grad_out, grad_lse, out, lse, inputs, wanted, ctx.context)
     else:
-        gradients = _call_backward(grad_out, grad_lse, out, lse, *inputs, wanted)
+        with using(ctx.context):
+            gradients = _call_backward(grad_out, grad_lse, out, lse, *inputs, wanted)
     gradients = [gradient.to(tensor.dtype) if want else None
                  for gradient, tensor, want in zip(gradients, tensors, wanted)]
     return (*gradients, *[None] * (ctx.num_inputs - len(gradients)))
 
 
-_SECOND = ("ops_transformer: second derivatives of attention are not implemented; "
-           "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) with torch's own function has them")
 _FORWARD_MODE = ("ops_transformer: forward-mode derivatives of attention are not implemented (torch.func.jvp, jacfwd, dual "
                  "tensors); reverse mode has them (torch.func.vjp, jacrev, backward)")
 
 
-def _second_derivative(ctx, *_):
-    raise NotImplementedError(_SECOND)
-
-
 torch.library.register_autograd("ops_transformer::attention", _gradients, setup_context=_save, lib=_library)
-torch.library.register_autograd("ops_transformer::attention_backward", _second_derivative, lib=_library)
+torch.library.register_autograd("ops_transformer::attention_backward", no_second_derivative, lib=_library)
 _operator = torch.ops.ops_transformer.attention.default
 _backward_operator = torch.ops.ops_transformer.attention_backward.default
 
@@ -216,16 +177,6 @@ def _call_backward(*arguments):
     if _is_transformed():
         return _Gradients.apply(*arguments[:-1], *arguments[-1])
     return _backward_operator(*arguments)
-
-
-def _one_by_one(function, info, in_dims, arguments):
-    """vmap: one call for each element of the mapped dimension. No rule of the core takes one dimension more."""
-    results = []
-    for i in range(info.batch_size):
-        results.append(function(*[argument.select(dim, i) if isinstance(argument, Tensor) and dim is not None else argument
-                                  for argument, dim in zip(arguments, in_dims)]))
-    stacked = tuple(torch.stack(parts) for parts in zip(*results))
-    return stacked, (0,) * len(stacked)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -256,7 +207,7 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *inputs):
-        return _one_by_one(_Transformable.apply, info, in_dims, inputs)
+        return one_by_one(_Transformable.apply, info, in_dims, inputs)
 
 
 class _Gradients(torch.autograd.Function):
@@ -271,7 +222,7 @@ class _Gradients(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         pass
 
-    backward = staticmethod(_second_derivative)
+    backward = staticmethod(no_second_derivative)
 
     @staticmethod
     def jvp(ctx, *_):
@@ -279,14 +230,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *inputs):
-        return _one_by_one(_Gradients.apply, info, in_dims, inputs)
+        return one_by_one(_Gradients.apply, info, in_dims, inputs)
 
 
-for _name in ("attention", "attention_backward"):
-    _mapped = getattr(torch.ops.ops_transformer, _name).default
-    torch.library.register_vmap(
-        f"ops_transformer::{_name}",
-        lambda info, in_dims, *arguments, _mapped=_mapped: _one_by_one(_mapped, info, in_dims, arguments), lib=_library)
+map_one_by_one(_library, "attention", "attention_backward")
 
 # ---- what the package's functions call -------------------------------------------------------------------------------
 
@@ -312,14 +259,11 @@ def to_tensor(name: str, array: Any) -> Tensor:
     """An argument of the operator: torch's as they are, others as torch tensors of the same memory."""
     if isinstance(array, Tensor):
         _refuse_without_values(name, array)
-        if name in INTEGERS and (array.is_floating_point() or array.dtype == torch.bool):
-            raise refusal(TypeError, array, f"must be integers (int32 or int64), but is {array.dtype}", name)
         if name == "mask":
             check_mask(array, str(array.dtype))
-        return array
+        return integer_tensor(array, name) if name in INTEGERS else array
     if name in INTEGERS:
-        compiled = isinstance(array, (list, tuple, range)) and torch.compiler.is_compiling()
-        return torch.tensor(array, dtype=torch.int64) if compiled else torch.from_numpy(integer_array(array, name).copy())
+        return integer_tensor(array, name)
     if isinstance(array, np.ndarray):
         if name == "mask":
             check_mask(array, str(array.dtype))
@@ -331,16 +275,19 @@ def to_tensor(name: str, array: Any) -> Tensor:
 _FLOATS = frozenset(("query", "key", "value", "bias", "sinks", "alibi_slopes"))
 
 
-def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool) -> Tuple[bool, Dict[str, Any]]:
+def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool, writes: bool) -> Tuple[bool, Dict[str, Any]]:
     """_attention.read, of arrays with a torch tensor among them; whether the operator is needed comes first."""
     if autocast and torch.is_autocast_enabled("cpu"):
         arrays = {**arrays, **dict(zip(("query", "key", "value"), _cast(arrays)))}
-    if is_needed([array for array in (*arrays.values(), *others) if isinstance(array, Tensor)]):
-        return True, {name: to_tensor(name, array) for name, array in arrays.items()}
+    given = [array for array in (*arrays.values(), *others) if isinstance(array, Tensor)]
+    if is_needed(given):
+        if not writes or door.is_watched() or door.records(*given):
+            return True, {name: to_tensor(name, array) for name, array in arrays.items()}
+        return False, {name: to_view(name, array) for name, array in arrays.items()}
     views = {}
     for name, array in arrays.items():
         # What a tensor is was asked just now, but for lists of integers and masks.
-        views[name] = _view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
+        views[name] = view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
     return False, views
 
 
@@ -361,7 +308,7 @@ def is_traced(array: Any) -> bool:
 
 def starts(name: str, ends: Any) -> Tensor:
     """Where sequences begin, of where they end."""
-    ends = to_tensor("cu_seqlens_q", ends)
+    ends = integer_tensor(ends, name)
     return torch.cat([ends.new_zeros(1), ends])
 
 
@@ -385,7 +332,7 @@ def attend(tensors: Dict[str, Tensor], numbers: Dict[str, Any], *, order: str = 
         raise NotImplementedError(_FORWARD_MODE)
     if door.is_plain(*given):
         return _Differentiable.apply(*arguments, context)
-    with _computing(context):
+    with calling(context):
         return _Transformable.apply(*arguments) if _is_transformed() else _operator(*arguments)
 
 
@@ -401,6 +348,6 @@ def gradients(tensors: Dict[str, Tensor], numbers: Dict[str, Any], saved: Dict[s
         lse = saved["softmax_max"] + saved["softmax_sum"].log()
     arguments = (saved["grad_out"], saved.get("grad_lse"), saved["attention_out"], lse,
                  *_arguments(tensors, numbers), [name in wanted for name in DIFFERENTIABLE])
-    with _computing(context):
+    with calling(context):
         found = _call_backward(*arguments)
     return dict(zip(DIFFERENTIABLE, found))

@@ -6,11 +6,11 @@ replaces a torch function, or reads torch tensors through their memory, asks her
 
     overridden(*arguments)      a subclass or a mode has its own way of this call: torch.overrides.handle_torch_function
     watcher()                   who has to see each operator: call it through torch.ops
+    is_watched()                the same question, of those who would get other results otherwise
     is_plain(*tensors)          nobody, and the tensors are their bytes: the dispatcher may be left out
     records(*tensors)           autograd has to hear of it
     has_tangent(*tensors)       forward-mode autograd has to hear of it
     bytes_of(tensor, ...)       the tensor whose memory holds these values; TypeError where there is none
-    refuse_gradients(...)       for functions without a gradient: RuntimeError where one would be lost
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ def _plain_keys() -> frozenset:
 _PLAIN_KEYS = _plain_keys()
 
 
+def is_watched() -> bool:
+    """Whether somebody has to see each operator who does more than measure time, as a profiler does."""
+    return watcher() not in (None, _PROFILER)
+
+
+_PROFILER = "a profiler is active"
+
+
 def watcher() -> Optional[str]:
     """Who has to see each operator, in words; None: nobody."""
     if is_compiling():
@@ -68,7 +76,7 @@ def watcher() -> Optional[str]:
     if _function_modes() and not _is_default_device_only():
         return "a TorchFunctionMode is active"
     if _profiler_enabled():
-        return "a profiler is active"
+        return _PROFILER
     return None
 
 
@@ -179,17 +187,3 @@ def bytes_of(tensor: Tensor, function: str, name: str) -> Tensor:
         if tensor._is_zerotensor():
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         return tensor.resolve_neg().resolve_conj()
-
-
-def refuse_gradients(function: str, **tensors: Any) -> None:
-    """RuntimeError where autograd would lose a gradient: for functions that have none. What is no tensor is passed over."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        if records(tensor):
-            raise RuntimeError(
-                f"{function}: {name} requires gradients and this function has none; call it under torch.no_grad() or pass "
-                f"{name}.detach()"
-            )
-        if has_tangent(tensor):
-            raise RuntimeError(f"{function}: {name} carries a forward-mode tangent and this function has no derivative")

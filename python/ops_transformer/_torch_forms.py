@@ -6,16 +6,12 @@ an operator of the library "ops_transformer", so that autograd, torch.compile, m
     form = Form(rms_norm, operator, order, finish)      # order: the function's arguments in the operator's order
     form.is_wanted(args, kwargs)                        # whether somebody has to see the call
     form.call(args, kwargs)
-
-Operators have no argument for a Context: the one of a call is kept beside it, by thread, and its backward uses the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import threading
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import numpy as np
 import torch
@@ -24,31 +20,11 @@ from torch.autograd import forward_ad
 from torch._C._functorch import TransformType
 
 from . import _torch_door as door
-from ._arrays import default_context, is_torch, refusal
-from ._core import Context
+from ._arrays import is_torch, refusal
+from ._torch_operator import calling, given_context, using
 
 library = torch.library.Library("ops_transformer", "FRAGMENT")
-_state = threading.local()
 _function_modes = torch._C._len_torch_function_stack
-
-
-@contextlib.contextmanager
-def using(context: Optional[Context]) -> Iterator[None]:
-    """The context of the operators that this thread calls in the block."""
-    before = given_context()
-    _state.context = context
-    try:
-        yield
-    finally:
-        _state.context = before
-
-
-def given_context() -> Optional[Context]:
-    return getattr(_state, "context", None)
-
-
-def context() -> Context:
-    return given_context() or default_context()
 
 
 def plain(tensor: Optional[Tensor]) -> Optional[Tensor]:
@@ -66,13 +42,11 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], sa
         return kernel(*(plain(a) if isinstance(a, Tensor) else a for a in arguments))
 
     def save_with_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.context = None if torch.compiler.is_compiling() else given_context()
+        ctx.context = given_context()
         ctx.set_materialize_grads(False)
         save(ctx, inputs, output)
 
     def backward_with_context(ctx: Any, *gradients: Any) -> Any:
-        if ctx.context is None:
-            return backward(ctx, *gradients)
         with using(ctx.context):
             return backward(ctx, *gradients)
 
@@ -128,9 +102,6 @@ class Form:
             if name in tensors and door.records(tensors[name]):
                 raise refusal(RuntimeError, bound[name], f"requires gradients, but {self.function.__name__} has none of it: pass "
                               f"{name}.detach()", name)
-        if self.prepare is not None:
-            self.prepare(bound)
-        self._share_arrays(bound)
         out = bound.get("out")
         if is_torch(out) and door.records(out):
             raise RuntimeError(f"{self.function.__name__}: out requires gradients, and what is written into it would have none: "
@@ -138,19 +109,18 @@ class Form:
         if out is not None and door.records(*tensors.values()):
             raise RuntimeError(f"{self.function.__name__}: out is given and an input requires gradients; what is written into "
                                "out has none: leave out out, or call under torch.no_grad()")
+        if self.prepare is not None:
+            self.prepare(bound)
+        if out is not None and not door.is_watched() and all(door.why_no_bytes(tensor) is None for tensor in tensors.values()):
+            return self.function(**bound)
+        self._share_arrays(bound)
         result = self._run(bound)
         result = result if self.finish is None else self.finish(bound, result)
-        return result if out is None else _written(bound, out, result)
+        return result if out is None else self._written(out, result)
 
     def _run(self, bound: Dict[str, Any]) -> Any:
-        arguments = [bound[name] for name in self.order]
-        if bound.get("context") is None:
-            return self.operator(*arguments)
-        if torch.compiler.is_compiling():
-            raise RuntimeError(f"{self.function.__name__}: context cannot be given under torch.compile; set_num_threads says how "
-                               "many threads there are")
-        with using(bound["context"]):
-            return self.operator(*arguments)
+        with calling(bound.get("context")):
+            return self.operator(*[bound[name] for name in self.order])
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type not in ("cpu", "meta"):
@@ -181,12 +151,17 @@ class Form:
                                 "tensor that torch's dispatcher has to see: pass a torch tensor here too")
             bound[name] = torch.from_numpy(value if value.flags.writeable else value.copy())
 
-
-def _written(bound: Dict[str, Any], out: Any, result: Any) -> Any:
-    """The result in memory of the user's, as the function without an operator leaves it."""
-    first, *rest = result if isinstance(result, tuple) else (result,)
-    out.copy_(first)
-    return (out, *rest) if rest else out
+    def _written(self, out: Any, result: Any) -> Any:
+        """The result in memory of the user's, as the function without an operator leaves it."""
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        if not isinstance(out, Tensor):
+            raise TypeError(f"{self.function.__name__}: out is {type(out).__name__}, but torch's dispatcher has to see the call: pass "
+                            "a torch tensor here too")
+        if out.shape != first.shape or out.dtype != first.dtype:
+            raise ValueError(f"{self.function.__name__}: out is {out.dtype} {list(out.shape)}, but the result is {first.dtype} "
+                             f"{list(first.shape)}")
+        out.copy_(first)
+        return (out, *rest) if rest else out
 
 
 def public_of(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,8 @@ from . import _core, matmul
 from . import _torch_door as door
 from ._arrays import is_torch, optional_view, view
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_forms import Form, context, define, using
+from ._torch_forms import Form, define
+from ._torch_operator import context, using
 
 _plain_matmul = matmul.matmul.__wrapped__
 _HALVES = ("swiglu", "swiglu_swapped")
@@ -172,5 +173,4 @@ class _MatmulForm(Form):
         bound["weight"] = weight
 
 
-def form(function: Callable[..., Any]) -> Form:
-    return _MatmulForm(function, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=_cast)
+FORMS = {"matmul": _MatmulForm(_plain_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=_cast)}

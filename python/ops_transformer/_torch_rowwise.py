@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import _core, rowwise
 from ._arrays import integer_tensor, optional_view, view
-from ._torch_forms import Form, context, define
+from ._torch_forms import Form, define
+from ._torch_operator import context
 
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +187,7 @@ _rope_operator = define(
 
 
 def _rope_cached(x, positions, cos, sin, style, inverse, sections):
-    axes = None if sections is None else (*sections[:3], bool(sections[3]))
+    axes = None if sections is None else (*sections[:3], bool(sections[3]))  # a schema has lists of integers alone
     return _bare(rowwise.rope_cached)(x, positions, cos, sin, style=style, inverse=inverse, sections=axes, context=context())
 
 
@@ -209,9 +210,7 @@ _rope_cached_operator = define(
 
 
 def _rope_cached_arguments(bound: Dict[str, Any]) -> None:
-    bound["positions"] = integer_tensor(bound["positions"], "positions")
-    if bound["sections"] is not None:
-        bound["sections"] = [int(size) for size in bound["sections"]]
+    bound["positions"] = integer_tensor(bound["positions"], "positions").to(torch.int64)
 
 
 # ---- the gate, the sum -----------------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ def _without(option: str, last: int) -> Callable[[Dict[str, Any], Any], Any]:
     return finish
 
 
-_FORMS = {
+_OPERATORS = {
     "rms_norm": (_rms_norm_operator, ("x", "weight", "eps", "return_rstd"), {"finish": _without("return_rstd", 1)}),
     "add_rms_norm": (_add_rms_norm_operator, ("a", "b", "weight", "eps", "return_rstd"), {"finish": _without("return_rstd", 2)}),
     "layer_norm": (_layer_norm_operator, ("x", "weight", "bias", "eps", "return_statistics"),
@@ -278,8 +277,5 @@ _FORMS = {
     "swiglu": (_swiglu_operator, ("gate", "up", "swapped"), {}),
     "add": (_add_operator, ("a", "b"), {}),
 }
-
-
-def form(function: Callable[..., Any]) -> Form:
-    operator, order, more = _FORMS[function.__name__]
-    return Form(function, operator, order, **more)
+FORMS = {name: Form(_bare(getattr(rowwise, name)), operator, order, **more)
+         for name, (operator, order, more) in _OPERATORS.items()}

@@ -17,6 +17,7 @@ from . import _torch_door as door
 from . import _torch_sdpa_operator as operator
 from ._arrays import default_context
 from ._core import attend_plain
+from ._torch_operator import to_dlpack
 from ._torch_switch import torch_sdpa
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -293,8 +294,8 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, is_causal, scale, e
     try:
         # Where torch does not lay its result out as query is, attend_plain refuses this `out`.
         out = operator.new_out(query, value, query.size(3) == value.size(3))
-        attended = attend_plain(default_context(), operator.to_dlpack(query), operator.to_dlpack(key),
-                                operator.to_dlpack(value), operator.to_dlpack(out), is_causal, scale, enable_gqa)
+        attended = attend_plain(default_context(), to_dlpack(query), to_dlpack(key), to_dlpack(value), to_dlpack(out), is_causal,
+                                scale, enable_gqa)
     except (BufferError, RuntimeError, TypeError, ValueError):  # no tensors of the host's memory, or another dtype
         return None
     return out if attended else None

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ._arrays import default_context
-from ._core import AttentionCall, View
+from ._core import AttentionCall
 from ._torch_door import is_plain, records
-
-to_dlpack = torch.utils.dlpack.to_dlpack
+from ._torch_operator import map_one_by_one, no_second_derivative, statistics_dtype, view
 
 # query [batch, num_heads, query_len, head_dim], key, value [batch, num_kv_heads, kv_len, ..]; mask broadcasts to
 # [batch, num_heads, query_len, kv_len]. seed: int64 [1], with dropout_p > 0. causal: 0 no, 1 from the top left, 2 from the
@@ -29,10 +28,6 @@ _library.define(
     "Tensor softmax_lse, float dropout_p, int causal, float? scale, bool follow, bool[4] wanted) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
 )
-
-
-def view(tensor: Tensor) -> View:
-    return View(to_dlpack(tensor))
 
 
 def attention_call(query, key, value, mask, seed, dropout_p, causal, scale) -> AttentionCall:
@@ -58,12 +53,8 @@ def new_out(query: Tensor, value: Tensor, follow: bool) -> Tensor:
     return query.new_empty((*query.shape[:3], value.shape[-1]))
 
 
-def _statistics_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
 def _statistics(query: Tensor) -> Tensor:
-    return query.new_empty(query.shape[:3], dtype=_statistics_dtype(query))
+    return query.new_empty(query.shape[:3], dtype=statistics_dtype(query))
 
 
 def _forward(query, key, value, mask, seed, dropout_p, causal, scale, follow, lse=None):
@@ -96,7 +87,7 @@ def _new_gradients(query, key, value, mask, follow, wanted):
 
     grad_mask = query.new_empty(0)
     if wanted[3]:
-        grad_mask = query.new_empty(mask.shape, dtype=_statistics_dtype(query))
+        grad_mask = query.new_empty(mask.shape, dtype=statistics_dtype(query))
     return like(query, wanted[0]), like(key, wanted[1]), like(value, wanted[2]), grad_mask
 
 
@@ -125,23 +116,7 @@ def _(grad_out, query, key, value, mask, seed, out, lse, dropout_p, causal, scal
     return _new_gradients(query, key, value, mask, follow, wanted)
 
 
-def _one_after_the_other(operator):
-    """The rule of an operator under vmap: one call for each, joined. Each keeps the bits that it has alone."""
-
-    def rule(info, in_dims, *arguments):
-        results = []
-        for i in range(info.batch_size):
-            results.append(operator(*(argument if dim is None or isinstance(dim, list) else argument.select(dim, i)
-                                      for argument, dim in zip(arguments, in_dims))))
-        return tuple(torch.stack(parts) for parts in zip(*results)), (0,) * len(results[0])
-
-    return rule
-
-
-for _name in ("sdpa", "sdpa_backward"):
-    torch.library.register_vmap(f"ops_transformer::{_name}",
-                                _one_after_the_other(getattr(torch.ops.ops_transformer, _name).default), lib=_library)
-
+map_one_by_one(_library, "sdpa", "sdpa_backward")
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
@@ -169,14 +144,7 @@ def _backward(ctx, grad_out, _):
 
 
 torch.library.register_autograd("ops_transformer::sdpa", _backward, setup_context=_save, lib=_library)
-
-
-def _second_derivative(ctx, *_):
-    raise NotImplementedError("ops_transformer: second derivatives of attention are not implemented; torch's math path has "
-                              "them: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)")
-
-
-torch.library.register_autograd("ops_transformer::sdpa_backward", _second_derivative, lib=_library)
+torch.library.register_autograd("ops_transformer::sdpa_backward", no_second_derivative, lib=_library)
 _operator = torch.ops.ops_transformer.sdpa.default
 
 

@@ -568,10 +568,12 @@ def test_a_context_computes_forward_and_backward(torch):
     attend = lambda q: flash_attention(q[None], q[None], q[None], context=context)  # noqa: E731
     assert torch.equal(torch.func.vmap(attend)(x)[1], attend(x[1]))
     used = context.workspace_bytes
+    big = torch.randn(1, 4, 512, 64, requires_grad=True)
     with torch.profiler.profile():
-        big = torch.randn(1, 4, 512, 64, requires_grad=True)
-        flash_attention(big, big, big, context=context).sum().backward()
-    assert context.workspace_bytes > used
+        out = flash_attention(big, big, big, context=context)
+        forward = context.workspace_bytes
+        out.sum().backward()
+    assert context.workspace_bytes > forward > used
     with pytest.raises(Exception, match="context is given, but a call that is compiled"):
         torch.compile(attend, fullgraph=True, backend="eager")(x[0])
 
@@ -614,3 +616,35 @@ def test_a_cache_whose_layout_has_no_gradients(torch):
         out.sum().backward()
     with contextlib.nullcontext():
         assert paged_attention(query.detach(), keys, values, [[0]], [5], layout="panel32").shape == (1, 1, 1, 8)
+
+
+def test_integers_of_every_width_are_the_same_lengths(torch):
+    q = torch.randn(2, 2, 4, 8, requires_grad=True)
+    want = flash_attention(q, q, q, kv_lengths=[3, 2])
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        lengths = torch.tensor([3, 2], dtype=dtype)
+        assert torch.equal(flash_attention(q, q, q, kv_lengths=lengths), want)
+        assert torch.equal(flash_attention(q.detach(), q.detach(), q.detach(), kv_lengths=lengths), want)
+    with pytest.raises(TypeError, match="kv_lengths must be integers .*complex64"):
+        flash_attention(q, q, q, kv_lengths=torch.tensor([3, 2], dtype=torch.complex64))
+    ends = torch.tensor([2.5, 4.0])
+    tokens = torch.randn(4, 2, 8, requires_grad=True)
+    with torch.profiler.profile(), pytest.raises(TypeError, match="actual_seq_qlen must be integers"):
+        flash_attention_score(tokens, tokens, tokens, input_layout="TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+    # A compiler's lists are not cut off either; dynamo reports what it was told in an error of its own.
+    with pytest.raises(Exception):
+        torch.compile(lambda q: flash_attention(q, q, q, kv_lengths=[2.5, 3.7]), fullgraph=True, backend="eager")(q)
+
+
+def test_a_paged_call_writes_into_out_while_a_profiler_looks_on(torch):
+    query, pages = torch.randn(2, 2, 4, 8), [torch.randn(4, 4, 2, 8) for _ in range(2)]
+    given = (*pages, np.array([[0, 1], [2, 3]]), [8, 5])
+    want = paged_attention(query, *given)
+    minus = torch.complex(query, -query).conj().imag  # equal to query, with the negative bit
+    for asked in (query, minus):
+        out = torch.empty_like(query)
+        with torch.profiler.profile():
+            assert paged_attention(asked, *given, out=out) is out
+        assert torch.equal(out, want)
+    with pytest.raises(RuntimeError, match="paged_attention: out is given, but"):
+        paged_attention(query.clone().requires_grad_(), *given, out=out)

@@ -1,5 +1,9 @@
 """Gradients of rowwise and matmul through torch: nothing is cut without a word, whoever looks on."""
 
+import contextlib
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -231,6 +235,43 @@ def test_what_has_no_gradient_says_so():
     (grad,) = torch.autograd.grad(rowwise.softmax(x).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="softmax_backward has no derivative"):
         grad.sum().backward()
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("look_on", [contextlib.nullcontext, torch.profiler.profile, Mode])
+def test_out_is_what_the_function_writes_whoever_looks_on(look_on):
+    x, weight = torch.randn(2, 3, WIDTH), torch.randn(WIDTH)
+    minus = torch.complex(x, -x).conj().imag  # equal to x, with the negative bit
+    with look_on():
+        for given in (x, minus):
+            out = torch.full((2, 3, WIDTH), torch.nan)
+            assert rowwise.rms_norm(given, weight, out=out) is out
+            assert torch.equal(out, rowwise.rms_norm(x, weight))
+            for wrong in (torch.empty(2, 2, 3, WIDTH), torch.empty(2, 3, WIDTH, dtype=torch.bfloat16)):
+                with pytest.raises(ValueError, match="rms_norm: out .*"):
+                    rowwise.rms_norm(given, weight, out=wrong)
+        if look_on is not Mode:
+            array = np.empty((2, 3, WIDTH), np.float32)
+            assert np.array_equal(rowwise.rms_norm(minus, weight, out=array), rowwise.rms_norm(x, weight))
+            wide = torch.empty(2, 4)
+            matmul.matmul(x[0, :2].bfloat16(), weight.bfloat16().expand(4, WIDTH), out=wide)
+            assert torch.equal(wide, matmul.matmul(x[0, :2].bfloat16().float(), weight.bfloat16().float().expand(4, WIDTH)))
+
+
+def test_a_compiled_call_may_be_the_first_of_a_process():
+    code = """
+import torch
+from ops_transformer import matmul, rowwise
+x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, 8)
+out = torch.compile(lambda x: matmul.matmul(rowwise.rope_cached(x[:, None], [2, 0, 1], w[:, :4], w[:, :4])[:, 0], w), fullgraph=True,
+                    backend="eager")(x)
+assert out.requires_grad
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_transforms_have_a_rule_or_an_error_never_zeros():
