@@ -9,7 +9,7 @@ multiplied with the unpacked rows.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict
+from typing import Any, Dict
 
 import torch
 from torch import Tensor
