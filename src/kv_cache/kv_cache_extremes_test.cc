@@ -8,25 +8,12 @@ namespace opst {
 namespace {
 
 using test::Extremes;
-using test::Random;
 
 constexpr int64_t kHuge = int64_t{1} << 40;
 
-class KvCacheExtremes : public testing::Test {
+class KvCacheExtremes : public test::ExtremesTest {
  protected:
-  template <class Call>
-  void rounds(const Call& call, int count = 10000) {
-    int accepted = 0;
-    for (int i = 0; i < count; ++i) {
-      Extremes draw(random_);
-      const Status status = call(draw);
-      draw.expect_untouched(status);
-      accepted += status.ok() ? 1 : 0;
-      if (HasFailure()) FAIL() << "round " << i;
-    }
-    EXPECT_GT(accepted, count / 50);
-  }
-
+  KvCacheExtremes() : ExtremesTest(10000) {}
   struct Drawn {
     PageLayout layout;
     DType dtype;
@@ -54,12 +41,8 @@ class KvCacheExtremes : public testing::Test {
     }
     return d;
   }
-  DType float_type() { return random_.pick({DType::f32, DType::bf16, DType::f16}); }
   DType index_type() { return random_.pick({DType::i32, DType::i64}); }
   uint8_t zero_or_minus_one() { return random_.chance(0.5) ? 0 : 0xff; }
-
-  Random random_{test::seed()};
-  Context context_ = std::move(Context::create({.num_threads = 2}).value());
 };
 
 TEST_F(KvCacheExtremes, Scatter) {

@@ -10,26 +10,13 @@ namespace opst {
 namespace {
 
 using test::Extremes;
-using test::Random;
 
 constexpr int64_t kHuge = int64_t{1} << 40;
 
-class MatmulExtremes : public testing::Test {
+class MatmulExtremes : public test::ExtremesTest {
  protected:
-  template <class Call>
-  void rounds(const Call& call, int count = 10000) {
-    int accepted = 0;
-    for (int i = 0; i < count; ++i) {
-      // 2^31 inputs could be multiplied in earnest.
-      Extremes draw(random_, kHuge);
-      const Status status = call(draw);
-      draw.expect_untouched(status);
-      accepted += status.ok() ? 1 : 0;
-      if (HasFailure()) FAIL() << "round " << i;
-    }
-    EXPECT_GT(accepted, count / 50);
-  }
-  DType float_type() { return random_.pick({DType::f32, DType::bf16, DType::f16}); }
+  // 2^31 inputs could be multiplied in earnest.
+  MatmulExtremes() : ExtremesTest(10000, kHuge) {}
   MatmulOptions options(Extremes& draw, int64_t m, int64_t n, int64_t width) {
     MatmulOptions options = {.activation = draw.enumerator({Activation::none, Activation::silu, Activation::gelu_erf}),
                              .activations = draw.enumerator({ActivationType::exact, ActivationType::int8}),
@@ -41,9 +28,6 @@ class MatmulExtremes : public testing::Test {
     return options;
   }
   int64_t width_of(int64_t n) { return n > 0 && n % 2 == 0 && random_.chance(0.3) ? n / 2 : n; }
-
-  Random random_{test::seed()};
-  Context context_ = std::move(Context::create({.num_threads = 2}).value());
 };
 
 TEST_F(MatmulExtremes, Dense) {

@@ -10,28 +10,12 @@ namespace opst {
 namespace {
 
 using test::Extremes;
-using test::Random;
 
 constexpr int64_t kHuge = int64_t{1} << 40;
 
-class QuantExtremes : public testing::Test {
+class QuantExtremes : public test::ExtremesTest {
  protected:
-  template <class Call>
-  void rounds(const Call& call, int count = 20000) {
-    int accepted = 0;
-    for (int i = 0; i < count; ++i) {
-      Extremes draw(random_);
-      const Status status = call(draw);
-      draw.expect_untouched(status);
-      accepted += status.ok() ? 1 : 0;
-      if (HasFailure()) FAIL() << "round " << i;
-    }
-    EXPECT_GT(accepted, count / 50);
-  }
-  DType float_type() { return random_.pick({DType::f32, DType::bf16, DType::f16}); }
-
-  Random random_{test::seed()};
-  Context context_ = std::move(Context::create({.num_threads = 2}).value());
+  QuantExtremes() : ExtremesTest(20000) {}
 };
 
 TEST_F(QuantExtremes, Blocks) {

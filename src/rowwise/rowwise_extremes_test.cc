@@ -9,24 +9,10 @@ namespace opst {
 namespace {
 
 using test::Extremes;
-using test::Random;
 
-class RowwiseExtremes : public testing::Test {
+class RowwiseExtremes : public test::ExtremesTest {
  protected:
-  // A call of each round's own, drawn by `call(draw)`.
-  template <class Call>
-  void rounds(const Call& call, int count = 20000) {
-    int accepted = 0;
-    for (int i = 0; i < count; ++i) {
-      Extremes draw(random_);
-      const Status status = call(draw);
-      draw.expect_untouched(status);
-      accepted += status.ok() ? 1 : 0;
-      if (HasFailure()) FAIL() << "round " << i;
-    }
-    EXPECT_GT(accepted, count / 50);
-  }
-  DType float_type() { return random_.pick({DType::f32, DType::bf16, DType::f16}); }
+  RowwiseExtremes() : ExtremesTest(20000) {}
   std::vector<int64_t> shape(Extremes& draw, int64_t last) {
     std::vector<int64_t> sizes;
     for (int64_t i = random_.integer(0, 4); i > 0; --i) sizes.push_back(draw.size());
@@ -37,9 +23,6 @@ class RowwiseExtremes : public testing::Test {
     sizes.pop_back();
     return sizes;
   }
-
-  Random random_{test::seed()};
-  Context context_ = std::move(Context::create({.num_threads = 2}).value());
 };
 
 TEST_F(RowwiseExtremes, Norms) {

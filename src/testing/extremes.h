@@ -14,8 +14,10 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "opst/context.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 #include "testing/guarded_buffer.h"
@@ -117,6 +119,35 @@ class Extremes {
   Random& random_;
   int64_t least_;
   std::vector<GuardedBuffer> inputs_, outputs_;
+};
+
+// Rounds of calls that are drawn so.
+class ExtremesTest : public testing::Test {
+ protected:
+  // num_rounds: of each `rounds`; least: of Extremes.
+  explicit ExtremesTest(int num_rounds, int64_t least = int64_t{1} << 31) : num_rounds_(num_rounds), least_(least) {}
+
+  // `call(draw)` draws a call, makes it and returns its Status.
+  template <class Call>
+  void rounds(const Call& call) {
+    int accepted = 0;
+    for (int i = 0; i < num_rounds_; ++i) {
+      Extremes draw(random_, least_);
+      const Status status = call(draw);
+      draw.expect_untouched(status);
+      accepted += status.ok() ? 1 : 0;
+      if (HasFailure()) FAIL() << "round " << i;
+    }
+    EXPECT_GT(accepted, num_rounds_ / 50);
+  }
+  DType float_type() { return random_.pick({DType::f32, DType::bf16, DType::f16}); }
+
+  Random random_{seed()};
+  Context context_ = std::move(Context::create({.num_threads = 2}).value());
+
+ private:
+  const int num_rounds_;
+  const int64_t least_;
 };
 
 }  // namespace opst::test
