@@ -8,7 +8,9 @@
         model(tokens)
     ot.enable_sdpa()                       # from here on; ot.disable_sdpa() takes it back
 
-    print(ot.explain(q, k, v, is_causal=True))
+    print(ot.explain(q, k, v, is_causal=True))                       # who would compute this call, and why
+
+FlashAttention and FlashCrossAttention are modules with projections around it.
 
 A call that is not covered (see explain) goes to torch with one warning for each reason; one that is torch's by its nature
 (tensors on another device, a tensor subclass) without. Calls whose sizes disagree are refused, whoever would compute them.
