@@ -278,7 +278,7 @@ def self_test():
         "src/attention/leak.h": '#include "attention/reference.h"\n',
         "src/attention/plan.cc": '#include "attention/cases.h"\n#include "attention/leak.h"\n',
         "src/testing/compare.h": '#include "opst/tensor.h"\n',
-        "src/model/llama.cc": '#include "opst/attention.h"\n#include <utf8proc.h>\n#include "core/int_math.h"\n',
+        "src/model/llama.cc": '#include "opst/attention.h"\n#include <utf8proc.h>\n#include "quant/formats.h"\n',
         "src/lounge/sofa.h": "\n",
         "tools/opst/main.cc": '#include <CLI/CLI.hpp>\n#include "attention/reference.h"\n#include "attention/plan.h"\n',
     }
