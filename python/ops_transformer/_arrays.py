@@ -167,10 +167,8 @@ def integer_tensor(values: Any, name: Optional[str]) -> Any:
     torch = sys.modules["torch"]
     tensor = values
     if not is_torch(values):
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or not isinstance(values, (list, tuple, range)):
             return torch.from_numpy(integer_array(values, name).copy())
-        if not isinstance(values, (list, tuple, range)):
-            raise refusal(TypeError, values, "must be a torch tensor or a list under torch.compile", name)
         tensor = torch.tensor(values) if len(values) > 0 else torch.empty(0, dtype=torch.int64)
     if tensor.dtype in (torch.int32, torch.int64):
         return tensor

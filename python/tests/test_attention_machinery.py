@@ -269,6 +269,8 @@ def test_integers_of_every_width_are_the_same_lengths(torch):
     tokens = torch.randn(4, 2, 8, requires_grad=True)
     with torch.profiler.profile(), pytest.raises(TypeError, match="actual_seq_qlen must be integers"):
         flash_attention_score(tokens, tokens, tokens, input_layout="TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+    for lengths in ([3, 2], np.array([3, 2]), torch.tensor([3, 2], dtype=torch.int16)):
+        assert torch.equal(torch.compile(lambda q: flash_attention(q, q, q, kv_lengths=lengths), backend="eager")(q), want)  # noqa: B023
     # A compiler's lists are not cut off either; dynamo reports what it was told in an error of its own.
     with pytest.raises(Exception):
         torch.compile(lambda q: flash_attention(q, q, q, kv_lengths=[2.5, 3.7]), fullgraph=True, backend="eager")(q)
