@@ -20,7 +20,8 @@ struct FuzzedCall {
   Call call;
   std::optional<double> tolerance = {};  // default: what the dtypes allow; 0: the same bits everywhere
   // Writes inputs that belong to others, before the call. Where it is refused those hold anything: values are not
-  // asked.
+  // asked. (A backward call whose lse is NaN finds the statistics of the row's whole block once more, and blocks differ
+  // between the levels: the same values only where a forward made the lse.)
   Call prepare = {};
   Call plain = {};  // the call on contiguous copies, where it differs
   // True once a call of several operators has begun with the first: then a refusal by a later one comes after writes.

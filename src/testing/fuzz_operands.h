@@ -123,6 +123,22 @@ inline void put_number(void* p, DType dtype, double x) {
   }
 }
 
+// The largest finite number of a floating dtype; infinity where rounding never gives one.
+inline double largest_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return std::numeric_limits<float>::max();
+    case DType::f64:
+      return std::numeric_limits<double>::max();
+    case DType::bf16:
+      return 0x1.fep127;
+    case DType::f16:
+      return 65504;
+    default:
+      return std::numeric_limits<double>::infinity();
+  }
+}
+
 // The largest amount of memory that a drawn tensor gets.
 inline constexpr int64_t kMostFuzzBytes = int64_t{1} << 20;
 // Of a tensor that a call may really go through; larger ones must be refused, or not looked at.
@@ -359,9 +375,10 @@ class Operands {
       if (tolerance == 0) require(same_bits, promise);
       for (i = 0; i < got.size(); ++i) {
         if (got[i] == want[i] || (std::isnan(got[i]) && std::isnan(want[i]))) continue;
-        // At the end of a dtype's range rounding decides between a number and infinity.
-        const bool both_beyond = std::fabs(got[i]) > 6e4 && std::fabs(want[i]) > 6e4 && (got[i] > 0) == (want[i] > 0);
-        if (both_beyond && (std::isinf(got[i]) || std::isinf(want[i]))) continue;
+        // At the end of the dtype's range rounding decides between a number and infinity.
+        const double finite = std::isinf(got[i]) ? want[i] : got[i];
+        const bool one_infinite = std::isinf(got[i]) != std::isinf(want[i]) && (got[i] > 0) == (want[i] > 0);
+        if (one_infinite && std::fabs(finite) >= (1 - tolerance) * largest_of(a.view.dtype)) continue;
         if (!(std::fabs(got[i] - want[i]) <= tolerance * scale)) {
           std::fprintf(stderr, "operand %zu, element %zu: %.9g, expected %.9g\n", n, i, got[i], want[i]);
           require(false, promise);
@@ -428,7 +445,7 @@ class Operands {
     for (int i = 0; i < o.view.rank && i < kMaxRank; ++i) {
       if (o.view.shape[i] <= 1) continue;
       const __int128 reach = static_cast<__int128>(o.view.shape[i] - 1) * o.view.strides[i];
-      if ((reach < 0 ? -reach : reach) * element > kMostFuzzBytes / 4) {
+      if ((reach < 0 ? -reach : reach) > kMostFuzzBytes / 4 / element) {
         o.view.strides[i] = 0;
         continue;
       }

@@ -67,7 +67,7 @@ QuantMatrix blocks_of(const Tensor& bytes, QuantFormat format, int64_t rows, int
 
 // Blocks of random bits make numbers of any size, infinities and NaN.
 FuzzedCall draw_blocks(Choices& c, Operands& t) {
-  const auto format = static_cast<QuantFormat>(c.integer(0, kNumQuantFormats - 1));
+  const auto format = static_cast<QuantFormat>(c.rarely(64) ? 200 : c.integer(0, kNumQuantFormats - 1));
   const bool known = static_cast<int>(format) < kNumQuantFormats;
   const int64_t n = c.integer(1, 20), k = c.integer(1, 2) * (known ? std::max<int64_t>(block_values(format), 32) : 32);
   const int64_t bytes = known ? n * (k / block_values(format)) * block_bytes(format) : 100;
