@@ -82,6 +82,28 @@ int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t peri
   return span;
 }
 
+// What the sizes and strides of a tensor of at most kMaxRank dimensions come to.
+struct Measures {
+  // Of all, repeated ones counted, and also those that a tensor without elements would have if none of its sizes were
+  // 0: plans multiply some of the sizes. And what its strides span.
+  Size elements = 1, span = 1;
+  int negative_size = -1, negative_stride = -1;  // the dimension, or -1
+  bool empty = false;
+};
+inline Measures measure(const ConstTensor& tensor) {
+  Measures m;
+  for (int i = tensor.rank - 1; i >= 0; --i) {
+    const int64_t size = tensor.shape[i], stride = tensor.strides[i];
+    if (size < 0) m.negative_size = i;
+    m.empty = m.empty || size == 0;
+    if (size <= 1) continue;
+    if (stride < 0) m.negative_stride = i;
+    m.elements *= size;
+    m.span += Size(size - 1) * stride;
+  }
+  return m;
+}
+
 }  // namespace
 
 bool ShapeCheck::cross(const Seen& a, const Seen& b) {
@@ -116,6 +138,14 @@ bool may_overlap(const ConstTensor& a, const ConstTensor& b) {
     }
   }
   return true;
+}
+
+bool is_sound(const ConstTensor& tensor) {
+  const int64_t element_bytes = size_bytes(tensor.dtype);
+  if (tensor.rank < 0 || tensor.rank > kMaxRank || element_bytes == 0) return false;
+  const Measures m = measure(tensor);
+  if (m.negative_size >= 0 || !(m.elements * element_bytes).within_limit()) return false;
+  return m.empty || (m.negative_stride < 0 && (m.span * element_bytes).within_limit() && tensor.data != nullptr);
 }
 
 bool may_alias_itself(const ConstTensor& tensor) {
@@ -192,20 +222,7 @@ ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& 
     fail(prefix() + " has dtype " + std::to_string(static_cast<int>(tensor.dtype)) + ", which is no DType");
     return result;
   }
-  // The bytes of all elements, repeated ones counted, and also those that a tensor without elements would have if none
-  // of its sizes were 0: plans multiply some of the sizes. And what its strides span.
-  Size elements = 1, span = 1;
-  int negative_size = -1, negative_stride = -1;
-  bool empty = false;
-  for (int i = tensor.rank - 1; i >= 0; --i) {
-    const int64_t size = tensor.shape[i], stride = tensor.strides[i];
-    if (size < 0) negative_size = i;
-    empty = empty || size == 0;
-    if (size <= 1) continue;
-    if (stride < 0) negative_stride = i;
-    elements *= size;
-    span += Size(size - 1) * stride;
-  }
+  const auto [elements, span, negative_size, negative_stride, empty] = measure(tensor);
   if (negative_size >= 0) {
     fail(prefix() + " dim " + std::to_string(negative_size) + " is " + std::to_string(tensor.shape[negative_size]) +
          ", but must be >= 0");

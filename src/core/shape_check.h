@@ -115,6 +115,8 @@ int64_t distinct(const ConstTensor& tensor, int dim);
 // True where some address may belong to an element of both views. Exact for views that share no bytes and for views
 // interleaved with a common period (the q, k and v parts of one fused buffer); otherwise errs towards true.
 bool may_overlap(const ConstTensor& a, const ConstTensor& b);
+// Whether ShapeCheck::tensor() takes it: its rank, dtype, sizes, strides and address, whatever its shape ought to be.
+bool is_sound(const ConstTensor& tensor);
 // True where two index tuples of the view may share an address.
 bool may_alias_itself(const ConstTensor& tensor);
 

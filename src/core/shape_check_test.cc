@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/int_math.h"
+#include "testing/extremes.h"
 
 namespace opst {
 namespace {
@@ -181,6 +182,23 @@ TEST(ShapeCheck, ManyTensors) {
   ShapeCheck check("op");
   for (int i = 0; i < 32; ++i) check.output("t", view(DType::f32, {4}, 64 * i));
   EXPECT_TRUE(check.ok()) << check.status().message();
+}
+
+TEST(IsSound, SaysWhatTheCheckSays) {
+  test::Random random(test::seed());
+  test::Extremes draw(random);
+  int sound = 0;
+  for (int i = 0; i < 3000; ++i) {
+    std::vector<int64_t> sizes;
+    for (int64_t rank = random.integer(0, 4); rank > 0; --rank) sizes.push_back(draw.size());
+    const ConstTensor tensor = draw.output(DType::f32, sizes);
+    ShapeCheck check("op");
+    check.tensor("x", tensor);
+    EXPECT_EQ(is_sound(tensor), check.ok()) << check.status().message();
+    sound += check.ok() ? 1 : 0;
+  }
+  EXPECT_GT(sound, 300);
+  EXPECT_LT(sound, 2700);
 }
 
 TEST(Size, StopsAtTheLimit) {

@@ -200,6 +200,48 @@ TEST(GraphContract, AViewNeedsContiguousMemoryAndEnoughOfIt) {
   EXPECT_EQ(y[5], 2.0f);
 }
 
+// What a node would refuse of a tensor alone is refused before the first node has written anything.
+TEST(GraphContract, UnsoundTensorsAreRefusedBeforeTheFirstNodeRuns) {
+  Context context = make_context();
+  Graph graph = make_graph();
+  const Dim rows = graph.dim("rows", 4);
+  const Value x = graph.input("x", DType::f32, {rows, 4});
+  graph.output("y", graph.softmax("first", x));
+  graph.output("z", graph.softmax("second", x));
+  std::vector<float> x_data(16, 1.0f), y(16, -7.0f), z(16, -7.0f);
+  ASSERT_OK(graph.bind("x", view(x_data, {4, 4})));
+  ASSERT_OK(graph.bind("y", view(y, {4, 4})));
+  ASSERT_OK(graph.setup(context.machine()));
+  const auto refuses = [&](const char* name, const Tensor& tensor, const char* message) {
+    ASSERT_OK(graph.bind(name, tensor));
+    EXPECT_EQ(graph.execute(context).message(), message);
+    EXPECT_EQ(y, std::vector<float>(y.size(), -7.0f));
+    EXPECT_EQ(z, std::vector<float>(z.size(), -7.0f));
+  };
+  Tensor shared = view(z, {4, 4});
+  shared.strides[0] = 1;
+  refuses("z", shared,
+          "graph test: a bound tensor: tensor 'z' f32 [4, 4] has strides [1, 1], with which elements share addresses, "
+          "but every element of an output needs its own");
+  ASSERT_OK(graph.set(rows, 2));
+  refuses("z", shared,
+          "graph test: a bound tensor: tensor 'z' f32 [2, 4] has strides [1, 1], with which elements share addresses, "
+          "but every element of an output needs its own");
+  Tensor none = view(z, {4, 4});
+  none.data = nullptr;
+  refuses("z", none, "graph test: a bound tensor: tensor 'z' has null data, but 8 elements: f32 [2, 4]");
+  ASSERT_OK(graph.bind("z", view(z, {4, 4})));
+  Tensor backwards = view(x_data, {4, 4}).narrowed(0, 3, 1);
+  backwards.shape[0] = 4, backwards.strides[0] = -4;
+  refuses("x", backwards, "graph test: a bound tensor: tensor 'x' stride 0 is -4, but must be >= 0");
+  // Of one row the stride means nothing.
+  ASSERT_OK(graph.set(rows, 1));
+  ASSERT_OK(graph.bind("z", shared));
+  ASSERT_OK(graph.execute(context));
+  EXPECT_EQ(y[0], 0.25f);
+  EXPECT_EQ(z[3], 0.25f);
+}
+
 // Columns of a named size at a size of the moment that does not hold them.
 TEST(GraphContract, ColumnsFitAtTheSizesOfTheMoment) {
   Context context = make_context();

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/shape_check.h"
 #include "graph/graph_impl.h"
 
 namespace opst {
@@ -186,6 +187,9 @@ void GraphImpl::refresh(int index) noexcept {
         fits = fits && t.shape[i] <= value.bound.shape[i];
       }
       data = value.bound.data;
+      t.data = data;
+      // Asked here, for a node that refuses a tensor comes after others have written theirs.
+      fits = fits && is_sound(t) && (value.kind == Kind::input || !may_alias_itself(t));
       break;
   }
   t.data = fits ? data : nullptr;
@@ -223,7 +227,11 @@ std::string GraphImpl::unfit_reason(int index) const {
                  " is " + str(tensor.shape[i]);
         }
       }
-      return what + " does not fit";
+      ShapeCheck check("a bound tensor");
+      Tensor bound = tensor;
+      bound.data = value.bound.data;
+      value.kind == Kind::input ? check.tensor(what.c_str(), bound) : check.output(what.c_str(), bound);
+      return check.status().message();
   }
 }
 

@@ -106,6 +106,14 @@ TEST_F(ModelMemory, Loading) {
   EXPECT_GT(failed, 50);
 }
 
+TEST_F(ModelMemory, MakingASession) {
+  make_session();
+  const int64_t before = live();
+  const int64_t failed = fail_each_allocation(
+      [&] { return LlamaSession::create(*context_, *weights_, small_).status(); }, [&] { EXPECT_EQ(live(), before); });
+  EXPECT_GT(failed, 100);
+}
+
 TEST_F(ModelMemory, FeedingASession) {
   make_session();
   const std::vector<int32_t> tokens = {5, 60, 7, 8, 90, 10, 11, 12, 13, 14, 15};

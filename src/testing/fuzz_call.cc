@@ -34,7 +34,7 @@ bool answers(const FuzzedCall& fuzzed, Operands& operands, PlantedFault fault) {
   if (!status.ok()) {
     if (fault == PlantedFault::refused) operands.plant(0);
     require(!status.message().empty(), "a refusal says why");
-    if (!fuzzed.began || !*fuzzed.began) operands.require_untouched();
+    operands.require_untouched();
     return false;
   }
   if (fault == PlantedFault::outside) operands.plant_outside();

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <vector>
 
@@ -24,8 +23,6 @@ struct FuzzedCall {
   // between the levels: the same values only where a forward made the lse.)
   Call prepare = {};
   Call plain = {};  // the call on contiguous copies, where it differs
-  // True once a call of several operators has begun with the first: then a refusal by a later one comes after writes.
-  std::shared_ptr<bool> began = {};
 };
 
 // Faults planted behind the library's back, one for each question: a test shows that the answer is no.
