@@ -31,10 +31,15 @@ class CommandError : public std::runtime_error {
 [[noreturn]] inline void usage_error(const std::string& message) { throw CommandError(2, message); }
 [[noreturn]] inline void run_error(const std::string& message) { throw CommandError(1, message); }
 
+// Exhausted memory is no wrong command line, whatever asked for it.
+[[noreturn]] inline void status_error(const Status& status, int exit_code) {
+  throw CommandError(status.code() == StatusCode::out_of_memory ? 1 : exit_code, status.message());
+}
+
 // The value, or a CommandError with the status' message.
 template <class T>
 T value_or_fail(Result<T> result, int exit_code = 1) {
-  if (!result.ok()) throw CommandError(exit_code, result.status().message());
+  if (!result.ok()) status_error(result.status(), exit_code);
   return std::move(result.value());
 }
 

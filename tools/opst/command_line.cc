@@ -100,8 +100,10 @@ const CLI::App* named_command(const CLI::App& app, int argc, char** argv, std::s
   return command;
 }
 
+// As get_option_no_throw(), which is noexcept but takes memory: without any it would end the process.
 bool has_option(const CLI::App& command, const std::string& name) {
-  return command.get_option_no_throw(name) != nullptr;
+  const std::vector<const CLI::Option*> options = command.get_options();
+  return std::any_of(options.begin(), options.end(), [&](const CLI::Option* o) { return o->check_name(name); });
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ model::SamplingOptions SamplingArguments::chosen() const {
   model::SamplingOptions sampling = sampling_;
   sampling.greedy =
       std::none_of(sampled_.begin(), sampled_.end(), [](const CLI::Option* option) { return option->count() > 0; });
-  if (const auto sampler = model::Sampler::create(sampling); !sampler.ok()) usage_error(sampler.status().message());
+  if (const auto sampler = model::Sampler::create(sampling); !sampler.ok()) status_error(sampler.status(), 2);
   return sampling;
 }
 
