@@ -57,11 +57,16 @@ struct Machine {
 Machine detect_machine(Isa isa);
 std::string to_string(const Machine& machine);
 
+using InterruptedFunction = bool (*)();
+
 struct ContextOptions {
   std::optional<Isa> isa = {};  // default: OPST_ISA, else detect_isa(). More than the processor has is refused.
   int num_threads = 0;          // the caller included; 0: OPST_NUM_THREADS, else Machine::cores or less (above)
   std::optional<CacheSizes> cache = {};          // default: this machine's
   std::optional<Bf16Product> bf16_product = {};  // default: OPST_BF16, else measured
+  // Asked by the caller's thread, every 20 ms at most, while an attention call of 2^30 multiply-adds or more runs. True
+  // ends the call: Status internal, "interrupted", and its outputs hold anything. Must not throw nor use the Context.
+  InterruptedFunction interrupted = nullptr;
 };
 
 // A Machine, a pool of threads and reusable scratch memory. Operators called on one Context from several threads are

@@ -21,6 +21,11 @@ void bind_context(nb::module_& module) {
             if (num_threads < 0) {
               raise(PyExc_ValueError, "num_threads is " + std::to_string(num_threads) + ", must be at least 0");
             }
+            // Python hears signals in its main thread; elsewhere PyErr_CheckSignals does nothing.
+            options.interrupted = [] {
+              const nb::gil_scoped_acquire held;
+              return PyErr_CheckSignals() != 0;
+            };
             new (self) Context(value_or_raise(Context::create(options)));
           },
           nb::arg("num_threads") = 0, nb::arg("isa") = nb::none(),

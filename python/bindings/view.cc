@@ -69,6 +69,8 @@ void raise(PyObject* type, const std::string& message) {
 }
 
 void raise_if_failed(const Status& status) {
+  // A call that a signal ended: its handler has raised KeyboardInterrupt, or what it likes.
+  if (!status.ok() && PyErr_Occurred() != nullptr) throw nb::python_error();
   switch (status.code()) {
     case StatusCode::ok:
       return;

@@ -88,7 +88,8 @@ LIST = {
     "GatherOptions": each("layout cumulative_lengths seq_offset head_indices zero_fill", by_name("kv_cache.gather_pa_kv_cache")),
     "ContextOptions": {"num_threads": by_name("_core.Context"),
                        "isa": by_name("_core.Context"),
-                       **each("cache bf16_product", "for tests and benches; OPST_BF16 sets the product for a process")},
+                       **each("cache bf16_product", "for tests and benches; OPST_BF16 sets the product for a process"),
+                       **each("interrupted", "every Context asks Python for signals")},
     "MatmulNodeOptions": each("bias activation residual dtype activations", GRAPH),
     "LayerNormNodeOptions": each("eps weight bias", GRAPH),
 }

@@ -1,5 +1,8 @@
 """flash_attention_score, flash_attention_grad and flash_attention against the equation in float64."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from conftest import assert_near, attention_gradients, attention_reference
@@ -300,3 +303,35 @@ def test_random_calls(b, n2, group, sq, skv, d, dv, layout, pre, nxt, mask_shape
     gradients = flash_attention_grad(*inputs, to_layout(g, layout), largest, total, out, **options)
     for got, want, heads in zip(gradients, attention_gradients(q, k, v, g, mask=visible), (n2 * group, n2, n2)):
         assert_near(from_layout(got, layout, heads), want, factor=4)
+
+
+INTERRUPTED = """
+import signal
+import numpy as np
+from ops_transformer.flash_attention import flash_attention, flash_attention_score, flash_attention_grad
+
+def rows(heads, dim):
+    return np.broadcast_to(np.ones((1, 1, 1 << 17, dim), np.float32), (1, heads, 1 << 17, dim))
+
+def interrupted(call):
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+assert interrupted(lambda: flash_attention(rows(64, 64), rows(64, 64), rows(64, 1)))   # minutes
+q, v = rows(16, 64), rows(16, 1)
+few = [np.ones((1, 2, 100, 8), np.float32)] * 3
+out, largest, total = flash_attention_score(*few, input_layout="BNSD")          # the Context goes on
+assert (out == 1).all()
+statistics = [np.broadcast_to(x[:, :1, :1], q.shape[:3]) for x in (largest, total)]
+assert interrupted(lambda: flash_attention_grad(q, q, v, v, *statistics, v, input_layout="BNSD", wanted=["query"]))
+print("interrupted")
+"""
+
+
+def test_a_signal_ends_a_long_call():
+    # In a process of its own, which is ended where the signal is not heard.
+    assert subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120).stdout == "interrupted\n"

@@ -25,6 +25,7 @@
 #include "attention/kv_blocks.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
+#include "machine/interruption.h"
 
 namespace opst {
 
@@ -35,7 +36,8 @@ namespace {
 class ForwardCall {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequences,
-              const AttentionPlan& plan, const Machine& machine, int num_workers, void* scratch)
+              const AttentionPlan& plan, const Machine& machine, int num_workers, void* scratch,
+              Interruption& interruption)
       : in_(inputs),
         out_(outputs),
         p_(sequences.problem),
@@ -43,6 +45,7 @@ class ForwardCall {
         kernels_(kernels_for(machine.isa, plan.product, p_.kv_dtype)),
         memory_(inputs, sequences, plan, geometry_of(machine.isa, plan.product), scratch),
         rules_(inputs, p_),
+        interruption_(interruption),
         num_workers_(num_workers),
         in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages),
         single_tiles_(plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1),
@@ -60,12 +63,14 @@ class ForwardCall {
       if (in_wave < packs) {
         const int64_t head = wave * wave_heads + in_wave / tiles_per_head;
         progress.attended.wait_for(turn * tasks);
-        if (head < memory_.heads) pack_shared_tile(head, in_wave % tiles_per_head, worker);
+        if (head < memory_.heads && !interruption_.requested(worker)) {
+          pack_shared_tile(head, in_wave % tiles_per_head, worker);
+        }
         progress.packed.add_one();
       } else {
         const int64_t task = in_wave - packs, head = wave * wave_heads + task / tasks_per_head;
         progress.packed.wait_for((turn + 1) * packs);
-        if (head < memory_.heads) {
+        if (head < memory_.heads && !interruption_.requested(worker)) {
           // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
           const int64_t block = memory_.blocks(head) - 1 - task % tasks_per_head / plan_.kv_splits;
           if (block >= 0) attend_block(head, block, task % plan_.kv_splits, worker);
@@ -73,7 +78,7 @@ class ForwardCall {
         progress.attended.add_one();
       }
     });
-    if (plan_.kv_splits > 1) {
+    if (plan_.kv_splits > 1 && !interruption_.happened()) {
       pool.parallel_for(memory_.heads * memory_.most_blocks, [&](int64_t task, int) {
         const int64_t head = task / memory_.most_blocks, block = task % memory_.most_blocks;
         if (block < memory_.blocks(head)) join_splits(head, block);
@@ -308,6 +313,7 @@ class ForwardCall {
   const Kernels& kernels_;
   const CallMemory memory_;
   const CallRules rules_;
+  Interruption& interruption_;
   const int num_workers_;
   const bool in_place_;
   const bool single_tiles_;  // unless a head has more keys than a tile
@@ -351,12 +357,14 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     }
     Result<WorkspaceLease> lease = impl.workspaces.lease(scratch_bytes);
     if (!lease.ok()) return lease.status();
+    Interruption interruption(impl.interrupted, attention::multiply_adds(problem.value()));
     for (int g = 0; g < groups.count; ++g) {
       if (plans[g].num_tasks == 0) continue;
       attention::ForwardCall(in, out, groups.group[g], plans[g], impl.machine, impl.pool.num_threads(),
-                             lease.value().data())
+                             lease.value().data(), interruption)
           .run(impl.pool);
     }
+    if (interruption.happened()) return interruption.status("flash_attention_forward");
     if (problem.value().varlen_q) {
       attention::clear_rows_behind(inputs.cu_seqlens_q, problem.value().batch, out, impl.pool);
     }

@@ -20,6 +20,7 @@
 #include "attention/backward_check.h"
 #include "attention/backward_layout.h"
 #include "attention/call_rules.h"
+#include "attention/check.h"
 #include "attention/counter.h"
 #include "attention/fill.h"
 #include "attention/kv_blocks.h"
@@ -27,6 +28,7 @@
 #include "attention/sequences.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
+#include "machine/interruption.h"
 #include "opst/attention_backward.h"
 
 namespace opst {
@@ -76,7 +78,7 @@ class BackwardCall {
  public:
   BackwardCall(const AttentionInputs& inputs, const AttentionSaved& saved, const AttentionGradients& gradients,
                const AttentionBackwardProblem& problem, const AttentionBackwardPlan& plan, const Machine& machine,
-               void* scratch)
+               void* scratch, Interruption& interruption)
       : in_(inputs),
         saved_(saved),
         grads_(gradients),
@@ -88,6 +90,7 @@ class BackwardCall {
         rules_(inputs, p_),
         group_(p_.num_heads / p_.num_kv_heads),
         heads_(p_.batch * p_.num_kv_heads),
+        interruption_(interruption),
         accumulator_bytes_(geometry_of(machine.isa, plan.product).accumulator_bytes),
         shared_(static_cast<char*>(scratch)) {
     Arena arena(shared_ + layout_.wave_bytes(heads_, plan.heads_per_wave), layout_.call_bytes());
@@ -135,15 +138,17 @@ class BackwardCall {
         const int64_t task = in_wave - packs, head = wave * wave_heads + task % wave_heads;
         progress.packed.wait_for((turn + 1) * packs);
         const int64_t number = wave * tasks + task;
-        if (head < heads_) {
+        if (head < heads_ && interruption_.requested(worker)) {
+          pass_tile(head, task / wave_heads, number);
+        } else if (head < heads_) {
           run_tile(head, task / wave_heads, number, worker);
         } else {
-          for (int64_t i = 0; i <= blocks; ++i) pass_turn(i, number);
-          pass_page_turn(number);
+          pass_turns(number);
         }
         progress.tiles.add_one();
       }
     });
+    if (interruption_.happened()) return;
     if (grads_.grad_sinks.data != nullptr) add_up_sinks();
     if (pages_.count() == 0) return;
     pool.parallel_for(num_blocks_, [&](int64_t block, int) {
@@ -345,6 +350,10 @@ class BackwardCall {
     return tile;
   }
 
+  bool sees_tile(const BlockState& s, int64_t tile_index) const {
+    return s.some_begin < s.some_end && first_tile(s) <= tile_index && tile_index <= last_tile(s);
+  }
+
   // Maxima and sums of a block's rows once more.
   void recompute_statistics(int64_t head, int64_t index, const Block& b, const Worker& w) const {
     const BlockState& s = *b.state;
@@ -363,6 +372,21 @@ class BackwardCall {
       kernels_.add_statistics(block_against(head, index, b, w, tile), tile, w.max, w.sum);
     }
     kernels_.keep_statistics(b.queries, w.max, w.sum);
+  }
+
+  void pass_turns(int64_t number) const {
+    for (int64_t i = 0; i <= layout_.blocks; ++i) pass_turn(i, number);
+    pass_page_turn(number);
+  }
+  // In place of run_tile once the call is interrupted: the tasks that began before still wait for this one.
+  void pass_tile(int64_t head, int64_t tile_index, int64_t number) const {
+    for (int64_t i = 0; i < layout_.blocks && i * plan_.block_q < rows(head); ++i) {
+      BlockState& s = *block_of(head, i).state;
+      if (!sees_tile(s, tile_index)) continue;
+      wait_for(s.tiles_done, tile_index - first_tile(s));
+      s.tiles_done.store(tile_index - first_tile(s) + 1, std::memory_order_release);
+    }
+    pass_turns(number);
   }
 
   void run_tile(int64_t head, int64_t tile_index, int64_t number, int worker_index) const {
@@ -502,7 +526,7 @@ class BackwardCall {
     const Block b = block_of(head, index);
     BlockState& s = *b.state;
     const int64_t tile_index = tile.first_key / plan_.block_kv;
-    if (s.some_begin >= s.some_end || tile_index < first_tile(s) || tile_index > last_tile(s)) return;
+    if (!sees_tile(s, tile_index)) return;
     const GradBlock g = block_against(head, index, b, w, tile);
     kernels_.grad_tile(g, tile);
 
@@ -625,6 +649,7 @@ class BackwardCall {
   const CallRules rules_;
   const int64_t group_;  // query heads per KV head
   const int64_t heads_;  // (batch, KV head) pairs; `head` counts them throughout
+  Interruption& interruption_;
   const int64_t accumulator_bytes_;
   char* const shared_;
   double* sink_sums_ = nullptr;            // [head][block][group]
@@ -690,7 +715,10 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     if (!Size(plan.num_tasks).within_limit()) return attention::too_many_tasks(p);
     Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
     if (!lease.ok()) return lease.status();
-    attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data()).run(impl.pool);
+    Interruption interruption(impl.interrupted, attention::multiply_adds(p));
+    attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data(), interruption)
+        .run(impl.pool);
+    if (interruption.happened()) return interruption.status("flash_attention_backward");
     const auto end_of = [&](const ConstTensor& offsets) {
       return attention::integer_at(offsets, p.batch * offsets.strides[0]);
     };

@@ -178,6 +178,10 @@ void check_broadcast(ShapeCheck& check, const char* name, const ConstTensor& t, 
 
 }  // namespace
 
+Size multiply_adds(const AttentionProblem& p) {
+  return Size(p.batch) * p.num_heads * p.query_len * p.kv_len * (p.head_dim + p.value_head_dim);
+}
+
 const QueryDims& query_dims(bool varlen_q) {
   static constexpr QueryDims kBatched = {{"batch", "num_heads", "query_len", "head_dim"},
                                          {"batch", "num_heads", "query_len", "value_head_dim"},

@@ -7,6 +7,7 @@
 //   Result<AttentionProblem> problem = pose_problem(check, inputs, options);   // values: lengths, options
 #pragma once
 
+#include "core/int_math.h"
 #include "core/shape_check.h"
 #include "opst/attention.h"
 
@@ -27,5 +28,8 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
 // The problem that inputs and outputs of flash_attention_forward pose, or why they are refused.
 Result<AttentionProblem> check_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                        const AttentionOptions& options);
+
+// Of all pairs of queries and keys, masked ones too, with sequences as long as the longest: how long a call may take.
+Size multiply_adds(const AttentionProblem& problem);
 
 }  // namespace opst::attention

@@ -116,7 +116,7 @@ Result<Context> Context::create(const ContextOptions& options) {
     }
     const Result<int> num_threads = choose_num_threads(options, machine);
     if (!num_threads.ok()) return num_threads.status();
-    return Context(std::make_unique<Impl>(machine, num_threads.value()));
+    return Context(std::make_unique<Impl>(machine, num_threads.value(), options.interrupted));
   });
 }
 

@@ -9,10 +9,11 @@
 namespace opst {
 
 struct Context::Impl {
-  Impl(const Machine& m, int num_threads) : machine(m), pool(num_threads) {}
+  Impl(const Machine& m, int num_threads, InterruptedFunction ask) : machine(m), pool(num_threads), interrupted(ask) {}
 
   Machine machine;
   ThreadPool pool;
+  InterruptedFunction interrupted;  // ContextOptions::interrupted
   WorkspacePool workspaces;
   WeightMemory weights;
 };
