@@ -83,7 +83,10 @@ def view(array: Any, name: Optional[str] = None) -> View:
     """What the core reads: the array's own memory. A torch tensor that is more than its bytes (gradients, subclasses,
     other devices) is refused."""
     if type(array) is np.ndarray and array.dtype.kind == "f" and array.dtype.isnative:  # at once, as most are
-        return View(array)
+        try:
+            return View(array)
+        except (TypeError, ValueError) as error:
+            raise _unreadable(error, array, array, name) from None
     if is_torch(array):
         return _torch_view(array, None, array, name)
     if isinstance(array, View):
@@ -99,7 +102,19 @@ def view(array: Any, name: Optional[str] = None) -> View:
     try:
         return View(memory, dtype)
     except (TypeError, ValueError) as error:
-        raise refusal(type(error), array, f"cannot be taken: {error}", name) from None
+        raise _unreadable(error, memory, array, name) from None
+
+
+def _unreadable(error: Exception, memory: Any, value: Any, name: Optional[str]) -> Exception:
+    """The error of the core about an array, which does not know NumPy's dtypes, in words that name this one."""
+    dtype = memory.dtype if isinstance(memory, np.ndarray) else None
+    if dtype is None or dtype in _TAKEN:
+        return refusal(type(error), value, f"cannot be taken: {error}", name)
+    if not dtype.isnative and dtype.newbyteorder("=") in _TAKEN:
+        native = dtype.newbyteorder("=")
+        return refusal(type(error), value, f"has dtype {dtype.str}, {native} in the byte order of other machines; "
+                       f".astype(\"{native}\") turns it", name)
+    return refusal(type(error), value, f"has dtype {dtype}, which is not supported ({', '.join(_NUMPY)} and bf16 are)", name)
 
 
 def view_of_new(array: Any) -> View:
@@ -187,8 +202,8 @@ def integer_array(values: Any, name: Optional[str] = None) -> np.ndarray:
     try:
         array = np.asarray(shown)
     except (TypeError, ValueError, OverflowError) as error:
-        raise refusal(type(error) if isinstance(error, (TypeError, ValueError)) else ValueError, values,
-                      f"must be integers (int32 or int64): {error}", name) from None
+        said = _ragged(values) or f"must be integers (int32 or int64): {error}"
+        raise refusal(type(error) if isinstance(error, (TypeError, ValueError)) else ValueError, values, said, name) from None
     if isinstance(values, (list, tuple)):
         array = _checked_list(values, array, name)
     if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
@@ -216,6 +231,18 @@ def _checked_list(values: Sequence[Any], array: np.ndarray, name: Optional[str])
         if not -(2**63) <= number < 2**63:
             raise refusal(ValueError, values, f"holds {number} as {place}, which int64 does not", name)
     return array.astype(np.int64, copy=False)
+
+
+def _ragged(values: Any) -> Optional[str]:
+    """Which rows of a list of rows differ in length, in words; None: none of them."""
+    if not isinstance(values, (list, tuple)):
+        return None
+    lengths = [len(row) if hasattr(row, "__len__") else None for row in values]
+    for i, length in enumerate(lengths):
+        if length != lengths[0]:
+            said = ["a number" if n is None else f"{n} long" for n in (lengths[0], length)]
+            return f"must have rows of one length, but row 0 is {said[0]} and row {i} is {said[1]}"
+    return None
 
 
 def _elements(values: Sequence[Any], at: tuple = ()):
@@ -319,11 +346,22 @@ def _torch_view(tensor: Any, dtype: Optional[str], value: Any, name: Optional[st
 
 _NUMPY = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "i8": np.int8, "u8": np.uint8, "i32": np.int32,
           "i64": np.int64, "bool": np.bool_}
+_TAKEN = frozenset(np.dtype(kind) for kind in _NUMPY.values())
 
 
 def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
-    """A new array of the kind of `like`: torch for torch, else NumPy; bf16 tagged or of ml_dtypes, as `like` is."""
-    shape = tuple(shape)
+    """A new array of the kind of `like`: torch for torch, else NumPy; bf16 tagged or of ml_dtypes, as `like` is. MemoryError where no memory
+    holds it."""
+    try:
+        return _empty(like, tuple(shape), dtype)
+    # NumPy has a ValueError where the bytes cannot be counted, torch a RuntimeError for both.
+    except (MemoryError, ValueError, RuntimeError) as error:
+        if any(size < 0 for size in shape):
+            raise
+        raise MemoryError(f"a result of {dtype} {list(shape)} is needed, for which there is no memory") from error
+
+
+def _empty(like: Any, shape: tuple, dtype: str) -> Any:
     if is_torch(like):
         torch = sys.modules["torch"]
         types = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16,

@@ -23,11 +23,7 @@ _UNSIGNED = {"seed", "offset"}
 
 
 class _Misfit(Exception):
-    """What an option must be instead."""
-
-    def __init__(self, kind: type, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+    """Of (the error's kind, what an option must be instead). Without a constructor, which torch.compile could not follow."""
 
 
 def _integer(name: str, value: Any) -> int:
@@ -47,6 +43,8 @@ def _integer(name: str, value: Any) -> int:
 def _number(name: str, value: Any) -> float:
     if type(value) is float:
         return value
+    if is_torch(value):
+        raise _Misfit(TypeError, f"a number (float({name})): no gradient flows through it")
     if isinstance(value, (bool, np.bool_, str, bytes, complex)) or not (hasattr(value, "__float__")
                                                                          or hasattr(value, "__index__")):
         raise _Misfit(TypeError, "a number")
@@ -127,9 +125,12 @@ def checked(function: str, name: str, kind: Any, value: Any) -> Any:
     try:
         return check(name, value)
     except _Misfit as misfit:
+        kind, text = misfit.args
+        if is_torch(value):  # its values may be those of a compiler or a transform, which have no text
+            raise kind(f"{function}: {name} is a torch tensor, must be {text}") from None
         none = " or None" if optional else ""
-        shown = f"{_short(value)} ({type(value).__name__})" if misfit.kind is TypeError and value is not None else _short(value)
-        raise misfit.kind(f"{function}: {name} is {shown}, must be {misfit}{none}") from None
+        shown = f"{_short(value)} ({type(value).__name__})" if kind is TypeError and value is not None else _short(value)
+        raise kind(f"{function}: {name} is {shown}, must be {text}{none}") from None
 
 
 def option(function: str, name: str, kind: str, value: Any) -> Any:
@@ -143,11 +144,13 @@ def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Except
     if "incompatible function arguments" in text:
         kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in arguments.items())
         return TypeError(f"{function}: an argument is of a kind that is not taken, among {kinds}")
+    if text.startswith(f"{function}:"):  # asked first, as torch.compile cannot follow the next question
+        return error
     if hasattr(error, "name_given"):
         found = [error.name_given] if error.name_given else [name for name, value in arguments.items() if value is error.value]
         return type(error)(f"{function}: {found[0] if found else 'an argument'} {error.text}")
     # A kind of its own may be made of other things than a text, as UnicodeError is.
-    if type(error) not in (TypeError, ValueError) or text.startswith(function):
+    if type(error) not in (TypeError, ValueError, MemoryError) or text.startswith(function):
         return error
     return type(error)(f"{function}: {text}")
 
@@ -210,7 +213,7 @@ def public(function: Optional[F] = None, *, torch: Optional[str] = None) -> Any:
                 if form.is_wanted(args, kwargs):
                     return form.call(args, kwargs)
             return function(*args, **kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             named = _named(error, title, {**dict(zip(names, args)), **kwargs})
             if named is error:
                 raise

@@ -170,7 +170,8 @@ class _MatmulForm(Form):
         if isinstance(weight, PackedWeight):
             bound["weight"] = bound["x"]
         super()._share_arrays(bound)
-        bound["weight"] = weight
+        if isinstance(weight, PackedWeight):
+            bound["weight"] = weight
 
 
 FORMS = {"matmul": _MatmulForm(_plain_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=_cast)}

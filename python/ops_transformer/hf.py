@@ -103,7 +103,8 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
     that name makes it, or a mask of the caller's own: bool (true: visible) or added to the scores. The rules of the layer (is_causal,
     or module.is_causal; sliding_window) hold where there is no mask, and beside one of [batch, 1, 1, kv_len].
     """
-    if kwargs.get("output_attentions", False):
+    # The models that read it from their configuration do not pass it on.
+    if kwargs.get("output_attentions", getattr(getattr(module, "config", None), "output_attentions", False)):
         warnings.warn("ops_transformer: attention weights are not kept, so output_attentions=True gives None for them; "
                       'attn_implementation="eager" has them', stacklevel=2)
     options: dict = {}

@@ -77,10 +77,15 @@ def new_pages(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
               dtype: str = "f32", layout: str = "norm", like: Any = None) -> Tuple[Any, Any]:
     """(key_cache, value_cache) of zeros: dtype "f32", "bf16" or "f16"; arrays of the kind of `like`, NumPy's without it.
 
-    ValueError for sizes below 0; RuntimeError where the layout cannot hold such blocks.
+    ValueError for sizes below 0; MemoryError for those that no memory holds; RuntimeError where the layout cannot hold such
+    blocks.
     """
     shapes = _core.page_shapes(layout, dtype, num_blocks, block_size, num_kv_heads, head_dim,
                                head_dim if value_head_dim is None else value_head_dim)
+    if any(len(shape) == 0 for shape in shapes):  # what the core gives where 64 bits do not count the elements
+        wide = head_dim if value_head_dim is None else max(head_dim, value_head_dim)
+        raise MemoryError(f"num_blocks {num_blocks} * block_size {block_size} * num_kv_heads {num_kv_heads} * head_dim {wide} "
+                          "elements are more than 64 bits count")
     pages = tuple(empty(like, shape, dtype) for shape in shapes)
     for array in pages:
         bits = getattr(array, "array", array)

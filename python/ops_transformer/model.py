@@ -50,8 +50,19 @@ def _sampling(function: str, temperature: float, top_k: int, top_p: float, seed:
     temperature = option(function, "temperature", "float", temperature)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"{function}: temperature is {temperature}, must be finite and >= 0")
+    if option(function, "top_k", "int", top_k) < 0:
+        raise ValueError(f"{function}: top_k is {top_k}, must be >= 0")
+    if not 0 < option(function, "top_p", "float", top_p) <= 1:
+        raise ValueError(f"{function}: top_p is {top_p}, must be in (0, 1]")
     return (temperature == 0, option(function, "top_k", "int", top_k), option(function, "top_p", "float", top_p), temperature,
             option(function, "seed", "int", seed))
+
+
+def _max_tokens(function: str, value: Any) -> int:
+    count = option(function, "max_tokens", "int", value)
+    if count < 1:
+        raise ValueError(f"{function}: max_tokens is {count}, must be >= 1")
+    return count
 
 
 def _openable(path: Union[str, bytes, "os.PathLike[Any]"]) -> bytes:
@@ -149,7 +160,7 @@ class Model:
         """
         name = "Model.generate"
         sampling = _sampling(name, temperature, top_k, top_p, seed)
-        max_tokens = option(name, "max_tokens", "int", max_tokens)
+        max_tokens = _max_tokens(name, max_tokens)
         ignore_end = option(name, "ignore_end", "bool", ignore_end)
         if option(name, "chat", "bool", chat):
             turns = [("system", _text(name, "system", system))] if system is not None else []
@@ -158,6 +169,8 @@ class Model:
             raise ValueError(f"{name}: system is for chat=True")
         else:
             ids = self._tokens(name, "prompt", prompt, add_bos, parse_special)
+            if not ids:
+                raise ValueError(f"{name}: prompt has no tokens, and the model goes on from at least one")
         return Generation(*self._model.generate(ids, max_tokens, *sampling, ignore_end, on_text))
 
     def conversation(
@@ -185,7 +198,10 @@ class Model:
 
     def perplexity(self, text: Union[str, Sequence[int]], *, add_bos: bool = True, parse_special: bool = True) -> float:
         """exp of the mean of -ln p(token | the tokens before it), in windows of max_context tokens."""
-        return self._model.perplexity(self._tokens("Model.perplexity", "text", text, add_bos, parse_special))
+        ids = self._tokens("Model.perplexity", "text", text, add_bos, parse_special)
+        if len(ids) < 2:
+            raise ValueError(f"Model.perplexity: text has {len(ids)} tokens, but predicting one from another takes 2")
+        return self._model.perplexity(ids)
 
 
 class Conversation:
@@ -208,7 +224,7 @@ class Conversation:
         answer stays as far as it came; what on_text raises loses the history.
         """
         message = _text("Conversation.answer", "message", message)
-        max_tokens = option("Conversation.answer", "max_tokens", "int", max_tokens)
+        max_tokens = _max_tokens("Conversation.answer", max_tokens)
         return Generation(*self._conversation.answer(message, max_tokens, on_text))
 
     def reset(self) -> None:

@@ -175,3 +175,13 @@ def test_dropout_repeats():
         torch.manual_seed(seed)
         outs.append(model(input_ids=tokens).logits)
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+
+
+def test_attention_weights_that_are_asked_for_and_not_kept_are_warned_of():
+    ids = torch.arange(6)[None]
+    for config, options in (({}, {"output_attentions": True}), ({"output_attentions": True}, {})):
+        config = transformers.LlamaConfig(**GROUPED, **config)
+        config._attn_implementation = "ops_transformer"
+        model = transformers.LlamaForCausalLM(config).eval()
+        with pytest.warns(UserWarning, match="output_attentions=True gives"):
+            model(ids, **options)

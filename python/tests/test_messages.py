@@ -109,3 +109,40 @@ def test_classes_name_theirs():
         assert "incompatible" not in str(caught.value)
     with pytest.raises(ValueError, match="BlockPool.allocate: count is"):
         pool.allocate(2**70)
+
+
+@pytest.mark.parametrize("dtype, words", [(">f4", r"has dtype >f4, float32 in the byte order"), (">i8", "has dtype >i8, int64 in the byte"),
+                                          (object, "has dtype object"), ("M8[s]", r"has dtype datetime64\[s\]"),
+                                          (np.longdouble, "has dtype " + str(np.dtype(np.longdouble))), ("S4", r"has dtype \|S4"),
+                                          (np.complex64, "has dtype complex64"), ([("a", "f4")], "has dtype .*'a'")])
+def test_dtypes_that_are_not_taken_are_named(dtype, words):
+    if np.dtype(dtype) == np.float64:
+        pytest.skip("long double is double here")
+    for call, argument in ((rowwise.softmax, "softmax: x "), (matmul.pack, "pack: weight ")):
+        with pytest.raises((TypeError, ValueError), match=argument + words):
+            call(np.zeros((2, 4), dtype))
+
+
+def test_rows_of_different_lengths_are_named():
+    with pytest.raises(ValueError, match="gather_pa_kv_cache: block_table must have rows of one length, but row 0 is 2 long and row 2 is 1 long"):
+        kv_cache.gather_pa_kv_cache(*pages(), [[0, 1], [2, 3], [2]], [3, 3, 3])
+    with pytest.raises(ValueError, match="block_table must have rows of one length, but row 0 is 1 long and row 1 is a number"):
+        kv_cache.gather_pa_kv_cache(*pages(), [[0], 1], [3, 3])
+
+
+def test_results_that_no_memory_holds_are_named():
+    wide = np.lib.stride_tricks.as_strided(X, (2**30, 2**30), (0, 0))
+    for call, words in ((lambda: rowwise.softmax(wide), r"softmax: a result of f32 \[1073741824, 1073741824\]"),
+                        (lambda: quant.dequantize_blocks(BLOCKS, "q8_0", 2**40, 2**40), r"dequantize_blocks: a result of f32 \[1099511627776, "),
+                        (lambda: kv_cache.gather_pa_kv_cache(*pages(), [[0]], [2**55]), r"gather_pa_kv_cache: a result of f32 \[36028797018963968, 1, 4\]"),
+                        (lambda: kv_cache.new_pages(2**30, 32, 32, 64), r"new_pages: a result of f32 \[1073741824, 32, 32, 64\]")):
+        with pytest.raises(MemoryError, match=words):
+            call()
+
+
+@pytest.mark.parametrize("layout", ["norm", "panel32"])
+def test_pages_that_nobody_can_count_are_refused(layout):
+    for sizes in ((2**40, 2**20, 2**20, 1), (2**20, 2**20, 2**20, 2**20), (2**62, 32, 1, 1), (2**40, 32, 1, 1, 2**40)):
+        with pytest.raises(MemoryError, match=f"new_pages: num_blocks {sizes[0]} .* block_size {sizes[1]} .* num_kv_heads {sizes[2]} "
+                                              f".* head_dim {sizes[-1]} "):
+            kv_cache.new_pages(*sizes, layout=layout)

@@ -198,3 +198,17 @@ def test_rounded_caches_and_activations(model):
     assert half.perplexity(text) == pytest.approx(exact, rel=0.02) and half.perplexity(text) != exact
     rounded = Model(model_path(), max_context=512, activations="int8")
     assert rounded.perplexity(text) == pytest.approx(exact, rel=0.05) and rounded.perplexity(text) != exact
+
+
+def test_numbers_and_prompts_are_refused_by_the_name_of_the_call(model):
+    talk = model.conversation()
+    for call, words in ((lambda: model.generate(""), "Model.generate: prompt has no tokens"),
+                        (lambda: model.generate([]), "Model.generate: prompt has no tokens"),
+                        (lambda: model.generate("x", max_tokens=0), "Model.generate: max_tokens is 0"),
+                        (lambda: model.generate("x", top_k=-1), "Model.generate: top_k is -1"),
+                        (lambda: model.generate("x", top_p=2), "Model.generate: top_p is 2"),
+                        (lambda: model.conversation(top_p=float("nan")), "Model.conversation: top_p is nan"),
+                        (lambda: talk.answer("x", max_tokens=-1), "Conversation.answer: max_tokens is -1"),
+                        (lambda: model.perplexity([1]), "Model.perplexity: text has 1 tokens")):
+        with pytest.raises(ValueError, match=words):
+            call()

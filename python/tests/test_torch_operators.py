@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ops_transformer import Context, kv_cache, matmul, quant, rowwise
+from ops_transformer.flash_attention import flash_attention, flash_attention_score
 
 torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
 F = torch.nn.functional
@@ -286,3 +287,59 @@ def test_transforms_have_a_rule_or_an_error_never_zeros():
     with torch.autograd.forward_ad.dual_level():
         with pytest.raises(RuntimeError, match="softmax: .*forward-mode tangent"):
             rowwise.softmax(torch.autograd.forward_ad.make_dual(x, x))
+
+
+ROWS = torch.ones(2, 3, WIDTH)
+NUMBERS = {
+    "rms_norm, eps": lambda n: rowwise.rms_norm(ROWS, ROWS[0, 0], n), "layer_norm, eps": lambda n: rowwise.layer_norm(ROWS, eps=n),
+    "softmax, scale": lambda n: rowwise.softmax(ROWS, n), "rope_table, theta": lambda n: rowwise.rope_table([0, 1], 4, n),
+    "flash_attention_score, scale_value": lambda n: flash_attention_score(ROWS[None], ROWS[None], ROWS[None], scale_value=n).attention_out,
+    **{f"flash_attention, {name}": lambda n, name=name: flash_attention(ROWS[None], ROWS[None], ROWS[None], **{name: n})
+       for name in ("softmax_scale", "softcap", "bias_scale", "keep_prob")},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_given_as_tensors_are_refused(name):
+    function, option = name.split(", ")
+    words = rf"{function}: {option} is a torch tensor, must be a number \(float\({option}\)\): no gradient flows"
+    call, number = NUMBERS[name], torch.tensor(0.5)
+    call(0.5), call(np.float32(0.5))
+    for tensor in (number, number.clone().requires_grad_(), torch.tensor([0.5]), number.to(torch.bfloat16)):
+        with pytest.raises(TypeError, match=words):
+            call(tensor)
+    for run in (lambda: torch.func.grad(lambda n: call(n)[0].sum())(number), lambda: torch.vmap(call)(number[None]),
+                lambda: torch.func.jvp(call, (number,), (number,))):
+        with pytest.raises(TypeError, match=words):
+            run()
+
+
+def test_numbers_given_as_tensors_are_refused_by_compiled_calls():
+    call = NUMBERS["flash_attention, softmax_scale"]
+    for fullgraph in (False, True):
+        with pytest.raises(Exception, match="flash_attention: softmax_scale is a torch tensor, must be a number"):
+            torch.compile(call, backend="eager", fullgraph=fullgraph)(torch.tensor(0.5))
+
+
+def test_products_of_torch_and_numpy_arrays():
+    x, w, b = needing(3, WIDTH), np.random.default_rng(0).standard_normal((6, WIDTH)).astype(np.float32), needing(6)
+    out = matmul.matmul(x, w, bias=b)
+    torch.testing.assert_close(out, F.linear(x, torch.from_numpy(w), b))
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.from_numpy(w.sum(0)).expand(3, WIDTH))
+    mixed = matmul.matmul(x.detach().numpy(), w, bias=b, residual=np.ones((3, 6), np.float32))
+    torch.testing.assert_close(mixed, out + 1)
+    assert mixed.requires_grad
+
+
+def test_a_packed_weight_in_a_compiled_call_says_what_to_do():
+    packed = matmul.pack(np.ones((6, WIDTH), np.float32))
+    x = torch.ones(3, WIDTH)
+    with pytest.raises(Exception, match="matmul: a packed weight and out_scales cannot be traced by torch.compile"):
+        torch.compile(lambda x: matmul.matmul(x, packed), backend="eager", fullgraph=True)(x)
+
+
+def test_pages_of_torch_that_no_memory_holds():
+    for sizes in ((2**40, 2**20, 2**20, 1), (2**40, 32, 32, 64)):
+        with pytest.raises(MemoryError, match=f"new_pages: .*{sizes[0]}"):
+            kv_cache.new_pages(*sizes, like=torch.ones(1))
