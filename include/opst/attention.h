@@ -156,8 +156,8 @@ struct AttentionOptions {
   int64_t block_kv = 0;
   int64_t window_left = kUnbounded;
   int64_t window_right = kUnbounded;
-  float softcap = 0;     // > 0: scores are bounded by +-softcap; 0: they are not
-  float bias_scale = 1;  // any finite number
+  double softcap = 0;     // > 0: scores are bounded by +-softcap; 0: they are not
+  double bias_scale = 1;  // any finite number
   AlibiForm alibi_form = AlibiForm::linear;
   int64_t alibi_query_start = 0;  // of a sequence that was cut: index of the first query, and of the first key
   int64_t alibi_key_start = 0;

@@ -173,7 +173,7 @@ const Refusal kRefusals[] = {
     {"scale_nan", [](Call& c) { c.options.softmax_scale = kNan; }, "softmax_scale is nan, must be finite"},
     {"scale_infinite", [](Call& c) { c.options.softmax_scale = -HUGE_VALF; }, "softmax_scale is -inf, must be finite"},
     {"scale_beyond_f32", [](Call& c) { c.options.softmax_scale = 1e39; },
-     "softmax_scale is 999999999999999939709166371603178586112.000000, must be finite in f32"},
+     "softmax_scale is 1e+39, must be finite in f32"},
     {"block_q_negative", [](Call& c) { c.options.block_q = -1; }, "block_q is -1, must be 0 to 4096"},
     {"block_q_large", [](Call& c) { c.options.block_q = 4097; }, "block_q is 4097, must be 0 to 4096"},
     {"block_kv_negative", [](Call& c) { c.options.block_kv = -2; }, "block_kv is -2, must be 0 to 4096"},
@@ -388,7 +388,11 @@ const Refusal kRefusals[] = {
      "alibi_key_start is 4611686018427387904, must be -1152921504606846976 to 1152921504606846976"},
     {"sinks_heads", [](Call& c) { c.in.sinks = c.bias({2}); },
      "sinks dim 0 (num_heads) is 2, but query set num_heads = 4"},
-    {"softcap_negative", [](Call& c) { c.options.softcap = -1; }, "softcap is -1.000000, must be 0 or positive"},
+    {"softcap_negative", [](Call& c) { c.options.softcap = -1; }, "softcap is -1, must be 0 or positive"},
+    {"softcap_of_nothing_in_f32", [](Call& c) { c.options.softcap = 1e-60; },
+     "softcap is 1e-60, must be 0 or positive in f32"},
+    {"softcap_huge", [](Call& c) { c.options.softcap = 1e300; }, "softcap is 1e+300, must be finite in f32"},
+    {"bias_scale_huge", [](Call& c) { c.options.bias_scale = -1e300; }, "bias_scale is -1e+300, must be finite in f32"},
     {"softcap_nan", [](Call& c) { c.options.softcap = kNan; }, "softcap is nan, must be finite"},
 
     // Dropout.

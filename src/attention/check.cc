@@ -26,6 +26,11 @@ constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType
 constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i64};
 
 std::string str(int64_t x) { return std::to_string(x); }
+std::string number(double x) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", x);
+  return text;
+}
 
 bool panels(const AttentionInputs& in) {
   return in.block_table.data != nullptr && in.page_layout == PageLayout::panel32;
@@ -60,8 +65,12 @@ void check_dtypes(ShapeCheck& check, const AttentionInputs& in, DType out) {
 
 void check_options(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options, int64_t num_heads) {
   const auto finite = [&](const char* name, double x) {
-    check.require(std::isfinite(x),
-                  [&] { return std::string(name) + " is " + std::to_string(x) + ", must be finite"; });
+    check.require(std::isfinite(x), [&] { return std::string(name) + " is " + number(x) + ", must be finite"; });
+  };
+  // What f32 kernels compute with.
+  const auto finite_in_f32 = [&](const char* name, double x) {
+    check.require(in.query.dtype == DType::f64 || std::fabs(x) <= double{std::numeric_limits<float>::max()},
+                  [&] { return std::string(name) + " is " + number(x) + ", must be finite in f32"; });
   };
   const auto within = [&](const char* name, int64_t x, int64_t low, int64_t high) {
     check.require(x >= low && x <= high,
@@ -70,8 +79,7 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   if (options.softmax_scale) {
     const double scale = *options.softmax_scale;
     finite("softmax_scale", scale);
-    check.require(in.query.dtype == DType::f64 || std::fabs(scale) <= double{std::numeric_limits<float>::max()},
-                  [&] { return "softmax_scale is " + std::to_string(scale) + ", must be finite in f32"; });
+    finite_in_f32("softmax_scale", scale);
   }
   const auto known = [&](const char* name, const char* type, auto value, auto last) {
     check.require(value <= last, [&] {
@@ -93,16 +101,19 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   }
   finite("softcap", options.softcap);
   check.require(!(options.softcap < 0),
-                [&] { return "softcap is " + std::to_string(options.softcap) + ", must be 0 or positive"; });
+                [&] { return "softcap is " + number(options.softcap) + ", must be 0 or positive"; });
+  finite_in_f32("softcap", options.softcap);
+  // A cap that rounds to 0 would be none at all.
+  check.require(in.query.dtype == DType::f64 || options.softcap == 0 || static_cast<float>(options.softcap) > 0,
+                [&] { return "softcap is " + number(options.softcap) + ", must be 0 or positive in f32"; });
   finite("bias_scale", options.bias_scale);
+  finite_in_f32("bias_scale", options.bias_scale);
   within("alibi_query_start", options.alibi_query_start, -kMaxStart, kMaxStart);
   within("alibi_key_start", options.alibi_key_start, -kMaxStart, kMaxStart);
   const DropoutOptions& drop = options.dropout;
   // A word of 32 bits decides, so no smaller probability can be; and 1 / keep_prob stays a number of f32.
   check.require(drop.keep_prob >= 0x1p-32 && drop.keep_prob <= 1, [&] {
-    char text[64];
-    std::snprintf(text, sizeof(text), "%g", drop.keep_prob);
-    return std::string("dropout.keep_prob is ") + text + ", must be at least 2^-32 (2.33e-10) and at most 1";
+    return "dropout.keep_prob is " + number(drop.keep_prob) + ", must be at least 2^-32 (2.33e-10) and at most 1";
   });
   within("dropout.first_query", drop.first_query, 0, kMaxStart);
   within("dropout.first_key", drop.first_key, 0, kMaxStart);

@@ -146,7 +146,7 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
   p.options.block_q = a.block_q;
   p.options.block_kv = a.block_kv;
   if (!a.window.empty()) parse_window(a.window, p.options);
-  p.options.softcap = static_cast<float>(a.softcap);
+  p.options.softcap = a.softcap;
   p.options.dropout = {.keep_prob = 1 - a.dropout, .seed = 1};
   p.has_mask = a.mask == "bool";
   p.has_bias = a.mask == "additive";

@@ -6,8 +6,9 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdio>
-#include <iostream>
+#include <cstring>
 #include <optional>
 
 #include "model/conversation.h"
@@ -78,11 +79,19 @@ class Chat {
   }
 
  private:
+  // A line of the input, of any length; false at the end. A read that fails is an error, not the end.
+  static bool read_line(std::string& line) {
+    line.clear();
+    int c;
+    while ((c = std::getc(stdin)) != EOF && c != '\n') line.push_back(static_cast<char>(c));
+    if (std::ferror(stdin) != 0) run_error(std::string("standard input: cannot read: ") + std::strerror(errno));
+    return c != EOF || !line.empty();
+  }
   // False at the end. Empty lines are none.
   bool next_message(std::string& line) {
     do {
       if (terminal_ == nullptr) {
-        if (!std::getline(std::cin, line)) return false;
+        if (!read_line(line)) return false;
         if (!line.empty() && line.back() == '\r') line.pop_back();
         continue;
       }

@@ -102,6 +102,14 @@ TEST_F(OpstUsage, EveryOutputThatFailsIsAFailure) {
   }
 }
 
+TEST_F(OpstUsage, AnInputThatCannotBeReadIsAFailure) {
+  EXPECT_EQ(refusal({"chat", "-m", model_}, 1, {.input_path = "/"}),
+            "opst chat: standard input: cannot read: Is a directory\n");
+  EXPECT_NE(
+      refusal(with_model("tokenize", {"-f", "/dev/zero"}), 1).find("/dev/zero: a text of more than 268435456 bytes"),
+      std::string::npos);
+}
+
 TEST_F(OpstUsage, NoControlCharacterOfANameReachesTheTerminal) {
   const std::string name =
       "\x1B]0;title\x07\x1B[31mred\xC2\x9B"

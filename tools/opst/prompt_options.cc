@@ -13,9 +13,14 @@ std::string read_file(const std::string& path) {
   const auto fail = [&] { run_error(path + ": cannot read: " + std::strerror(errno)); };
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
   if (file == nullptr) fail();
+  // A device such as /dev/zero has no end.
+  constexpr size_t kMaxBytes = size_t{1} << 28;
   std::string content;
   char block[1 << 16];
-  while (const size_t got = std::fread(block, 1, sizeof block, file.get())) content.append(block, got);
+  while (const size_t got = std::fread(block, 1, sizeof block, file.get())) {
+    content.append(block, got);
+    if (content.size() > kMaxBytes) run_error(path + ": a text of more than " + std::to_string(kMaxBytes) + " bytes");
+  }
   if (std::ferror(file.get()) != 0) fail();
   return content;
 }
