@@ -63,15 +63,16 @@ class PerplexityReference : public ReferenceModelTest {
                                {.context = kWindow, .kv_dtype = dtype, .activations = activations, .logit_rows = 32})
               .value());
       size_t windows = 0;
-      const auto result = measure_perplexity(session, test::exhaustive() ? std::span(ids) : std::span(ids).first(2 * kWindow),
-                                             [&](const WindowScore& window) {
-                                               const nlohmann::json& reference = expected["windows"][windows++];
-                                               EXPECT_EQ(window.begin, reference["start"].get<int64_t>());
-                                               EXPECT_EQ(window.tokens - 1, reference["counted"].get<int64_t>());
-                                               // One window of a rounded mode may be farther off than a whole text.
-                                               EXPECT_NEAR(window.nll_sum / static_cast<double>(window.tokens - 1),
-                                                           reference["nll_mean"].get<double>(), exact ? 1e-5 : 0.02);
-                                             });
+      const auto result =
+          measure_perplexity(session, test::exhaustive() ? std::span(ids) : std::span(ids).first(2 * kWindow),
+                             [&](const WindowScore& window) {
+                               const nlohmann::json& reference = expected["windows"][windows++];
+                               EXPECT_EQ(window.begin, reference["start"].get<int64_t>());
+                               EXPECT_EQ(window.tokens - 1, reference["counted"].get<int64_t>());
+                               // One window of a rounded mode may be farther off than a whole text.
+                               EXPECT_NEAR(window.nll_sum / static_cast<double>(window.tokens - 1),
+                                           reference["nll_mean"].get<double>(), exact ? 1e-5 : 0.02);
+                             });
       ASSERT_TRUE(result.ok()) << result.status().message();
       if (!test::exhaustive()) continue;
       EXPECT_EQ(windows, expected["windows"].size());

@@ -231,7 +231,8 @@ TEST(Dequantize, NamesWhatIsWrong) {
   EXPECT_EQ(message(matrix, out), "dequantize: matrix rows is -1, but must be >= 0");
   matrix = good;
   matrix.rows = INT64_MAX / 8;
-  EXPECT_EQ(message(matrix, out), "dequantize: matrix [1152921504606846975, 64] has more rows or bytes than the limit of 2^56");
+  EXPECT_EQ(message(matrix, out),
+            "dequantize: matrix [1152921504606846975, 64] has more rows or bytes than the limit of 2^56");
   EXPECT_EQ(message(good, Tensor::contiguous(DType::f32, {2, 32}, values.data())),
             "dequantize: out dim 1 (cols) is 32, but the matrix has cols = 64");
   EXPECT_EQ(message(good, Tensor::contiguous(DType::f32, {1, 64}, values.data())),
