@@ -350,26 +350,25 @@ _TAKEN = frozenset(np.dtype(kind) for kind in _NUMPY.values())
 
 
 def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
-    """A new array of the kind of `like`: torch for torch, else NumPy; bf16 tagged or of ml_dtypes, as `like` is. MemoryError where no memory
-    holds it."""
+    """A new array of the kind of `like`: torch for torch, else NumPy; bf16 tagged or of ml_dtypes, as `like` is.
+
+    MemoryError where no memory holds it.
+    """
+    shape = tuple(shape)
     try:
-        return _empty(like, tuple(shape), dtype)
+        if is_torch(like):
+            torch = sys.modules["torch"]
+            types = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16,
+                     "i8": torch.int8, "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool}
+            return torch.empty(shape, dtype=types[dtype])
+        if dtype == "bf16":
+            bits = np.empty(shape, np.uint16)
+            if isinstance(like, Tagged) or "ml_dtypes" not in sys.modules:
+                return Tagged(bits, "bf16")
+            return bits.view(sys.modules["ml_dtypes"].bfloat16)
+        return np.empty(shape, _NUMPY[dtype])
     # NumPy has a ValueError where the bytes cannot be counted, torch a RuntimeError for both.
     except (MemoryError, ValueError, RuntimeError) as error:
         if any(size < 0 for size in shape):
             raise
         raise MemoryError(f"a result of {dtype} {list(shape)} is needed, for which there is no memory") from error
-
-
-def _empty(like: Any, shape: tuple, dtype: str) -> Any:
-    if is_torch(like):
-        torch = sys.modules["torch"]
-        types = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16,
-                 "i8": torch.int8, "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool}
-        return torch.empty(shape, dtype=types[dtype])
-    if dtype == "bf16":
-        bits = np.empty(shape, np.uint16)
-        if isinstance(like, Tagged) or "ml_dtypes" not in sys.modules:
-            return Tagged(bits, "bf16")
-        return bits.view(sys.modules["ml_dtypes"].bfloat16)
-    return np.empty(shape, _NUMPY[dtype])

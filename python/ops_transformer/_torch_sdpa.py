@@ -287,7 +287,8 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, is_causal, scale, e
     if (type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor
             or door.watcher() is not None or forward_ad._current_level >= 0 or _is_any_autocast_enabled()
             or not _flash_allowed() or not _math_allowed() or query.is_neg() or key.is_neg() or value.is_neg()
-            or (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))):
+            or (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+            or (scale is not None and not _is_real(scale))):  # the core would read a tensor's number, and cut off its gradient
         return None
     if not query.is_cpu or query.layout != torch.strided or query.dim() != 4 or value.dim() != 4:
         return None

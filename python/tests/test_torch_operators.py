@@ -11,6 +11,8 @@ from ops_transformer import Context, kv_cache, matmul, quant, rowwise
 from ops_transformer.flash_attention import flash_attention, flash_attention_score
 
 torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+from ops_transformer.torch import scaled_dot_product_attention as sdpa  # noqa: E402
+
 F = torch.nn.functional
 WIDTH = 8
 
@@ -321,6 +323,15 @@ def test_numbers_given_as_tensors_are_refused_by_compiled_calls():
             torch.compile(call, backend="eager", fullgraph=fullgraph)(torch.tensor(0.5))
 
 
+def test_the_drop_in_takes_scales_that_torch_takes():
+    scale = torch.tensor(0.5, requires_grad=True)
+    for mask in (None, torch.ones(3, 3, dtype=torch.bool)):
+        with pytest.raises(TypeError, match="argument 'scale' must be float, not Tensor"):
+            sdpa(ROWS[None], ROWS[None], ROWS[None], mask, scale=scale)
+        number, tensor = (sdpa(ROWS[None], ROWS[None], ROWS[None], mask, scale=s) for s in (0.5, scale.detach()))
+        torch.testing.assert_close(tensor, number)
+
+
 def test_products_of_torch_and_numpy_arrays():
     x, w, b = needing(3, WIDTH), np.random.default_rng(0).standard_normal((6, WIDTH)).astype(np.float32), needing(6)
     out = matmul.matmul(x, w, bias=b)
@@ -335,8 +346,10 @@ def test_products_of_torch_and_numpy_arrays():
 def test_a_packed_weight_in_a_compiled_call_says_what_to_do():
     packed = matmul.pack(np.ones((6, WIDTH), np.float32))
     x = torch.ones(3, WIDTH)
-    with pytest.raises(Exception, match="matmul: a packed weight and out_scales cannot be traced by torch.compile"):
+    with pytest.raises(Exception, match="matmul: a packed weight and out_scales cannot be traced by torch.compile") as caught:
         torch.compile(lambda x: matmul.matmul(x, packed), backend="eager", fullgraph=True)(x)
+    assert "hasattr" not in str(caught.value)
+    torch.testing.assert_close(torch.compile(lambda x: matmul.matmul(x, packed), backend="eager")(x), torch.full((3, 6), 8.0))
 
 
 def test_pages_of_torch_that_no_memory_holds():
