@@ -142,6 +142,8 @@ def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Except
     """The error with the names of function and argument in front."""
     text = str(error)
     if "incompatible function arguments" in text:
+        if "self" in arguments:  # the methods' other arguments are checked before
+            return TypeError(f"{function}: this {type(arguments['self']).__name__} was never made: its __init__ did not run")
         kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in arguments.items())
         return TypeError(f"{function}: an argument is of a kind that is not taken, among {kinds}")
     if text.startswith(f"{function}:"):  # asked first, as torch.compile cannot follow the next question

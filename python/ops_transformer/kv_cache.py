@@ -34,6 +34,13 @@ __all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "conve
            "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
 
 
+def _ids(blocks: Any) -> List[int]:
+    array = integer_array(blocks, "blocks")
+    if array.ndim != 1:
+        raise ValueError(f"blocks must be one row of block ids, but its shape is {list(array.shape)}")
+    return array.tolist()
+
+
 class BlockPool(_core.BlockPool):
     """Which blocks of a paged cache are in use, and by how many sequences: block ids, not memory.
 
@@ -44,6 +51,16 @@ class BlockPool(_core.BlockPool):
     def __init__(self, num_blocks: int) -> None:
         """Blocks 0 to num_blocks - 1, all free."""
         super().__init__(num_blocks)
+
+    @property
+    @public
+    def num_blocks(self) -> int:
+        return super().num_blocks
+
+    @property
+    @public
+    def num_free(self) -> int:
+        return super().num_free
 
     @public
     def references(self, block: int) -> int:
@@ -58,12 +75,12 @@ class BlockPool(_core.BlockPool):
     @public
     def fork(self, blocks: Any) -> None:
         """One more reference each: another sequence has the same past."""
-        super().fork(integer_array(blocks, "blocks").tolist())
+        super().fork(_ids(blocks))
 
     @public
     def free(self, blocks: Any) -> None:
         """One reference less each; a block without any is free again."""
-        super().free(integer_array(blocks, "blocks").tolist())
+        super().free(_ids(blocks))
 
     @public
     def prepare_write(self, block: int) -> Tuple[int, Optional[int]]:

@@ -109,6 +109,19 @@ def test_classes_name_theirs():
         assert "incompatible" not in str(caught.value)
     with pytest.raises(ValueError, match="BlockPool.allocate: count is"):
         pool.allocate(2**70)
+    for call, words in ((lambda: pool.fork([[0, 1]]), r"BlockPool.fork: blocks must be one row of block ids, but its shape is \[1, 2\]"),
+                        (lambda: pool.free(0), r"BlockPool.free: blocks must be one row of block ids, but its shape is \[\]")):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:nanobind")
+def test_a_pool_that_was_never_made_says_so():
+    pool = kv_cache.BlockPool.__new__(kv_cache.BlockPool)
+    for call, name in ((lambda: pool.num_free, "num_free"), (lambda: pool.num_blocks, "num_blocks"), (pool.allocate, "allocate"),
+                       (lambda: pool.free([0]), "free"), (lambda: pool.references(0), "references")):
+        with pytest.raises(TypeError, match=f"^BlockPool.{name}: this BlockPool was never made"):
+            call()
 
 
 @pytest.mark.parametrize("dtype, words", [(">f4", r"has dtype >f4, float32 in the byte order"), (">i8", "has dtype >i8, int64 in the byte"),
