@@ -115,7 +115,8 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
             }
             if (bias == -infinity && row.score[n] == -infinity) continue;
           }
-          ds = rounded_to(storage, ds * row.cap_slope[n]);
+          // The slope of the cap is 1 - tanh^2, which cancels where scores reach the cap.
+          ds = rounded_to(storage, ds * (absolute ? 2 - row.cap_slope[n] : row.cap_slope[n]));
           const int64_t key = row_offset(in, in.key, b, kv_head, j);
           Real* dk = &grad_key[static_cast<size_t>(row_offset(in, at_key, b, kv_head, j))];
           Real* dv = &grad_value[static_cast<size_t>(row_offset(in, at_value, b, kv_head, j))];
