@@ -396,9 +396,12 @@ class BackwardCall {
     GradTile tile = tile_of(head, tile_index, w);
     tile.grad_key = grads_.grad_key.data != nullptr ? w.grad_key : nullptr;
     tile.grad_value = grads_.grad_value.data != nullptr ? w.grad_value : nullptr;
-    if (tile.grad_key != nullptr) std::memset(w.grad_key, 0, static_cast<size_t>(layout_.grad_key_bytes));
-    if (tile.grad_value != nullptr) std::memset(w.grad_value, 0, static_cast<size_t>(layout_.grad_value_bytes));
-    std::memset(w.bias_sums, 0, static_cast<size_t>(layout_.bias_sum_bytes));
+    const auto clear = [](void* piece, int64_t size) {
+      if (piece != nullptr) std::memset(piece, 0, static_cast<size_t>(Arena::writable(size)));
+    };
+    clear(tile.grad_key, layout_.grad_key_bytes);
+    clear(tile.grad_value, layout_.grad_value_bytes);
+    clear(w.bias_sums, layout_.bias_sum_bytes);
     if (tile.count > 0) pack_tile(head, w, tile);
     for (int64_t i = 0; i < layout_.blocks; ++i) {
       if (tile.count > 0 && i * plan_.block_q < rows(head)) meet(head, i, w, tile, number);

@@ -53,7 +53,10 @@ const std::vector<TestContext>& contexts() {
     std::vector<TestContext> made;
     if (kSanitized && !exhaustive()) {
       Random random(seed());
-      for (Isa isa : levels()) add_products(made, isa, random.pick({1, 2, 3, 5}), random.chance(0.5));
+      for (Isa isa : levels()) {
+        const bool tiny = random.chance(0.5);
+        for (int num_threads : {1, random.pick({2, 3, 5})}) add_products(made, isa, num_threads, tiny);
+      }
       return made;
     }
     for (Isa isa : levels()) {

@@ -22,7 +22,7 @@ std::vector<Isa> levels();
 CacheSizes tiny_caches();
 
 // levels() x {1, 2, 3, 5} threads x {real, tiny} caches, and at avx512_bf16 both ways to form bf16 products. Under a
-// sanitizer one number of threads and one kind of caches for each level, drawn from the seed: a tenth of the time. Made
+// sanitizer one thread and another number of them, and one kind of caches for each level, drawn from the seed. Made
 // once; they live until the process ends.
 const std::vector<TestContext>& contexts();
 
