@@ -536,13 +536,18 @@ inline std::string judge(const DrawnCall& call, const DrawnCall::Outputs& out, c
 // Contexts that differ from `chosen` in the number of threads only.
 inline std::vector<const TestContext*> contexts_like(const TestContext& chosen) {
   std::vector<const TestContext*> list;
-  for (const TestContext& t : contexts()) {
-    const Machine& a = chosen.context.machine();
-    const Machine& b = t.context.machine();
-    if (a.isa == b.isa && a.bf16_product == b.bf16_product && a.cache.l2_bytes == b.cache.l2_bytes && &t != &chosen) {
-      list.push_back(&t);
+  const auto add_from = [&](const std::vector<TestContext>& all) {
+    for (const TestContext& t : all) {
+      const Machine& a = chosen.context.machine();
+      const Machine& b = t.context.machine();
+      if (a.isa == b.isa && a.bf16_product == b.bf16_product && a.cache.l2_bytes == b.cache.l2_bytes && &t != &chosen) {
+        list.push_back(&t);
+      }
     }
-  }
+  };
+  add_from(contexts());
+  // Under a sanitizer contexts() may have this level with the other caches only.
+  if (list.empty()) add_from(contexts_with_threads(3));
   return list;
 }
 

@@ -70,8 +70,9 @@ TEST(OpstAttention, CheckNoticesWhatATileLoses) {
     spoiled.push_back("--spoil");
     const Outcome wrong = run_program(spoiled);
     EXPECT_EQ(wrong.exit_code, 1) << wrong.out;
-    for (const nlohmann::json& row : wrong.json()["rows"]) EXPECT_EQ(row["ok"], false) << row;
-    EXPECT_EQ(wrong.json()["rows"].size(), 6u);
+    const nlohmann::json report = wrong.json();
+    for (const nlohmann::json& row : report["rows"]) EXPECT_EQ(row["ok"], false) << row;
+    EXPECT_EQ(report["rows"].size(), 6u);
     spoiled = {"check", "attention", "--backward", "--dtype", dtype, "--head-dim", "16", "--seq", "256,300", "--spoil"};
     EXPECT_EQ(run_program(spoiled).exit_code, 1) << dtype;
     spoiled.pop_back();
