@@ -24,7 +24,7 @@ struct GraphImpl {
   // Lets a name be looked up as it is, without a string of its own.
   struct NameHash {
     using is_transparent = void;
-    size_t operator()(std::string_view name) const { return std::hash<std::string_view>()(name); }
+    size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
   };
 
   struct Symbol {
