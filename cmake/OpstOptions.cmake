@@ -3,8 +3,9 @@
 # OPST_TOOLS_DEFAULT and OPST_TESTS_DEFAULT are ON in a build of opst itself where the packages are there, else OFF, and
 # a line says what was not found. An option that the user sets is never changed: then a missing package is an error.
 
-# Without a build type compilers do not optimise at all, and kernels are nothing without -O. This holds for opst as a part of another project too (FetchContent, add_subdirectory): an ordinary variable reaches the targets of
-# this folder and of those below it, not the project around them.
+# Without a build type compilers do not optimise at all, and kernels are nothing without -O. This holds for opst as a
+# part of another project too (FetchContent, add_subdirectory): an ordinary variable reaches the targets of this folder
+# and of those below it, not the project around them.
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   if(PROJECT_IS_TOP_LEVEL)
     set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
