@@ -247,7 +247,7 @@ class Graph {
   //   caches: pages in options.layout (kv_cache.h), written in place
   void scatter_pa_kv_cache(std::string name, Value key, Value value, Value slots, Value key_cache, Value value_cache,
                            const ScatterOptions& options = {});
-  //   the same with norms and rotation: query, key as they come from their projections -> query's, as query
+  //   the same with norms and rotation: query, key as they come from their projections -> the turned query, as query
   struct Step {
     Value query, key, value;
     RopeTable table;
@@ -285,8 +285,8 @@ class Graph {
   // new setup; what was bound stays bound.
   Status setup(const Machine& machine);
 
-  // Before or after setup. Rank, dtype and numbers must agree; whether a tensor has room for named sizes is seen when
-  // it is used. Inputs may be const; caches and outputs are written.
+  // Before or after setup. Rank, dtype and sizes without a name must agree; whether a tensor has room for named sizes
+  // is seen when it is used. Inputs may be const; caches and outputs are written.
   Status bind(Value value, const Tensor& tensor);
   Status bind(Value value, const ConstTensor& tensor);
   Status bind(Value value, const PackedWeight& weight);

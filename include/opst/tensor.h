@@ -50,12 +50,12 @@ struct BasicTensor {
 
   // The same memory with two dimensions exchanged.
   BasicTensor transposed(int a, int b) const;
-  // The part [begin, begin + length) of one dimension. The caller keeps it within the shape.
+  // Indices [begin, begin + length) of one dimension. The caller keeps them within the shape.
   BasicTensor narrowed(int dim, int64_t begin, int64_t length) const;
   // One index of one dimension; the dimension disappears.
   BasicTensor selected(int dim, int64_t index) const;
 
-  // INT64_MAX where that is not enough.
+  // The product of the sizes; INT64_MAX where int64_t cannot hold it.
   int64_t num_elements() const {
     int64_t n = 1;
     for (int i = 0; i < rank && i < kMaxRank; ++i) {
@@ -77,7 +77,7 @@ extern template struct BasicTensor<true>;
 std::string to_string(const ConstTensor& tensor);
 
 // Owned memory, aligned to 64 bytes. From 2 MiB on it asks the system for huge pages. Movable, not copyable.
-// Or a part of a larger block, which lives until the last of its parts is gone.
+// Or a piece of a larger allocation, which lives until its last piece is gone.
 class Buffer {
  public:
   Buffer() = default;

@@ -21,8 +21,8 @@
 
 namespace opst {
 
-// What the exception becomes that is being handled. The messages fit into a small string, so that reporting exhausted
-// memory needs none.
+// The Status of the exception that is being handled. Its message fits into a small string: reporting exhausted memory
+// needs no memory.
 inline Status status_of_exception() noexcept {
   try {
     throw;

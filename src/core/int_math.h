@@ -1,7 +1,7 @@
 // Integer arithmetic on sizes, defined for every size that a caller can state.
 //
-// A tensor with strides of 0 needs no memory for its size, so a size from outside may be any number, and so may its
-// product with another. What a plan adds up and multiplies is therefore a Size, which stops at a limit where int64_t
+// A tensor with strides of 0 needs no memory for its size, so a size from outside may be any int64_t, and the product
+// of two sizes may be larger than any. Plans therefore add and multiply in Size, which stops at a limit where int64_t
 // would wrap:
 //
 //   const Size bytes = Size(rows) * row_bytes + Size(blocks) * block_bytes;
@@ -15,7 +15,7 @@ namespace opst {
 
 // The one limit on bytes, and on elements, of a tensor, of what its strides span and of a plan's memory: half of the
 // largest address space (57 bits) that x86-64 and Arm give. ShapeCheck refuses a tensor beyond it, and a workspace of
-// so many bytes is out_of_memory. Sums of a hundred such numbers stay within int64_t.
+// so many bytes is out_of_memory. Sums of a hundred such sizes stay within int64_t.
 inline constexpr int64_t kMaxBytes = int64_t{1} << 56;
 
 // For b > 0 and every a: a + b - 1 could wrap.

@@ -84,8 +84,8 @@ int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t peri
 
 // What the sizes and strides of a tensor of at most kMaxRank dimensions come to.
 struct Measures {
-  // Of all, repeated ones counted, and also those that a tensor without elements would have if none of its sizes were
-  // 0: plans multiply some of the sizes. And what its strides span.
+  // elements: repeated ones counted; a size of 0 counts as 1, since plans multiply the other sizes.
+  // span: elements from the first one's start to the last one's end.
   Size elements = 1, span = 1;
   int negative_size = -1, negative_stride = -1;  // the dimension, or -1
   bool empty = false;

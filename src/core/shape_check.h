@@ -108,8 +108,8 @@ T normal_strides(T tensor) {
 
 // The same elements at the same addresses: of any two tensors, checked or not.
 bool same_view(const ConstTensor& a, const ConstTensor& b);
-// Of a tensor that is read along one dimension: the number of its elements there that may differ, which is 1 where its
-// stride of 0 repeats one. Who looks at every element of a tensor that needs no memory for its size looks at these.
+// How many indices of `dim` may have elements of their own: the size, or at most 1 where a stride of 0 repeats one
+// element. A loop over the values of a tensor ends here: with strides of 0 its size may be 2^55 without any memory.
 int64_t distinct(const ConstTensor& tensor, int dim);
 
 // True where some address may belong to an element of both views. Exact for views that share no bytes and for views

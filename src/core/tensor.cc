@@ -140,8 +140,8 @@ bool BasicTensor<kConst>::is_contiguous() const {
 template struct BasicTensor<false>;
 template struct BasicTensor<true>;
 
-// Small blocks come from operator new, as all memory of the library but the following. Large ones are mappings of their
-// own: aligned to the huge pages they ask for, and gone from this process as soon as they are freed.
+// Small buffers come from operator new, as all other memory of the library. Buffers of a huge page or more are mappings
+// of their own: aligned to the huge pages they ask for, and gone from this process as soon as they are freed.
 namespace {
 
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;

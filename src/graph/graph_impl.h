@@ -31,7 +31,7 @@ struct GraphImpl {
     std::string name;
     int64_t bound = 0;
     int64_t size = 0;
-    std::vector<int> values;  // that have it in their shape
+    std::vector<int> values;  // that have this size in their shape
   };
 
   struct ValueData {
@@ -51,8 +51,8 @@ struct GraphImpl {
     bool fits = false;  // its tensor may be used
   };
 
-  // What an execution does not need. An execution streams all weights through the caches, so that whatever it reads
-  // itself comes from memory: that lies close together, below.
+  // A node is kept in two structs. An execution streams all weights through the caches, so that its own data comes from
+  // memory each time: Step has what an execution reads, and lies close together; Node has the rest.
   struct Node {
     NodeSpec spec;  // without `run` and `read_ahead`
     std::vector<int> outputs;
@@ -118,7 +118,7 @@ struct GraphImpl {
   void prefetch(size_t step) const;
   // All of them in order; `at` is the one that runs.
   Status run_steps(Context& context, NodeListener* listener, size_t& at);
-  // That of a graph that failed, or of one that is used by a node that it runs.
+  // The error of a graph that failed, or that is used by a node that it runs; else ok.
   Status may_change(const char* what) const;
   // Tells the context the wish of the first step from `step` on that has one; returns that step.
   size_t read_ahead(size_t step, Context& context) const;

@@ -496,7 +496,7 @@ TEST(Graph, NodesByRowsEqualTheirOperators) {
   EXPECT_EQ(outs["normed"], expected);
 }
 
-// The step's one node against the nodes it joins.
+// rope_scatter_pa_kv_cache as one node, against the nodes that it joins: norm, rotation, scatter.
 TEST(Graph, AStepInOneNode) {
   Context context = make_context();
   constexpr int64_t kTokens = 6, kHeads = 4, kKvHeads = 2, kDim = 8;

@@ -23,9 +23,9 @@ struct MemoryPlan {
 
 inline constexpr int64_t kAlignment = 64;  // a cache line, the widest vector
 
-// The largest first, each into the smallest gap between what lives beside it. Sizes, which are >= 0, are rounded up to
-// kAlignment. Sums stop at kMaxBytes: of a plan whose `bytes` are so many the offsets mean nothing, and no memory has
-// them.
+// Places the largest first, each into the smallest gap that the lifetimes crossing its own leave. Sizes, which are
+// >= 0, are rounded up to kAlignment. Sums stop at kMaxBytes: where `bytes` is kMaxBytes the offsets mean nothing, and
+// no memory has so many.
 MemoryPlan plan_memory(const std::vector<Lifetime>& lifetimes);
 
 }  // namespace opst::graph

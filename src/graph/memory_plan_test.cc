@@ -72,7 +72,7 @@ TEST(MemoryPlan, AChainTakesTwo) {
 }
 
 TEST(MemoryPlan, TheSmallestGapIsTaken) {
-  // At node 1 the gaps are 128 (where number 1 was) and 64 (where number 3 was): 64 bytes belong into the second.
+  // At node 1 the gaps are 128 bytes (where lifetime 1 was) and 64 (where lifetime 3 was): 64 belong into the second.
   const std::vector<Lifetime> lifetimes = {{512, 0, 2}, {128, 0, 0}, {128, 0, 2}, {64, 0, 0}, {64, 0, 2}, {64, 1, 2}};
   const MemoryPlan plan = plan_memory(lifetimes);
   check_plan(lifetimes, plan);

@@ -1,4 +1,4 @@
-// What contexts and their memory do when there is none.
+// What contexts, their scratch memory and their weights do when an allocation fails.
 #include <gtest/gtest.h>
 
 #include <atomic>

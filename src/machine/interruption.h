@@ -4,7 +4,7 @@
 //   pool.parallel_for(n, [&](int64_t task, int worker) { if (!interruption.requested(worker)) work(task); ... });
 //   if (interruption.happened()) return interruption.status("flash_attention_forward");
 //
-// Once it is requested, tasks leave their work out and go on to say that they are done, so that nobody waits for ever.
+// Once an end is requested, tasks leave their work out but still say that they are done, so that nobody waits for ever.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace opst {
 
 class Interruption {
  public:
-  // ask: ContextOptions::interrupted. A call of fewer multiply-adds ends sooner than anybody asks, and reads no clock.
+  // ask: ContextOptions::interrupted. A call of fewer than kLongCall multiply-adds never asks, and reads no clock.
   Interruption(InterruptedFunction ask, Size multiply_adds) : ask_(multiply_adds < kLongCall ? nullptr : ask) {
     if (ask_ != nullptr) next_ = Clock::now() + kPeriod;
   }

@@ -18,13 +18,15 @@
 namespace opst {
 namespace {
 
-// Longer than the serial parts between the regions of a decoded token, short enough to leave a shared core alone.
+// Longer than the serial stretches between the regions of a decoded token, short enough to leave a shared core alone.
 constexpr auto kIdleSpin = std::chrono::microseconds(40);
 // The caller sleeps after this long, so that a worker which lost its core to somebody else can take the caller's.
 constexpr auto kJoinSpin = std::chrono::microseconds(40);
 
-// The gate is one word on which everybody agrees: bits 0..11 count the workers inside the region, then three flags, and
-// from bit 16 on the number of the region. It is also the futex on which idle workers and a waiting caller sleep.
+// The gate: one word on which everybody agrees, and the futex on which idle workers and a waiting caller sleep.
+//   bits  0..11   count of workers inside the region
+//   bits 12..14   flags
+//   bits 16..31   index of the region, modulo 2^16
 using Gate = uint32_t;
 constexpr Gate kCountMask = 0xfff;
 constexpr Gate kOpen = 1u << 12;         // workers may enter
@@ -203,7 +205,7 @@ void ThreadPool::Impl::work(int worker) {
   }
 }
 
-// Goes on where it was interrupted, until there are news.
+// Fetches from where this worker stopped last, until the gate has news.
 template <class News>
 void ThreadPool::Impl::read_ahead(int worker, Fetched& fetched, const News& news) const {
   constexpr int64_t kLine = 64, kLines = 4;
@@ -306,7 +308,7 @@ void ThreadPool::run(int64_t num_tasks, TaskFunction function, const void* closu
     impl_->run_region(num_tasks, function, closure);
     impl_->release();
   } else {
-    // A task of this pool keeps its worker's number, which no other thread in the region has.
+    // A task of this pool keeps its worker index, which no other thread in the region has.
     const int worker = outer.pool == impl_.get() ? outer.worker : 0;
     current_task = {impl_.get(), worker};
     for (int64_t task = 0; task < num_tasks; ++task) function(closure, task, worker);

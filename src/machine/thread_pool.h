@@ -2,8 +2,9 @@
 //
 //   pool.parallel_for(num_tasks, [&](int64_t task, int worker) { ... });
 //
-// Tasks are handed out in ascending order, one at a time, to whoever is free; the caller works too, as worker 0.
-// Results must not depend on which worker ran a task: `worker` in [0, num_threads) is only for choosing scratch memory.
+// One parallel_for is a region. Its tasks are handed out in ascending order, one at a time, to whoever is free; the
+// caller works too, as worker 0. Results must not depend on which worker ran a task: `worker` in [0, num_threads) is
+// only for choosing scratch memory.
 //
 // - A region waits only for workers that entered it: one that the system has not scheduled cannot hold it up.
 // - Idle workers spin briefly, then sleep on a futex. A sleeping worker's affinity leaves out the core of the last

@@ -206,7 +206,7 @@ TEST(ThreadPool, NestedRegionsRunOnTheirWorker) {
       EXPECT_EQ(task, next++);
       inner_tasks.fetch_add(1);
     });
-    // Another pool's worker numbers reach less far.
+    // Another pool may have fewer workers, for which this worker's index would be too large.
     other.parallel_for(10, [&](int64_t, int inner_worker) {
       EXPECT_EQ(std::this_thread::get_id(), self);
       EXPECT_EQ(inner_worker, 0);
@@ -297,7 +297,7 @@ TEST(ThreadPool, WorkersLeaveSignalsToTheApplication) {
 }
 
 #if defined(__x86_64__)
-// B37. Flush-to-zero, denormals-are-zero and the rounding mode of a caller must not reach any task.
+// Flush-to-zero, denormals-are-zero and the rounding mode of a caller must not reach any task.
 TEST(ThreadPool, CallersFloatControlDoesNotReachTasks) {
   const unsigned before = _mm_getcsr();
   constexpr unsigned kFlush = 0x9fc0 | 0x2000;  // FTZ, DAZ, round down
@@ -353,7 +353,7 @@ TEST(ThreadPool, EndsWhileWorkersSpinOrSleep) {
   EXPECT_EQ(threads_of_this_process(), before);
 }
 
-// B87. The child's part runs in a forked process, which must end with code 0. A hang ends by SIGALRM.
+// The child's part runs in a forked process, which must end with code 0. A hang ends by SIGALRM.
 void in_child(const std::function<bool()>& child) {
   const pid_t pid = fork();
   ASSERT_GE(pid, 0);

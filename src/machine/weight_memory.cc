@@ -9,11 +9,11 @@ namespace opst {
 namespace {
 
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;
-// Mapped at once; what is not touched is not there.
+// Mapped at once: pages that nobody has touched take no memory.
 constexpr int64_t kBlockBytes = 8 * kHugePageBytes;
 constexpr int64_t kAlignmentBytes = 64;
 
-// A weight in memory of its own has its bounds watched.
+// Under AddressSanitizer each weight has memory of its own, whose bounds are watched.
 constexpr bool kShared = !kWatched;
 
 }  // namespace

@@ -4,7 +4,8 @@
 //
 //   Result<Buffer> memory = context.impl().weights.allocate(bytes);
 //
-// A block is free again when all its weights are gone; the place of the last one also when that alone is.
+// A block of huge pages is freed when all its weights are gone. The place of its last weight is used again as soon as
+// that weight is gone.
 #pragma once
 
 #include <memory>
@@ -21,7 +22,7 @@ class WeightMemory {
 
  private:
   struct Block;
-  // Of this object and all its blocks; the last of them takes it along.
+  // Shared with all blocks, which may outlive this object.
   std::shared_ptr<ForkSafeMutex> mutex_ = std::make_shared<ForkSafeMutex>();
   std::shared_ptr<Block> block_;  // from which the next weight is taken
 };

@@ -62,14 +62,14 @@ class WorkspacePool {
   int64_t allocations_ = 0;
 };
 
-// Hands out consecutive 64-byte-aligned pieces of a block of memory. `Arena::size_of<T>(n)` is what take<T>(n) uses up,
-// so that a plan can add up exactly what a call will take.
+// Hands out consecutive 64-byte-aligned pieces of a lease, or of any memory. `Arena::size_of<T>(n)` is what take<T>(n)
+// uses up, so that a plan can add up exactly what a call will take.
 class Arena {
  public:
   explicit Arena(const WorkspaceLease& lease) : next_(static_cast<char*>(lease.data())), left_(lease.size_bytes()) {}
   Arena(void* data, int64_t size_bytes) : next_(static_cast<char*>(data)), left_(size_bytes) {}
 
-  // The bytes that a piece of `bytes` uses up. kMaxBytes for every number from there on.
+  // The bytes that a piece of `bytes` uses up; at most kMaxBytes.
   static constexpr int64_t round_up(Size bytes) {
     return bytes.value() == 0 ? 0 : (Size(aligned(bytes.value())) + kRedZone).value();
   }
@@ -81,7 +81,7 @@ class Arena {
   // The bytes of a piece of `size` that may be written: all but the red zone behind it.
   static constexpr int64_t writable(int64_t size) { return size == 0 ? 0 : size - kRedZone; }
 
-  // `size` is a result of round_up or size_of, or a sum of such. Null when the block is used up: the plan was wrong.
+  // `size` is a result of round_up or size_of, or a sum of such. Null when the memory is used up: the plan was wrong.
   void* take_bytes(Size size) {
     const int64_t bytes = aligned(size.value());
     if (bytes < 0 || bytes > left_) return nullptr;

@@ -146,7 +146,7 @@ int64_t resident_bytes() {
   return pages_resident * 4096;
 }
 
-// B91. Calls of ever other sizes, two leases at a time: memory reaches a level and stays there.
+// Calls of ever other sizes, two leases at a time: memory reaches a level and stays there.
 TEST(Workspace, MemoryReachesAPlateau) {
   WorkspacePool pool;
   test::Random random(test::seed());
