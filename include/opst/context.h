@@ -61,7 +61,7 @@ using InterruptedFunction = bool (*)();
 
 struct ContextOptions {
   std::optional<Isa> isa = {};  // default: OPST_ISA, else detect_isa(). More than the processor has is refused.
-  int num_threads = 0;          // the caller included; 0: OPST_NUM_THREADS, else Machine::cores, or OMP_NUM_THREADS if less
+  int num_threads = 0;          // the caller included; 0: OPST_NUM_THREADS, else cores, at most OMP_NUM_THREADS
   std::optional<CacheSizes> cache = {};          // default: this machine's
   std::optional<Bf16Product> bf16_product = {};  // default: OPST_BF16, else measured
   // Asked by the caller's thread, every 20 ms at most, while an attention call of 2^30 multiply-adds or more runs. True

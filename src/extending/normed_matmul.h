@@ -7,13 +7,14 @@
 
 namespace opst::extending {
 
-// out[i, j] = sum_t n[i, t] * weight[j, t],   n[i, t] = x[i, t] / sqrt(mean_t x[i, t]^2 + eps) * gain[t]
+// out[i, j] = sum_t normed[i, t] * weight[j, t],   normed[i, t] = x[i, t] / sqrt(mean_t x[i, t]^2 + eps) * gain[t]
 //   x       [m, k] f32, any strides
 //   gain    [k] f32, any stride
 //   weight  [n, k] f32, any strides
 //   out     [m, n] f32, rows contiguous; overlaps nothing
-// n never exists in memory. Rows are independent, and a row's bits depend neither on the others nor on the number of
-// threads. Errors: invalid_argument, naming tensor, dimension and both values; out_of_memory.
+// normed exists in memory for one tile of rows at a time. Rows are independent, and a row's bits depend neither on the
+// other rows nor on the number of threads. Errors: invalid_argument, naming tensor, dimension and both values;
+// out_of_memory.
 Status normed_matmul(Context& context, const ConstTensor& x, const ConstTensor& gain, const ConstTensor& weight,
                      const Tensor& out, double eps = 1e-5);
 

@@ -38,14 +38,14 @@ struct GgufValue {
   std::span<const std::byte> bytes;      // without an array's type and count
 };
 
-// How a tensor's elements are stored: the format's number for it, its name, elements and bytes of one block.
+// How a tensor's elements are stored: GGUF's id of the type, its name, elements and bytes of one quant block.
 struct TensorType {
   uint32_t id;
   const char* name;
   int64_t block_elements;
   int64_t block_bytes;
 };
-// Null for a number that is not in use.
+// Null for an id that is not in use.
 const TensorType* find_tensor_type(uint32_t id);
 
 struct GgufTensor {

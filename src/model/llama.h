@@ -65,7 +65,8 @@ class LlamaModel {
   friend class LlamaSession;
   struct Layer {
     Buffer attention_norm, ffn_norm;  // f32 [width]
-    // What meets the same x is one weight, its parts one below another, where the file's types allow it.
+    // Matrices that multiply the same x are one weight, their rows one below another, where the file's types allow it;
+    // else each is its own.
     std::vector<PackedWeight> query_key_value, gate_up;
     PackedWeight attention_output, down;
   };

@@ -45,7 +45,7 @@ class TensorSource {
     return {};
   }
 
-  // Matrices that meet the same x, stacked into one weight where their types allow it, else one by one.
+  // Matrices that multiply the same x, stacked into one weight where their types allow it, else one by one.
   struct Part {
     std::string name;
     int64_t rows;

@@ -192,7 +192,7 @@ TEST(Llama, EqualsTheEquationsAtEveryLevel) {
   }
 }
 
-// The tensor types that the tiny model has not anyway; one kind in the whole model, embedding included.
+// Tensor types that the tiny model lacks by default; one type in the whole model, embedding included.
 TEST(Llama, EveryTensorTypeIsReadAtEveryLevel) {
   for (const auto& [name, type] :
        {std::pair("Q4_0", 2u), {"Q5_0", 6u}, {"Q5_1", 7u}, {"Q4_K", 12u}, {"Q5_K", 13u}, {"Q6_K", 14u}}) {

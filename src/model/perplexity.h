@@ -15,7 +15,7 @@ namespace opst::model {
 
 struct WindowScore {
   int64_t begin = 0;   // its first token
-  int64_t tokens = 0;  // all but a window of one count one less
+  int64_t tokens = 0;  // in the window; all but the first are predicted
   double nll_sum = 0;  // natural logarithm
 };
 

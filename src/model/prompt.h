@@ -35,7 +35,7 @@ class ChatTemplate {
   // A conversation up to where the assistant's answer begins. Puts in the template's own system message where the first
   // one is not from `system`.
   Result<std::vector<int32_t>> prompt(const std::vector<ChatMessage>& messages) const;
-  // What goes on behind an answer, whole or broken off, whose end token is not there: its end, the message, and the
+  // The ids behind an answer, whole or broken off, that lacks its end token: the end token, the message, and the
   // beginning of the next answer.
   Result<std::vector<int32_t>> next(const ChatMessage& message) const;
 

@@ -4,7 +4,7 @@
 //   std::string file = model.writer.bytes();            // GGUF
 //   model.weights.at("output_norm.weight")              // what the file's blocks stand for, [rows * columns]
 //
-// Matrices take turns with the tensor types of the options.
+// Matrices take the tensor types of the options in turn.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ struct TinyModelOptions {
   int64_t extra_rows = 0;        // of the embedding, for which there are no tokens
   float rope_base = 10000.0f;
   uint32_t seed = 1;
-  // GGUF's numbers: Q4_1, Q8_0, F16, F32. Q4_K, Q5_K and Q6_K need sizes that are multiples of 256.
+  // TensorType::id: Q4_1, Q8_0, F16, F32. Q4_K, Q5_K and Q6_K need sizes that are multiples of 256.
   std::vector<uint32_t> types = {3, 8, 1, 0};
   uint32_t embedding_type = 8;
 };

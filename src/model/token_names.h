@@ -23,7 +23,7 @@ class TokenNames {
     int32_t id = -1;
   };
   // The longest name at the beginning of `text`, which is not empty. Takes one binary search among the names for each
-  // byte that some name shares with the text; `steps`, where it is not null, grows by their number.
+  // byte that some name shares with the text; `steps`, where it is not null, grows by one for each search.
   Match longest(std::string_view text, int64_t* steps = nullptr) const;
 
   std::optional<int32_t> find(std::string_view name) const;

@@ -62,8 +62,8 @@ class Tokenizer {
     int32_t rank;
     int32_t result;
   };
-  // Of left id << 32 | right id. Mixed, as the standard's hash is the number itself and a file's pairs could fall into
-  // one bucket.
+  // Of left id << 32 | right id. Mixed, as the standard's hash of an integer is the integer, and a file's pairs could
+  // fall into one bucket.
   struct PairHash {
     size_t operator()(uint64_t pair) const {
       pair = (pair ^ pair >> 31) * 0x9E3779B97F4A7C15u;

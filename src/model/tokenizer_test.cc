@@ -122,7 +122,7 @@ TEST(Tokenizer, ABetterMergeTakesThePartner) {
 TEST(Tokenizer, NumbersAndLookAhead) {
   const Loaded loaded = tiny();
   EXPECT_EQ(split(loaded.tokenizer, "a12"), "a|1|2");
-  // Before a number ends the look-ahead's world: the two spaces stay together there and only there.
+  // The look-ahead sees no further than a number: before one, and only there, the two spaces stay together.
   EXPECT_EQ(split(loaded.tokenizer, "a  1"), "a|  |1");
   EXPECT_EQ(split(loaded.tokenizer, "a  wor"), "a| | wor");
   EXPECT_EQ(split(loaded.tokenizer, "a  "), "a|  ");

@@ -10,8 +10,9 @@ namespace opst::model {
 struct Utf8Char {
   enum class State : uint8_t { complete, invalid, cut_short };
   State state;
-  int length;      // bytes: of the character; of the longest well-formed beginning (at least 1) if invalid; of what is
-                   // there
+  // In bytes. complete: of the character; invalid: of its longest well-formed beginning, at least 1; cut_short: of all
+  // that is there.
+  int length;
   char32_t value;  // of a complete character
 };
 // The character at the start of `text`, which is not empty. Surrogates, overlong forms and values over U+10FFFF are
