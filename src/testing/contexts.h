@@ -22,8 +22,8 @@ std::vector<Isa> levels();
 CacheSizes tiny_caches();
 
 // levels() x {1, 2, 3, 5} threads x {real, tiny} caches, and at avx512_bf16 both ways to form bf16 products. Under a
-// sanitizer one thread and another number of them, and one kind of caches for each level, drawn from the seed. Made
-// once; they live until the process ends.
+// sanitizer each level has one thread and one of {2, 3, 5}, and one of the two kinds of caches, drawn from the seed.
+// Made once; they live until the process ends.
 const std::vector<TestContext>& contexts();
 
 // One per level (and bf16 product), with the given number of threads and real caches.

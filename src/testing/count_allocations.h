@@ -1,5 +1,5 @@
 // Counts what a program takes from the heap, in whichever form of new. Included by one source file of the program.
-// With fail_allocations.h it can also be refused.
+// With fail_allocations.h chosen allocations are refused.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,8 @@
 namespace opst::test {
 
 inline std::atomic<int64_t> num_allocations{0};
-inline std::atomic<int64_t> live_allocations{0};  // blocks that nobody has freed
-// Allocations with numbers in [first_refused, last_refused] fail.
+inline std::atomic<int64_t> live_allocations{0};  // those that nobody has freed
+// Allocations [first_refused, last_refused], counted from 1 at the program's start, fail.
 inline std::atomic<int64_t> first_refused{std::numeric_limits<int64_t>::max()}, last_refused{0};
 
 // Gives the next allocation its number; false where that one fails.

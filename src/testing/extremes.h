@@ -121,7 +121,7 @@ class Extremes {
   std::vector<GuardedBuffer> inputs_, outputs_;
 };
 
-// Rounds of calls that are drawn so.
+// Runs rounds of calls that are drawn by Extremes.
 class ExtremesTest : public testing::Test {
  protected:
   // num_rounds: of each `rounds`; least: of Extremes.

@@ -1,5 +1,5 @@
 // fork() at any moment, while other threads are inside calls on the same Context: the child's calls end, and with the
-// same bits. B87.
+// same bits.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>

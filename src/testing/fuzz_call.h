@@ -18,9 +18,9 @@ using Call = std::function<Status(Context&, const Views&)>;
 struct FuzzedCall {
   Call call;
   std::optional<double> tolerance = {};  // default: what the dtypes allow; 0: the same bits everywhere
-  // Writes inputs that belong to others, before the call. Where it is refused those hold anything: values are not
-  // asked. (A backward call whose lse is NaN finds the statistics of the row's whole block once more, and blocks differ
-  // between the levels: the same values only where a forward made the lse.)
+  // Comes before the call and writes those of its inputs that another operator makes: a backward's out and lse. Where
+  // it is refused, these inputs hold anything and the call's values are not compared. (A backward call whose lse is NaN
+  // computes the statistics of the row's whole block once more, and blocks differ between the levels.)
   Call prepare = {};
   Call plain = {};  // the call on contiguous copies, where it differs
 };

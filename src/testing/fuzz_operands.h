@@ -72,7 +72,7 @@ class Choices {
   const uint8_t* end_;
 };
 
-// A number of a tensor's element as double (integers up to 2^53).
+// One element as a double (exact for integers up to 2^53).
 inline double number_at(const void* p, DType dtype) {
   const auto load = [&](auto value) {
     std::memcpy(&value, p, sizeof value);
@@ -386,7 +386,7 @@ class Operands {
       }
     }
   }
-  // What floating type limits how near two results can be.
+  // The tolerance that the coarsest floating point type among the operands asks for.
   double tolerance() const {
     double largest = 1e-9;
     for (const Operand& o : all_) {

@@ -1,7 +1,8 @@
-// libFuzzer target of graphs: builds one out of random calls, right and wrong ones, binds and runs it. Refused: no byte
-// of an output is written. Accepted: the values of the same graph on contiguous copies at
-// the generic level on one thread, where every result is an output, so that nothing shares memory and nothing is
-// written in place.
+// libFuzzer target of graphs: builds a graph out of random calls, right and wrong ones, binds and runs it.
+//
+//   refused    no byte of an output is written
+//   accepted   the values of the same graph on contiguous copies at the generic level on one thread, where every result
+//              is an output, so that nothing shares memory and nothing is written in place
 #include <algorithm>
 #include <span>
 #include <string>

@@ -52,12 +52,14 @@ struct Fraction {
   int num_pairs = 0;
 };
 
-// Pairs of a call and the bursts around it: 11 or more below 1 s a call (up to 101 where calls are short), 3 below 10
-// s, else 1. A burst is as long as the call, at most 0.3 s. The call is run once or twice before, untimed for the
-// result.
+// Pairs of a call and the bursts around it, by the length of a call:
+//   below 1 s    11, and up to 101 where calls are short
+//   below 10 s   3
+//   longer       1
+// A burst is as long as the call, at most 0.3 s. The call is run once or twice before, untimed for the result.
 Fraction measure_fraction(const Context& context, PeakKind kind, double flops, const std::function<void()>& call);
 
-// The value below which the given part (0..1) of the numbers lies; 0 of none.
+// The value below which the share `part` (0..1) of the numbers lies; 0 of none.
 double quantile(std::vector<double> numbers, double part);
 
 }  // namespace opst::test

@@ -1,4 +1,4 @@
-// Bursts: a block of kRows x kColumns independent accumulators, like a matmul's micro-kernel, whose operands come from
+// Bursts: a tile of kRows x kColumns independent accumulators, like a matmul's micro-kernel, whose operands come from
 // the first-level cache and change at every step.
 //
 //   for iteration: for step: a[kRows] = load; for column: b = load; for row: acc[row][column] += a[row] * b
@@ -17,9 +17,10 @@ namespace {
 using test::kPeakStepBytes;
 using test::kPeakSteps;
 
+// Ops:
+//   Register, kLanes, kSingle (multiply_add is one instruction)
+//   zero(), load(p), multiply_add(acc, a, b), add(a, b), store(p, register)
 // Integer registers are vectors of int: with __m512i, g++-12 copies and spills every accumulator of a dot product.
-// Ops: Register; kLanes; kSingle (multiply_add is one instruction); zero(); load(p); multiply_add(acc, a, b); add(a,
-// b); store(p, register)
 template <class Ops, int kRows, int kColumns>
 void burst(int64_t iterations, const void* operands, void* sink) {
   constexpr int kBytes = static_cast<int>(sizeof(typename Ops::Register));
