@@ -1,18 +1,18 @@
 // Bytes, four to a lane: products of unsigned with signed bytes, and what prepares them. Exact at every level.
 //
-//   Words (small_ints.h)     words_of(x): the same 32 bits in every lane; a & b, a | b, a << n, shift_right<n>(a);
-//                            store(words, p)
-//   I32                      kLanes sums: zero(), set1(x), load(p), store(p), a + b, a - b, a * b, a << n (wrap
-//                            around), to_f32(a), to_i32(x) of floats that are integers; low_byte(a): its lowest eight
-//                            bits as a signed number, high_bytes(a): a / 256 rounded down; as_ints(words)
-//   dot<kMost>(acc, u, s)    acc + the sum over the four bytes of each lane of u * s, u unsigned and at most kMost, s
-//                            signed
+//   Words (small_ints.h)     words_of(x): the same 32 bits in every lane
+//                            a & b, a | b, a ^ b, a << n, shift_right<n>(a), store(words, p)
+//   I32                      kLanes sums: zero(), set1(x), load(p), store(p)
+//                            a + b, a - b, a * b, a << n: wrap around
+//                            to_f32(a); to_i32(x): x integral; as_ints(words): the same bits
+//                            low_byte(a): the lowest eight bits, signed; high_bytes(a): a / 256, rounded down
+//   dot<kMost>(acc, u, s)    acc + the sum over the four bytes of each lane of u * s; 0 <= u <= kMost, s signed
 //   DotSum<kMost>            a sum of such products
 //   store_i8(v, p)           kLanes floats, integers in -128..127, as bytes
 //   even_odd(p)              16 bytes in place: each eight in the order 0 2 4 6 1 3 5 7
 //
-// The dot instruction is one of its kind that does not saturate. Without it, products of bytes may be formed in pairs
-// of 16 bits only where u <= 127 (2 * 127 * 128 < 2^15); else both sides are widened first.
+// The dot instruction (avx512_vnni) does not saturate. Without it, products of bytes are formed in pairs of 16 bits
+// where u <= 127 (2 * 127 * 128 < 2^15); else both sides are widened first.
 #pragma once
 
 #include "simd/small_ints.h"
@@ -208,9 +208,8 @@ OPST_INLINE I32 operator<<(I32 a, int n) { return {(I32::Register)((I32::Wrappin
 OPST_INLINE I32 low_byte(I32 a) { return {(a << 24).v >> 24}; }
 OPST_INLINE I32 high_bytes(I32 a) { return {a.v >> 8}; }
 
-// A sum of dot<kMost> products: begin(first value), add(u, s, n) for n = 0, 1, 2 .. (constants after unrolling), and
-// total<count>() after `count` of them. Without the dot instruction pairs are added up in 16 bits for as long as they
-// fit.
+// A sum of dot<kMost> products: begin(first value), add(u, s, n) for n = 0, 1, 2 .. (constants after unrolling), then
+// total<count>() after `count` products. Without the dot instruction, pairs are added up in 16 bits while they fit.
 template <int kMost>
 struct DotSum {
   I32 sum;
@@ -235,7 +234,7 @@ struct DotSum {
     return {(I32::Register)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1))};
   }
 #endif
-  static constexpr int kFit = 32767 / (2 * 128 * kMost);  // a pair is 2 * 128 * kMost at most
+  static constexpr int kFit = 32767 / (2 * 128 * kMost);  // products; the sum of a pair is 2 * 128 * kMost at most
   Pairs pairs;
   OPST_INLINE void add(Words u, Words s, int n) {
     if constexpr (kFit < 2) {

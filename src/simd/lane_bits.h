@@ -1,9 +1,9 @@
-// Lanes chosen by the bits of a number: bit i stands for lane i (or element i). What masks in memory and random bits
-// are turned into.
+// Lanes chosen by the bits of a word: bit i stands for lane i (or element i). Masks in memory and random bits become
+// such words.
 //
 //   select_bits(bits, a, b)     lane i of a where bit i is set, else of b
 //   bits_of_bytes<V>(p, n)      bit i set where p[i] != 0; n <= V::kLanes bytes are read, bits from n on are 0
-//   keep_bf16(p, bits)          of 32 values of bf16, those whose bit is not set become 0 (avx512_bf16 only)
+//   keep_bf16(p, bits)          32 values of bf16 in place: a value whose bit is not set becomes 0 (avx512_bf16 only)
 #pragma once
 
 #include "simd/vec.h"

@@ -1,17 +1,19 @@
 // exp2, exp and tanh on vectors, in f32 and (generic level) f64; erf in f32.
 //
 // Bounds, in units in the last place of the exact result, checked over every float by simd_test:
-//   exp2      f32 <= 1.5 ulp                    exp2_short  f32 <= 3.1 ulp, five coefficients: the softmax of f32
-//   exp       f32 <= 1.5 ulp                    exp2_bf16   relative error <= 2^-13.2, three coefficients: values that
-//   tanh      f32 <= 2.5 ulp                                are rounded to bf16 next
-//   tanh_short  f32 <= 6 ulp, one division, no exponential: the softcap
-//   erf       f32 <= 1.5 ulp
-//   f64       <= 2 ulp (exp2, exp), 6 ulp (tanh)
+//               f32                         f64
+//   exp2        1.5                         2
+//   exp2_short  3.1                         2, exp2 itself     five coefficients: the softmax of f32
+//   exp2_bf16   2^-13.2, a relative error   -                  three coefficients: values that are rounded to bf16 next
+//   exp         1.5                         2
+//   tanh        2.5                         6
+//   tanh_short  6                           6, tanh itself     one division, no exponential: the softcap
+//   erf         1.5                         -
 // Everywhere: NaN gives NaN, exp(-inf) = 0, exp(+inf) = +inf, and a result below the smallest normal number is 0:
 // subnormal results are slow on some processors, and a vector's tail must give what its body gives.
 //
-// Method: 2^x = p(f) * 2^n, n an integer, f the rest (nearest integer, or the one below where the level has an
-// instruction for that); p a polynomial of least relative error with p(0) = 1, fitted for this library.
+// Method: 2^x = p(f) * 2^n, n the nearest integer to x (below x where the level has an instruction for the rest: avx512
+// and above), f = x - n; p a polynomial of least relative error with p(0) = 1, fitted for this library.
 #pragma once
 
 #include "simd/vec.h"

@@ -2,8 +2,8 @@
 //
 // A counter and a key of 32-bit words give four random words through ten rounds of
 //   c0, c1, c2, c3  <-  high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0)
-// with k0 += W0, k1 += W1 after each. One word stands in the lower half of a 64-bit lane: the 32 x 32 -> 64 bit product
-// reads just that half, so its low word need not be taken out.
+// with k0 += W0, k1 += W1 after each. On vectors a word stands in the lower half of a 64-bit lane: the 32 x 32 -> 64
+// bit product reads that half only, so the upper one need not be cleared.
 //
 // Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 #pragma once

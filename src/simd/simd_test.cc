@@ -57,7 +57,7 @@ const LevelTables& tables(Isa isa) {
   }
 }
 
-// Calls check(table, level name) for the f32 verbs of each level and for generic's f64 verbs.
+// Calls check(table) for the f32 verbs of each level and for generic's f64 verbs; a failure names the level.
 template <class Check>
 void for_each_table(const Check& check) {
   for (Isa isa : test::levels()) {
@@ -618,7 +618,7 @@ double ulp_of(double magnitude) {
   return std::bit_cast<double>(std::max(exponent, std::bit_cast<uint64_t>(0x1p-126)) - (uint64_t{23} << 52));
 }
 
-// Distance as a part of what the function's bound allows; infinite where a special value is wrong. A result below the
+// Distance as a fraction of the function's bound; infinite where a special value is wrong. A result below the
 // smallest normal number must be 0; just at that border either is right.
 double error_of(const Function& function, float x, float got, double exact) {
   constexpr double kSmallest = static_cast<double>(std::numeric_limits<float>::min());

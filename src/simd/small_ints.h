@@ -1,14 +1,15 @@
-// Small packed integers to float lanes: what decoding quantised weights needs besides vec.h.
+// Small packed integers to float lanes: the verbs that decoding quantised weights needs besides vec.h.
 //
-//   Words::load(p)           kLanes 32-bit words; p may point to uint16_t (widened)
-//   words >> n               any n in 0..31
-//   nibble<M>(words, i)      lane: the i-th 4-bit field of its word (0 the lowest), 0..15, minus M, as float; i is a
-//                            constant after unrolling, here and below
-//   field5<M>(words, high, i)  likewise a 5-bit field: its low four bits are the i-th 4-bit field of words, its upper
-//                            bit is the lowest bit of the i-th 4-bit field of high
-//   field6<M>(words, high, i)  its upper two bits are the lowest two of that field
-//   signed_byte(words, i)    lane: the i-th byte of its word, as a signed number, as float
-//   load_i8(p)               lane: p[lane] as float
+//   Words::load(p)              kLanes 32-bit words; p may point to uint16_t (widened)
+//   words >> n                  any n in 0..31
+//
+// Each lane of the results is a float; M is subtracted from it; i is a constant after unrolling:
+//   nibble<M>(words, i)         field i of four bits of the lane's word (0 the lowest): 0..15
+//   field5<M>(words, high, i)   0..31: the low four bits are field i of words, the fifth is the lowest bit of the 4-bit
+//                               field i of high
+//   field6<M>(words, high, i)   0..63: likewise, the upper two bits are the lowest two of the 4-bit field i of high
+//   signed_byte(words, i)       byte i of the lane's word, signed (no M)
+//   load_i8(p)                  p[lane] (no M)
 #pragma once
 
 #include "simd/vec.h"
@@ -73,7 +74,7 @@ struct Words {
 OPST_INLINE Words operator>>(Words words, int n) { return {_mm256_srl_epi32(words.v, _mm_cvtsi32_si128(n))}; }
 // Shifts by a constant of either sign, positive to the right.
 OPST_INLINE __m256i shifted(__m256i v, int n) { return n >= 0 ? _mm256_srli_epi32(v, n) : _mm256_slli_epi32(v, -n); }
-// A field of words in bits 0..3, and above it the bits of `mask` from high, whose bit `from` goes to bit 4; minus M.
+// Bits 0..3: a field of words; above them: the bits in `mask` of high, whose bit `from` goes to bit 4. Minus M.
 template <int M>
 OPST_INLINE F32 joined(Words words, Words high, int field, int from, int mask) {
   const __m256i low_bits = _mm256_and_si256(shifted(words.v, 4 * field), _mm256_set1_epi32(15));
@@ -119,7 +120,7 @@ OPST_INLINE Words operator>>(Words words, int n) {
   for (uint32_t& lane : words.lane) lane >>= n;
   return words;
 }
-// A field of words, and above its four bits the lowest bits of high >> from, those of `mask`; minus M.
+// Bits 0..3: a field of words; above them: the bits in `mask` of high >> from. Minus M.
 template <int M>
 OPST_INLINE F32 joined(Words words, Words high, int field, int from, uint32_t mask) {
   F32::Lanes out;

@@ -6,17 +6,19 @@
 //   F64   double lanes    generic 2 (only there: f64 has no speed bar)
 //
 //   construct    V::zero()  V::set1(x)  V::iota() = {0, 1, 2, ...}
-//   memory       V::load(p)  V::load_n(p, n)  v.store(p)  v.store_n(p, n)        0 <= n <= kLanes, any alignment;
-//                p may point to float, bf16 or f16 (widened exactly; stores round to nearest even and keep
-//                subnormals and NaN). load_n gives 0 in the lanes from n on and touches no byte beyond element n - 1.
+//   memory       V::load(p)  V::load_n(p, n)  v.store(p)  v.store_n(p, n)        0 <= n <= kLanes, any alignment
+//                F32: p may point to float, bf16 or f16 (widened exactly; stores round to nearest even and keep
+//                subnormals and NaN). load_n gives 0 in the lanes from n on; neither load_n nor store_n touches a byte
+//                beyond element n - 1.
 //   arithmetic   a + b, a - b, a * b, a / b, fma(a, b, c) = a * b + c, max(a, b), min(a, b), sqrt(a), abs(a), round(a)
 //                max and min return b where either is NaN. fma is one rounding except at the generic level.
 //   choice       a < b, a <= b, a == b -> V::Mask (false on NaN);  select(mask, a, b);  any(mask)
 //                blend_n(n, a, b) = a in lanes below n, b in the others
 //   bits         copy_sign(magnitude, sign)
 //   exponent     scale_pow2(p, n) = p * 2^n; exp2_fraction(x), exp2_scale(p, x): the two halves of exp2, see math.h
-//   across       hsum(v), hmax(v) in a fixed order; hsum_each(v[kLanes]), hmax_each(v[kLanes]): lane i = hsum (hmax)
-//                of v[i], with its bits; transpose(v[kLanes]) in place;
+//   across       hsum(v), hmax(v) in a fixed order
+//                hsum_each(v[kLanes]), hmax_each(v[kLanes]): lane i = hsum (hmax) of v[i], with its bits
+//                transpose(v[kLanes]) in place
 //                load_transposed(rows, offset, v): v[c] lane i = rows[i][offset + c], rows of V::Scalar
 //
 // Bf16Words: a vector of pairs of bf16, load(p), load_n(p, n); low() and high() widen the lower and the upper values.

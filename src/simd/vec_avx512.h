@@ -224,7 +224,8 @@ OPST_INLINE void store_interleaved_bf16_fast(F32 even, F32 odd, uint32_t* p) {
 }
 #endif
 
-// Rows 2j and 2j + 1 of a bf16 matrix as words: out[c] = {even[c], odd[c]} for 32 columns.
+// Rows 2j and 2j + 1 of a bf16 matrix as words: out[c] = {even[c], odd[c]} for c < n <= 32, 0 for odd[c] without
+// has_odd. Whole vectors are written, zeros from n on.
 OPST_INLINE void interleave_words(const bf16* even, const bf16* odd, int64_t n, bool has_odd, uint32_t* out) {
   const __mmask32 mask = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
   const __m512i a = _mm512_maskz_loadu_epi16(mask, even);

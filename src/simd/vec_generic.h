@@ -1,5 +1,5 @@
 // Vec for every processor: 128 bits of the compiler's own vector type, 4 float or 2 double lanes. Contract in vec.h.
-// What has no operator in that type goes through an array of lanes: this level is for correctness first.
+// Verbs that this type has no operator for go through an array of lanes: the level is for correctness first.
 #pragma once
 
 namespace opst::OPST_ISA_NS::simd {
@@ -174,7 +174,7 @@ template <class T>
 OPST_INLINE GenericVec<T> abs(GenericVec<T> a) {
   return each(a, [](T x, int) { return static_cast<T>(__builtin_fabs(x)); });
 }
-// To nearest even: above 2^(mantissa bits) there are integers only, so adding that and taking it away drops the
+// To nearest even: above 2^(mantissa bits) there are integers only, so adding that power and taking it away drops the
 // fraction.
 template <class T>
 OPST_INLINE GenericVec<T> round(GenericVec<T> a) {

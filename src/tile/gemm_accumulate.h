@@ -4,9 +4,9 @@
 //   accumulate               C += A B
 //   accumulate_transposed    C += A^T B        A [depth][at least MR] words, rows `lda` apart
 //
-// Shapes, memory and numerics as in gemm_tile.h. The transposed form needs no transposed copy: what goes into a
-// register tile is one word of A at a time, whichever way it is reached. k is strictly ascending, and C is the first
-// summand of a row's sum, so that splitting the depth over several calls adds in the same order.
+// Shapes, loop nest, memory and numerics as in gemm_tile.h. The transposed form needs no transposed copy: a register
+// tile takes one word of A at a time, whether the next word lies beside it or in the next row. C is the first summand
+// of a row's sum, so that splitting the depth over several calls adds in the same order.
 #pragma once
 
 #include "tile/gemm_tile.h"

@@ -1,15 +1,15 @@
 // Register-tile matrix products: the micro-kernels under attention and matmul.
 //
 // Computes   C[i][j] (+)= sum over k of A[i][k] * B[k][j]     for one tile of C that stays in registers
-// Shapes     i < MR rows, j < NV vectors of P::V, k < depth words
+// Shapes     i < MR rows, j < NV vectors of P::V, k < depth words of B
 // Loop nest  k outer; per k: NV loads of B, then per row one broadcast of A and NV multiply-adds
-// Memory     A: MR rows `lda` words apart, read one word at a time (L1). B: packed rows of NV vectors, `ldb` words
-// apart
-//            (a panel: ldb = NV * lanes), streamed from L1 or L2. C in registers: MR * NV accumulators.
-// Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word.
+// Memory     A: MR rows, `lda` words apart, read one word at a time                              L1
+//            B: packed rows of NV vectors, `ldb` words apart (in a panel: ldb = NV * lanes)      L1 or L2, streamed
+//            C: MR * NV accumulators                                                             registers
+// Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A
 //
-// A word is what the product instruction consumes per lane: a float, a double, or a pair of bf16 (k, k + 1). Where B is
-// narrower than A, a word of B goes with kParts words of A.
+// A word is one lane of the product instruction's operand: a float, a double, or a pair of bf16 (k, k + 1). Where B is
+// narrower than A (ProductWiden), a word of B goes with kParts words of A.
 //
 // MR x NV: 12 x 2 on 32 registers (24 accumulators hide the latency of two FMA units; loads per FMA 0.58), 6 x 2 on 16.
 // Each instantiation is a function of its own: inlined into a larger loop, g++ keeps that loop's constants in registers
@@ -113,7 +113,7 @@ OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], typename P::V::S
   }
 }
 
-// And row_max[i] (one vector per row) takes the maximum over the row's vectors.
+// store_tile, and row_max[i] (one vector per row) takes the maximum over the row's vectors.
 template <class P, int MR, int NV>
 OPST_INLINE void store_tile_with_max(const typename P::V (&acc)[MR][NV], typename P::V::Scalar* c, int64_t ldc,
                                      typename P::V::Scalar* row_max) {
@@ -128,12 +128,12 @@ OPST_INLINE void store_tile_with_max(const typename P::V (&acc)[MR][NV], typenam
   }
 }
 
-// acc += A B. While it runs, one cache line at `prefetch` and onwards is fetched per four steps of k.
+// acc += A B. Meanwhile the memory from `prefetch` on is fetched, a cache line of 64 bytes per four steps of k.
 template <class P, int MR, int NV>
 OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                    int64_t ldb, const char* prefetch, typename P::V (&acc)[MR][NV]) {
   constexpr int kLanes = P::V::kLanes;
-  // Rows in groups of four: each address is one base plus 0, 1, 2 or 3 times lda, which the hardware adds for free.
+  // Rows by fours: each address is one base plus 0, 1, 2 or 3 times lda, which the hardware adds for free.
   constexpr int kGroups = (MR + 3) / 4;
   const typename P::Word* group[kGroups];
   OPST_UNROLL for (int g = 0; g < kGroups; ++g) group[g] = a + 4 * g * lda;

@@ -2,13 +2,12 @@
 //
 //   row panels      [rows][depth words]                     the A operand, row-major
 //   column panels   [panel][depth words][W]                 the B operand of Q K^T: W = 2 vectors of keys per panel,
-//   the
-//                                                           last panel W / 2 wide where that holds the rest
+//                                                           the last panel W / 2 wide where that holds the rest
 //   value panels    [panel of W columns][key words][W]      the B operand of P V, likewise
 //
-// A word is a float, a double, or a pair of bf16: consecutive elements of a key's row, or two consecutive keys'
-// elements of one column. What a panel has beyond the data (keys up to a whole vector, the second half of an odd pair,
-// columns up to a whole vector) is zero.
+// A word is a float, a double, or a pair of bf16: in column panels two consecutive elements of a key's row, in
+// value panels two consecutive keys' elements of one column. Places of a panel beyond the data (keys up to a whole
+// vector, the second half of an odd pair, columns up to a whole vector) are zero.
 //
 // Sources are arrays of row pointers plus a stride between the elements of a row, so any tensor view and any page table
 // is absorbed here.
@@ -44,7 +43,7 @@ OPST_INLINE void prefetch_element(const T* row, int64_t dim_stride, int64_t d) {
   __builtin_prefetch(row + d * dim_stride);
 }
 
-// Bf16 pairs of a row as raw words.
+// num_words pairs of bf16 of a row from element `begin` on as raw words, zero from element `length` on.
 OPST_INLINE void load_words(const bf16* row, int64_t dim_stride, int64_t begin, int64_t length, int64_t num_words,
                             uint32_t* words) {
   for (int64_t w = 0; w < num_words; ++w) {
@@ -78,7 +77,7 @@ OPST_NOINLINE typename P::V load_part(const T* row, int64_t dim_stride, int64_t 
   }
 }
 
-// count rows of `length` elements -> column panels. `out` has room for whole panels.
+// count rows of `length` elements -> column panels. `out` has room for whole vectors of keys.
 template <class P, class T>
 OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length, typename P::Word* out) {
   using V = typename P::V;
@@ -132,7 +131,7 @@ OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length
 template <class V, class T>
 OPST_NOINLINE bool rows_finite(const void* const* rows, int64_t count, int64_t length) {
   constexpr int kChains = 4;
-  V not_finite[kChains] = {V::zero(), V::zero(), V::zero(), V::zero()};  // 0 * x is NaN for the others
+  V not_finite[kChains] = {V::zero(), V::zero(), V::zero(), V::zero()};  // 0 * x: NaN where x is not finite
   for (int64_t i = 0; i < count; ++i) {
     const T* row = static_cast<const T*>(rows[i]);
     int64_t d = 0;
@@ -155,7 +154,7 @@ OPST_NOINLINE bool pack_values(const Rows<T>& in, int64_t count, int64_t length,
   constexpr int kLanes = V::kLanes, kPanel = kTileVecs * kLanes;
   const int64_t words = (count + P::kStep - 1) / P::kStep;
   const V zero = V::zero();
-  V not_finite = zero;  // 0 * x is NaN for the others
+  V not_finite = zero;  // 0 * x: NaN where x is not finite
   for (int64_t w = 0; w < words; ++w) {
     for (int64_t column = 0; column < length; column += kPanel) {
       const int64_t left = length - column;
