@@ -1,5 +1,5 @@
-// What works a row at a time: normalisation, softmax, rotary positions, the gate of a feed-forward block, the residual
-// sum; and their gradients.
+// Operators that work a row at a time: normalisation, softmax, rotary positions, the gate of a feed-forward layer, the
+// residual sum; and their gradients.
 //
 // Everywhere: tensors f32, bf16 or f16 with any strides; arithmetic in f32, one rounding when a result is stored. An
 // output may be the very same view as an input of its shape and dtype (in place); any other overlap is refused. Rows
@@ -7,10 +7,10 @@
 // number of threads. Zero sizes are legal. Errors: invalid_argument, naming operator, tensor, dimension and both
 // values; nothing has been written then.
 //
-// Gradients. X_backward takes grad_out, the gradient of some number with respect to out of X, and gives that with
-// respect to the inputs; what X computed on the way is computed again. Gradients of a weight sum over all rows: in f32,
-// in an order that depends on the sizes alone. The gradient of add is grad_out, for both; that of rope is rope with
-// `inverse`.
+// Gradients. X_backward takes grad_out, the gradient of a loss with respect to out of X, and gives the gradients with
+// respect to the inputs of X; it computes means, roots and exponentials of X again. Gradients of a weight sum over all
+// rows: in f32, in an order that depends on the sizes alone. The gradient of add is grad_out, for a and for b; the
+// gradient of rope is rope with `inverse`.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weigh
                 const RmsNormOptions& options = {});
 
 // sum = a + b, rounded to its dtype;  out = rms_norm(sum)
-//   a, b, out, sum  [.., features], the same dtype. Sum may be a or b, and out the other one or neither.
+//   a, b, out, sum  [.., features], the same dtype. `sum` may be a or b, and out the other one or neither.
 Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b, const ConstTensor& weight,
                     const Tensor& out, const Tensor& sum, const RmsNormOptions& options = {});
 
@@ -48,8 +48,8 @@ struct NormGradients {
 //   grad_out, x  [.., features], the same dtype
 struct RmsNormBackwardOptions {
   double eps = 1e-5;
-  // As x, added to the gradient of x. With x = sum and this = the gradient of sum, the gradient of x is that of both
-  // summands of add_rms_norm.
+  // As x, added to the gradient of x. With x = sum and grad_sum = the gradient of sum, the result is the gradient of
+  // a and of b of add_rms_norm.
   std::optional<ConstTensor> grad_sum = {};
 };
 Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
@@ -69,26 +69,26 @@ struct LayerNormOptions {
 Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, const LayerNormOptions& options = {});
 
 //   grad_out, x  [.., features], the same dtype
-// Of the options eps and weight are read.
+// Of the options, only eps and weight are read.
 Status layer_norm_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x,
                            const NormGradients& gradients, const LayerNormOptions& options = {});
 
 // out[.., i] = exp(scale * x[.., i] - max) / sum_j exp(scale * x[.., j] - max),  max = max_j scale * x[.., j]
 //   x, out  [.., features], rank 1 to 5, the same dtype
-// A row whose elements are all -inf gives zeros; one with +inf (or that scale takes there) gives NaN.
+// A row whose elements are all -inf gives zeros; a row with +inf (before or after the scale) gives NaN.
 struct SoftmaxOptions {
   float scale = 1;  // finite
 };
 Status softmax(Context& context, const ConstTensor& x, const Tensor& out, const SoftmaxOptions& options = {});
 
-// grad_x[.., i] = scale * out[.., i] * (grad_out[.., i] - sum_j grad_out[.., j] * out[.., j]);  a row of zeros in out
-// gives zeros.
-//   grad_out, out, grad_x  [.., features], the same dtype; out is what softmax gave
+// grad_x[.., i] = scale * out[.., i] * (grad_out[.., i] - sum_j grad_out[.., j] * out[.., j])
+//   grad_out, out, grad_x  [.., features], the same dtype; out is the result of softmax
+// A row of zeros in out gives zeros.
 Status softmax_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& out, const Tensor& grad_x,
                         const SoftmaxOptions& options = {});
 
-// Positions in three axes (text, images, video): pair i of a head turns by the position of one axis. All zero: there is
-// one axis.
+// Positions in three axes (time, height, width): pair i of a head turns by the position of one axis. All zero: there
+// is one axis.
 //   temporal + height + width = half, the number of pairs
 //   in turn      pairs 0 .. temporal - 1 by the first axis, the next `height` by the second, the others by the third
 //   interleaved  pairs 1, 4, 7 .. 3 * height - 2 by the second, 2, 5, 8 .. 3 * width - 1 by the third, others by the
@@ -98,12 +98,11 @@ struct RopeSections {
   bool interleaved = false;
 };
 
-// The angles of rotary positions, once for all layers of a step:
-//   cos[t, i] = cos(positions[t] * theta^(-i / half)), sin likewise, 0 <= i < half = half the rotated dimensions,
-// computed in f64 and rounded to f32.
+// The angles of rotary positions, once for all layers of a token:
+//   cos[t, i] = cos(positions[t] * theta^(-i / half)), sin likewise;  computed in f64, rounded to f32
 //   positions  [tokens] i64, any value; with sections [3, tokens]
-//   cos, sin   [tokens, half] f32
-// theta > 0.
+//   cos, sin   [tokens, half] f32, half = half of the rotated dimensions
+// theta > 0, finite.
 struct RopeTableOptions {
   double theta = 10000.0;
   RopeSections sections = {};
@@ -120,7 +119,7 @@ const char* to_string(RopeStyle style);
 
 // (a, b) -> (a cos - b sin, a sin + b cos) for the first 2 * half elements of every head; the others are copied.
 //   x, out    [tokens, num_heads, head_dim], the same dtype
-//   cos, sin  [tokens, half] f32 (of rope_table, or any others), 2 * half <= head_dim
+//   cos, sin  [tokens, half] f32 (from rope_table or elsewhere), 2 * half <= head_dim
 struct RopeOptions {
   RopeStyle style = RopeStyle::halves;
   bool inverse = false;  // by the negative angle: turns back, and turns the gradient of out into that of x
@@ -128,7 +127,7 @@ struct RopeOptions {
 Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, const ConstTensor& sin, const Tensor& out,
             const RopeOptions& options = {});
 
-// The same with the angles of all positions in a cache, of which each token takes a row:
+// rope with the angles of all positions in a cache, from which each token takes the row of its position:
 //   positions             [tokens] i64, each in [0, max_positions); with sections [3, tokens]
 //   cos_cache, sin_cache  [max_positions, half] f32, or the dtype of x
 // A position out of range is refused before anything is written.
@@ -144,7 +143,7 @@ Status rope_cached(Context& context, const ConstTensor& x, const ConstTensor& po
 //   gate, up, out  the same shape (rank 1 to 5) and dtype
 Status swiglu(Context& context, const ConstTensor& gate, const ConstTensor& up, const Tensor& out);
 
-// The same for gate and up in one tensor: gate_up [.., 2n], out [.., n]. The gate is the first half, or with `swapped`
+// swiglu of gate and up in one tensor: gate_up [.., 2n], out [.., n]. The gate is the first half, or with `swapped`
 // the second. `out` may be exactly one of the halves.
 struct SwigluOptions {
   bool swapped = false;
@@ -152,7 +151,7 @@ struct SwigluOptions {
 Status swiglu(Context& context, const ConstTensor& gate_up, const Tensor& out, const SwigluOptions& options = {});
 
 // grad_up = grad_out * silu(gate);  grad_gate = grad_out * up * s * (1 + gate * (1 - s)), s = 1 / (1 + exp(-gate))
-//   all the same shape and dtype. Each gradient may be any of the inputs, not the same one.
+//   all the same shape and dtype. Each gradient may be one of the inputs, not both the same one.
 Status swiglu_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& gate, const ConstTensor& up,
                        const Tensor& grad_gate, const Tensor& grad_up);
 //   gate_up, grad_gate_up [.., 2n], grad_out [.., n]

@@ -1,11 +1,12 @@
-// Computes   swiglu: out[i] = a[i] s[i] b[i], s[i] = 1 / (1 + exp(-a[i]))        add: out[i] = a[i] + b[i]
-//            swiglu backward, g = grad_out: grad_b[i] = g[i] a[i] s[i];   grad_a[i] = g[i] b[i] s[i] (1 + a[i] (1 -
-//            s[i]))
+// Computes   swiglu           out[i] = a[i] s[i] b[i],   s[i] = 1 / (1 + exp(-a[i]));   a: gate, b: up
+//            swiglu backward  grad_b[i] = g[i] a[i] s[i];   g = grad_out
+//                             grad_a[i] = g[i] b[i] s[i] (1 + a[i] (1 - s[i]))
+//            add              out[i] = a[i] + b[i]
 // Shapes     all [n]
 // Loop nest  one pass, lanes over elements
 // Memory     everything streams
-// Numerics   f32, exp within 1.5 ulp (simd/math.h). exp overflows for a < -88.7: there silu is 0 to f32's smallest
-// normal
+// Numerics   f32, exp within 1.5 ulp (simd/math.h). exp overflows for a < -88.7: silu, below 2.7e-37 in magnitude
+//            there, becomes 0
 #pragma once
 
 #include "rowwise/row_verbs.h"

@@ -1,10 +1,12 @@
 // Computes   m = mean_j x[j];   r = 1 / sqrt(mean_j (x[j] - m)^2 + eps);   h[i] = (x[i] - m) r
 //            out[i] = h[i] weight[i] + bias[i]
-//            backward, g = grad_out, u = g weight: grad_x[i] = r (u[i] - mean_j u[j] - h[i] mean_j u[j] h[j]) +
-//            grad_sum[i];   grad_weight[i] += g[i] h[i];   grad_bias[i] += g[i]
+//            backward, g = grad_out, u = g weight:
+//              grad_x[i]       = r (u[i] - mean_j u[j] - h[i] mean_j u[j] h[j]) + grad_sum[i]
+//              grad_weight[i] += g[i] h[i]
+//              grad_bias[i]   += g[i]
 // Shapes     x, weight, bias, out and all gradients [features]
 // Loop nest  passes over the row: the mean, the variance, (backward) two sums, then the products
-// Memory     a row is read from memory once, then from L1 (or L2 beyond 10,000 features)
+// Memory     a row is read from memory once, then from L1 (beyond 10,000 features: L2)
 // Numerics   f32; the variance from the differences to the mean, so that a large mean costs no digits
 #pragma once
 

@@ -33,7 +33,7 @@ TEST(Norm, EqualsTheReferenceInEveryContext) {
         Matrix a = matrix(dtype, rows), b = matrix(dtype, rows), weight = matrix(weight_dtype, 1),
                bias = matrix(weight_dtype, 1), out_memory = matrix(dtype, rows), sum_memory = matrix(dtype, rows);
         for (const Matrix* m : {&a, &b, &weight, &bias}) fill(m->tensor, Fill::normal, random);
-        // Where the results go: nowhere near the inputs, or onto them.
+        // Results in memory of their own, or in place of inputs.
         const int place = static_cast<int>(random.integer(0, 2));
         Tensor out = out_memory.tensor, sum = sum_memory.tensor;
         if (place == 1) out = a.tensor, sum = b.tensor;
@@ -157,7 +157,7 @@ TEST(NormBackward, EqualsTheReferenceInEveryContext) {
         const Tensor w = weight.tensor.selected(0, 0);
         std::vector<Doubles> expected_x;
         Doubles expected_weight = zeros(cols), expected_bias = zeros(cols);
-        double scale_x = 0, scale_weight = 0, scale_bias = 0;  // of what is added up
+        double scale_x = 0, scale_weight = 0, scale_bias = 0;  // of the summands
         for (int64_t r = 0; r < rows; ++r) {
           const Doubles row = row_of(x.tensor, r), grad = row_of(g.tensor, r);
           const Doubles factor = has_weight ? to_doubles(w) : ones(cols);
@@ -170,7 +170,7 @@ TEST(NormBackward, EqualsTheReferenceInEveryContext) {
             if (layer) expected_bias[i] += gradient.bias[i];
             if (has_sum) gradient.x[i] += row_of(grad_sum.tensor, r)[i];
           }
-          // The mean is subtracted from x in f32: what is lost there is of the size of x, not of the difference.
+          // The mean is subtracted from x in f32: the error is of the size of x, not of the difference.
           double largest = 0;
           for (double value : row) largest = std::max(largest, std::abs(value));
           for (size_t i = 0; i < row.size(); ++i) {

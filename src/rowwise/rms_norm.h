@@ -1,9 +1,10 @@
 // Computes   r = 1 / sqrt(mean_j x[j]^2 + eps);   out[i] = x[i] r weight[i]
-//            backward, g = grad_out: grad_x[i] = r (g[i] weight[i] - x[i] r^2 mean_j g[j] weight[j] x[j]) +
-//            grad_sum[i]; grad_weight[i] += g[i] x[i] r
+//            backward, g = grad_out:
+//              grad_x[i]       = r (g[i] weight[i] - x[i] r^2 mean_j g[j] weight[j] x[j]) + grad_sum[i]
+//              grad_weight[i] += g[i] x[i] r
 // Shapes     x, weight, out and all gradients [features]
 // Loop nest  passes over the row: the sums, four vectors each, then the products
-// Memory     a row is read from memory once, then from L1 (or L2 beyond 10,000 features)
+// Memory     a row is read from memory once, then from L1 (beyond 10,000 features: L2)
 // Numerics   f32; the four vectors are summed at the end in a fixed order; (x * r) * weight
 #pragma once
 
@@ -35,7 +36,7 @@ Moments rms_norm(ConstRow x, ConstRow weight, ConstRow, Row out, int64_t feature
   return {0, rstd[0]};
 }
 
-// Adds elements begin .. of a row to what is there.
+// to[begin ..] += x, below `length`.
 OPST_INLINE void accumulate(F32 x, float* to, int64_t begin, int64_t length) {
   const Row row{to, 1};
   store<float>(load<float>({to, 1}, begin, length) + x, row, begin, length);

@@ -14,7 +14,7 @@ bool has_axes(const RopeSections& sections) {
   return sections.temporal != 0 || sections.height != 0 || sections.width != 0;
 }
 
-// 0, 1, 2: by which row of positions pair i turns.
+// The row of positions, 0, 1 or 2, by which pair i turns.
 int axis_of(const RopeSections& s, int64_t i) {
   if (!has_axes(s)) return 0;
   if (!s.interleaved) return i < s.temporal ? 0 : i < s.temporal + s.height ? 1 : 2;
@@ -23,7 +23,6 @@ int axis_of(const RopeSections& s, int64_t i) {
   return 0;
 }
 
-// Positions and, once half is known, that the sections add up to it.
 void check_positions(ShapeCheck& check, const ConstTensor& positions, const RopeSections& sections) {
   ShapeCheck::TensorCheck tensor = check.tensor("positions", positions).dtype({DType::i64});
   if (has_axes(sections)) {
@@ -32,6 +31,7 @@ void check_positions(ShapeCheck& check, const ConstTensor& positions, const Rope
     tensor.dims({"tokens"});
   }
 }
+// Once `half` is known: the sections add up to it.
 void check_sections(ShapeCheck& check, const RopeSections& s) {
   if (!check.ok() || !has_axes(s)) return;
   const int64_t half = check["half"];
@@ -65,7 +65,7 @@ void check_pairs(ShapeCheck& check, const char* cos_name) {
   });
 }
 
-// x and out [tokens, num_heads, head_dim], out perhaps on x.
+// x and out [tokens, num_heads, head_dim]; out may be the same view as x.
 void check_heads(ShapeCheck& check, const ConstTensor& x, const Tensor& out) {
   const bool in_place = same_view(x, out);
   if (in_place) check.output("out", out).dims({"tokens", "num_heads", "head_dim"});
@@ -73,7 +73,7 @@ void check_heads(ShapeCheck& check, const ConstTensor& x, const Tensor& out) {
   if (!in_place) check.output("out", out).dtype({x.dtype}).dims({"tokens", "num_heads", "head_dim"});
 }
 
-// All but the angles, of token 0.
+// The kernel's argument for token 0, without the angles.
 RopeToken first_token(const ConstTensor& x, const Tensor& out, int64_t half, RopeStyle style, bool inverse) {
   return {.x = {x.data, x.strides[2]},
           .out = {out.data, out.strides[2]},
@@ -141,7 +141,7 @@ Status rope_table(Context& context, const ConstTensor& positions, const Tensor& 
     for (int64_t i = 0; i < half; ++i) {
       frequency[i] = std::pow(options.theta, -static_cast<double>(i) / static_cast<double>(half));
     }
-    // A sine costs as much as some hundred elements of the other operators.
+    // A sine and a cosine count as 64 elements of the other operators.
     for_each_row(context, check["tokens"], 64 * half, [&](int64_t token) {
       for (int64_t i = 0; i < half; ++i) {
         const double angle =
@@ -222,7 +222,7 @@ Status rope_cached(Context& context, const ConstTensor& x, const ConstTensor& po
       });
       return {};
     }
-    // Angles of one token, collected: cos, sin [half] for each worker.
+    // Each worker gathers the angles of one token: cos, sin [half].
     const int64_t row_bytes = Arena::size_of<float>(half);
     Result<WorkspaceLease> lease = context.impl().workspaces.lease(2 * row_bytes * context.num_threads());
     if (!lease.ok()) return lease.status();

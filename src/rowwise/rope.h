@@ -1,5 +1,5 @@
 // Computes   (a, b) -> (a cos - b sin, a sin + b cos) for the first 2 * half elements of each head, inverse with -sin;
-//            copies the others
+//            the other elements are copied
 // Shapes     x, out [num_heads, head_dim]; cos, sin [half]
 // Loop nest  for each head; for each vector of pairs
 // Memory     everything streams; the angles stay in L1
@@ -43,7 +43,7 @@ OPST_INLINE F32 double_low(F32 x) { return {__builtin_shufflevector(x.v, x.v, 0,
 OPST_INLINE F32 double_high(F32 x) { return {__builtin_shufflevector(x.v, x.v, 2, 2, 3, 3)}; }
 #endif
 
-// Minus where a lane is even.
+// Even lanes negated.
 OPST_INLINE F32 alternate_signs(F32 x) {
   static constexpr float kSigns[16] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
   return x * F32::load(kSigns);
@@ -82,7 +82,7 @@ void rope(const RopeToken& token) {
         turn_halves<T>(x, at<T>(x, half * x.stride), out, at<T>(out, half * out.stride), i, half, cos, sin);
       }
     }
-    // As bits: what does not turn is not rounded.
+    // Bit for bit: elements that do not turn are not rounded.
     if (x.data == out.data) continue;
     for (int64_t i = 2 * half; i < token.head_dim; ++i) {
       static_cast<T*>(out.data)[i * out.stride] = static_cast<const T*>(x.data)[i * x.stride];

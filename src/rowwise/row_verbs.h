@@ -18,7 +18,7 @@ OPST_INLINE F32 load(ConstRow row, int64_t begin, int64_t length) {
   return load_row<F32>(static_cast<const T*>(row.data), row.stride, begin, length);
 }
 
-// The counterpart: writes what lies below `length`.
+// The counterpart of load: writes the elements below `length`.
 template <class T>
 OPST_INLINE void store(F32 x, Row row, int64_t begin, int64_t length) {
   T* const data = static_cast<T*>(row.data);

@@ -1,5 +1,4 @@
-// What the operators of this room share: checks of tensors with any number of leading dimensions, and the loop over
-// rows.
+// Shared by the operators of this room: checks of tensors with any number of leading dimensions, the loop over rows.
 #pragma once
 
 #include <algorithm>
@@ -35,9 +34,9 @@ struct Output {
 // same view as one of the inputs, and overlaps nothing else.
 void check_rows(ShapeCheck& check, std::initializer_list<Input> inputs, std::initializer_list<Output> outputs,
                 const char* last = "features");
-// A number of each row, [..]: after check_rows.
+// `numbers` [..] f32, one per row; called after check_rows.
 void check_row_numbers(ShapeCheck& check, const char* name, const Tensor& numbers, int row_rank);
-// One of the enumerators.
+// Style is one of the enumerators.
 void check_style(ShapeCheck& check, RopeStyle style);
 // [features], f32 or `dtype`.
 void check_weight(ShapeCheck& check, const char* name, const ConstTensor& weight, DType dtype);
@@ -47,14 +46,14 @@ const T* address(const std::optional<T>& optional) {
   return optional ? &*optional : nullptr;
 }
 
-// Everything but the last dimension.
+// The product of all dimensions but the last.
 inline int64_t num_rows(const ConstTensor& tensor) {
   int64_t rows = 1;
   for (int i = 0; i + 1 < tensor.rank; ++i) rows *= tensor.shape[i];
   return rows;
 }
 
-// The row with this row-major index.
+// From the tensor's first byte to the row with this row-major index.
 inline int64_t row_offset_bytes(const ConstTensor& tensor, int64_t row) {
   int64_t offset = 0;
   for (int i = tensor.rank - 2; i > 0; --i) {
@@ -71,7 +70,7 @@ inline Row row_of(const Tensor& tensor, int64_t row) {
   return {static_cast<char*>(tensor.data) + row_offset_bytes(tensor, row), tensor.strides[tensor.rank - 1]};
 }
 
-// The number of a row, as a row of one element.
+// The f32 of row `row` in `numbers` [..].
 inline float* row_number(const Tensor& numbers, int64_t row) {
   Tensor view = numbers;
   view.shape[view.rank] = 1;

@@ -1,4 +1,4 @@
-// What the room's files share, and the operators without a weight: softmax, swiglu, add.
+// Checks that the room's files share, and the operators without a weight: softmax, swiglu, add.
 #include "opst/rowwise.h"
 
 #include <cmath>
@@ -54,8 +54,8 @@ void check_dims(ShapeCheck& check, ShapeCheck::TensorCheck tensor, int rank, con
 
 }  // namespace
 
-// An input that an output lies on is checked behind the outputs, so that these are searched for overlaps with the
-// others only: with each other, and with the inputs that stay.
+// An input that is the same view as an output is checked after the outputs, so that the outputs are searched for
+// overlaps with one another and with the other inputs only.
 void check_rows(ShapeCheck& check, std::initializer_list<Input> inputs, std::initializer_list<Output> outputs,
                 const char* last) {
   const ConstTensor& first = *inputs.begin()->tensor;

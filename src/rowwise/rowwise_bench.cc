@@ -1,7 +1,7 @@
-// What works by rows, beside plainly reading or copying as many bytes.
+// The operators of this room, beside plainly copying as many bytes.
 //
-//   of_copy   time of memcpy that moves the call's bytes (all it reads and writes, half of them each way) over the
-//             call's time, on one thread; `small` rows stay in L1 and L2, `large` ones come from memory
+//   of_copy   time of a memcpy of the call's bytes (all that the call reads and writes, half of them each way) over the
+//             call's time, on one thread; `small` rows stay in L1 and L2, `large` rows come from memory
 #include <time.h>
 
 #include <cstring>
@@ -20,14 +20,14 @@ namespace {
 constexpr int kRounds = 15;
 constexpr int64_t kFeatures = 2048;
 
-// Of the processor, for this thread: others who use the machine do not count.
+// Processor time of this thread, so that other users of the machine do not count.
 double seconds_now() {
   timespec now = {};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Of one of as many as take a millisecond or so.
+// Seconds of one call, of `repetitions` that together take about a millisecond.
 double seconds_of(int64_t repetitions, const std::function<void()>& work) {
   const double begin = seconds_now();
   for (int64_t i = 0; i < repetitions; ++i) work();
@@ -70,7 +70,7 @@ void run(benchmark::State& state, const Operation& operation, DType dtype, int64
   if (!created.ok()) return state.SkipWithError(created.status().message().c_str());
   const Rows rows(dtype, bytes_each / (kFeatures * size_bytes(dtype)));
   const int64_t bytes = operation.tensors * bytes_each;
-  // As many bytes as the call moves, over memory of the same size.
+  // A memcpy of as many bytes as the call moves, in memory of the same size.
   const Buffer from = std::move(Buffer::allocate(bytes / 2).value()),
                to = std::move(Buffer::allocate(bytes / 2).value());
   std::memset(from.data(), 1, static_cast<size_t>(bytes / 2));

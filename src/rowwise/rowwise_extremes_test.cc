@@ -114,7 +114,7 @@ TEST_F(RowwiseExtremes, Rope) {
   });
 }
 
-// What these took minutes, gigabytes or a crash for: nothing to do, but much to plan.
+// Calls with nothing to do but huge sizes to plan, which once took minutes, gigabytes or a crash.
 TEST_F(RowwiseExtremes, NothingToDo) {
   constexpr int64_t kHuge = int64_t{1} << 40;
   const ConstTensor no_positions = ConstTensor::contiguous(DType::i64, {0}, nullptr);
@@ -149,7 +149,7 @@ TEST_F(RowwiseExtremes, EnumeratorsThatAreNone) {
             "rope_cached: style is 7, but must be pairs or halves");
 }
 
-// The same row, told with other strides where there is one: x[::-1] of one row.
+// One row has the same view whatever the stride between rows: x[::-1] of one row is x.
 TEST_F(RowwiseExtremes, StridesThatMeanNothing) {
   float x[4] = {1, 2, 3, 4};
   Tensor usual = Tensor::contiguous(DType::f32, {1, 4}, x), reversed = usual;

@@ -2,11 +2,13 @@
 //            backward: grad_x[i] = scale y[i] (grad_out[i] - sum_j grad_out[j] y[j])
 // Shapes     x, out and all gradients [n]
 // Loop nest  three passes over the row: maximum; exponentials and their sum; products
-// Memory     a row is read from memory once, then from L1 (or L2 beyond 10,000 elements). f32 keeps the exponentials in
+// Memory     a row is read from memory once, then from L1 (beyond 10,000 elements: L2). f32 keeps the exponentials in
 //            out; narrower types, which would round them, compute them twice
-// Numerics   f32, exp within 1.5 ulp (narrower types: a shorter one, within 2^-16), below f32's smallest normal number
-//            0. The maximum passes over NaN, which then reaches the sum; +inf is taken from itself, which is NaN; where
-//            all is -inf, nothing is taken from it and the sum is 0
+// Numerics   f32; exp within 1.5 ulp (narrower types: a shorter one, within 2^-16); exponentials below f32's smallest
+//            normal number are 0
+//              a NaN in x     the maximum passes over it, the sum does not: the row is NaN
+//              m = +inf       inf - inf: the row is NaN
+//              all x = -inf   m counts as 0, so l is 0 and the row is 0
 #pragma once
 
 #include "rowwise/row_verbs.h"

@@ -1,4 +1,4 @@
-// What the room's tests share: matrices of any layout between forbidden pages, and comparison with rows of doubles.
+// Shared by the room's tests: matrices of any layout between forbidden pages, and comparison with rows of doubles.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -57,7 +57,7 @@ struct Expected {
   }
 };
 
-// `extra`: what cancellation may cost, absolute.
+// `extra`: an absolute error that cancellation may add.
 inline void expect_close(const ConstTensor& got, const Expected& expected, const std::string& about, double extra = 0) {
   const Comparison c = compare(got, expected.tensor, ConstTensor(), {.about = about, .extra = extra});
   ASSERT_TRUE(c.ok) << c.message;
