@@ -1,14 +1,11 @@
 // A paged cache of keys and values: a pool of blocks, each with room for block_size tokens.
 //
-// Where token number p of a sequence lives is the caller's affair, told by a slot: slot = block * block_size + row.
+// The caller decides where the token at position p of a sequence lives, by a slot: slot = block * block_size + row.
 //
 //   const PageSizes sizes = {
 //       .num_blocks = 100, .block_size = 16, .num_kv_heads = 8, .head_dim = 64, .value_head_dim = 64};
-//
 //   Tensor key_cache = key_pages(PageLayout::norm, DType::f32, sizes, key_memory);
-//
 //   Tensor value_cache = value_pages(PageLayout::norm, DType::f32, sizes, value_memory);
-//
 //   Status status = scatter_pa_kv_cache(context, key, value, slot_mapping, key_cache, value_cache);
 #pragma once
 
@@ -30,16 +27,16 @@ namespace opst {
 //   key_cache    [num_blocks, block_size, num_kv_heads, head_dim]        f32, bf16, f16
 //   value_cache  [num_blocks, block_size, num_kv_heads, value_head_dim]
 //
-// panel32: what attention multiplies without packing. Keys are transposed in panels of 32 rows; bf16 lies in pairs, of
-// two consecutive elements of a key, or of the same element of two consecutive rows of values. block_size is a multiple
-// of 32; head_dim is even for bf16.
+// panel32: pages that attention multiplies without packing. Keys are transposed in panels of 32 rows; bf16 lies in
+// pairs, of two consecutive elements of a key, or of the same element of two consecutive rows of values. block_size is
+// a multiple of 32; head_dim is even for bf16.
 //   f32   key_cache    [num_blocks, num_kv_heads, block_size / 32, head_dim, 32]
 //         value_cache  [num_blocks, num_kv_heads, block_size, value_head_dim]
 //   bf16  key_cache    [num_blocks, num_kv_heads, block_size / 32, head_dim / 2, 64]       64 = 32 rows x 2 elements
 //         value_cache  [num_blocks, num_kv_heads, block_size / 2, 2 * value_head_dim]      value_head_dim x 2 rows
-// All dimensions after num_kv_heads are contiguous, as the shape says (what a stride of a dimension of size 1 says is
-// ignored); the strides of num_blocks and num_kv_heads are free. So element d of row r of a block, counted from where
-// its block and head start:
+// All dimensions after num_kv_heads are contiguous, as the shape says (the stride of a dimension of size 1 is ignored);
+// the strides of num_blocks and num_kv_heads are free. So element d of row r lies, in elements from the start of its
+// block and head, at
 //   f32   key    (r / 32) * 32 * head_dim + d * 32 + r % 32
 //         value  r * value_head_dim + d
 //   bf16  key    (r / 32) * 32 * head_dim + (d / 2) * 64 + (r % 32) * 2 + d % 2
@@ -49,8 +46,7 @@ enum class PageLayout : uint8_t { norm, panel32 };
 const char* to_string(PageLayout layout);
 
 // Whether pages of these sizes can be held in a layout: ok, or unsupported with the reason. block_size >= 1 always; a
-// layout that is no enumerator holds nothing.
-// head_dim is that of the keys; 0 asks about the others alone.
+// layout that is no enumerator holds nothing. head_dim is that of the keys; 0: head_dim is not asked about.
 Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim = 0);
 
 // The sizes of a cache, whatever its layout.
@@ -62,9 +58,9 @@ struct PageSizes {
   int64_t value_head_dim = 0;
 };
 
-// A contiguous cache over `data`, shaped as its layout wants it: num_blocks * block_size * num_kv_heads * head_dim (or
-// value_head_dim) elements. Where the layout cannot hold it (see supports), a size is negative or there are 2^56 bytes
-// or more, a rank-0 view.
+// A contiguous cache over `data` in the shape of its layout: num_blocks * block_size * num_kv_heads * head_dim (or
+// value_head_dim) elements. A rank-0 view where the layout cannot hold the sizes (see supports), a size is negative or
+// the cache would have 2^56 bytes or more.
 Tensor key_pages(PageLayout layout, DType dtype, const PageSizes& sizes, void* data);
 Tensor value_pages(PageLayout layout, DType dtype, const PageSizes& sizes, void* data);
 
@@ -87,7 +83,7 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options = {});
 
-// A step's queries, keys and values in one pass (what a decoder does between its projections and attention):
+// Queries, keys and values of new tokens in one pass: a decoder's work between its projections and attention.
 //   query_out[t, h, :] = rope(rms_norm(query[t, h, :], query_weight))
 //   key_cache[slot / block_size, slot % block_size, h, :] = rope(rms_norm(key[t, h, :], key_weight)),  slot as above
 //   value_cache                                    likewise = value[t, h, :]
@@ -98,8 +94,8 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
 //   weights       [head_dim] f32, the same for all heads; absent: no norm
 //   query_out     as query; may be the very same view
 //   slot_mapping, key_cache, value_cache                   as in scatter_pa_kv_cache
-// All in f32, rounded once, when it is stored: for f32 the bits of rms_norm, rope and scatter_pa_kv_cache one after the
-// other. Errors: as of those.
+// Arithmetic in f32, each result rounded once, when it is stored: for f32 the bits of rms_norm, rope and
+// scatter_pa_kv_cache one after the other. Errors: those of these three.
 struct RopeScatterInputs {
   ConstTensor query, key, value;
   ConstTensor cos, sin;
@@ -122,9 +118,9 @@ struct ConvertPagesOptions {
 
 // Copies all pages of a cache into another one of the same sizes, between any two layouts and dtypes: to = from,
 // rounded once, to nearest even; equal dtypes keep their bits. Caches as in scatter_pa_kv_cache; `to` does not overlap
-// `from`. Some blocks only, and a block's private copy within one pool: pass views narrowed in dimension 0, num_blocks.
-//   convert_pages(context, k.narrowed(0, 7, 1), v.narrowed(0, 7, 1), k.narrowed(0, 9, 1), v.narrowed(0, 9, 1), {norm,
-//   norm})
+// `from`. For some blocks only, or a private copy of a block within one pool: views narrowed in dimension 0.
+//   convert_pages(context, k.narrowed(0, 7, 1), v.narrowed(0, 7, 1),                     // block 7
+//                 k.narrowed(0, 9, 1), v.narrowed(0, 9, 1), {.from = norm, .to = norm})  // to block 9
 // Errors: as scatter_pa_kv_cache; both layouts must hold the sizes.
 Status convert_pages(Context& context, const ConstTensor& from_key, const ConstTensor& from_value, const Tensor& to_key,
                      const Tensor& to_value, const ConvertPagesOptions& options = {});
@@ -143,14 +139,12 @@ struct GatherOptions {
   bool zero_fill = false;
 };
 
-// Reads cached tokens into contiguous memory (GatherPaKvCache), sequence after sequence:
-//   key[start(b) + i, h, :] = row position % block_size of block block_table[b, position / block_size] of key_cache,
-//   head head_indices[h], where position = seq_offset[b] + i, 0 <= i < length(b), start(b) = the lengths before b;
-//   value likewise
+// Reads cached tokens (GatherPaKvCache), sequence after sequence. In terms of the norm layout:
+//   key[start(b) + i, h, :] = key_cache[block_table[b, p / block_size], p % block_size, head_indices[h], :]
+//     with position p = seq_offset[b] + i, 0 <= i < length(b), start(b) = sum of the lengths before b; value likewise
 //   key_cache, value_cache   pages in options.layout
-//   block_table              [batch, max_blocks] i32 or i64; blocks may be shared and repeated. Columns that no
-//   position
-//                            needs are never read.
+//   block_table              [batch, max_blocks] i32 or i64; blocks may be shared and repeated; columns that no
+//                            position needs are never read
 //   kv_lengths               [batch] i32 or i64, >= 0 (see cumulative_lengths)
 //   key                      [tokens, heads, head_dim]         f32, bf16 or f16, rounded once; tokens is the sum of the
 //                                                              lengths, heads num_kv_heads or that of head_indices
@@ -162,7 +156,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
                           const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
                           const Tensor& value, const GatherOptions& options = {});
 
-// Which blocks of a cache are in use, and by how many sequences. It holds block ids, not memory: the cache is the
+// Which blocks of a cache are in use, and by how many sequences. A pool holds block ids, not memory: the cache is the
 // caller's. Not thread-safe: calls on one pool come one after the other.
 //
 // A block has as many references as sequences hold it. Sequences that share a prefix share its blocks: fork() adds a
@@ -178,8 +172,8 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
 //
 // A refused call changes nothing. Time: O(1) a block; only create() allocates memory, and touches none of it.
 struct BlockWrite {
-  int64_t block = -1;      // the one to write
-  int64_t copy_from = -1;  // the block whose rows must be copied into it first; -1: none, `block` is the one asked for
+  int64_t block = -1;      // the block to write
+  int64_t copy_from = -1;  // block whose rows must be copied into `block` first; -1: none, `block` is the one asked for
 };
 
 class BlockPool {
@@ -192,8 +186,8 @@ class BlockPool {
   // 0 of a free block and of an id that is no block.
   int64_t references(int64_t block) const;
 
-  // Takes blocks.size() free blocks, each with one reference then. What was freed last is given first; a new pool gives
-  // 0, 1, 2, ... out_of_memory where too few are free: the message says how many.
+  // Takes blocks.size() free blocks, each with one reference then. The block freed last is given first; a new pool
+  // gives 0, 1, 2, ... out_of_memory where too few are free: the message says how many.
   Status allocate(std::span<int64_t> blocks);
   // One more reference each. A block that comes twice gets two.
   Status fork(std::span<const int64_t> blocks);
@@ -210,8 +204,8 @@ class BlockPool {
   Status refuse(const char* call, size_t index, int64_t block) const;
 
   int64_t num_blocks_ = 0;
-  std::vector<int64_t> references_;  // of each block that was ever given: the first ones; room for all
-  std::vector<int64_t> free_;        // those of them that were freed, the next one to give is the last; room for all
+  std::vector<int64_t> references_;  // of blocks 0, 1, .. that were ever given; room for all
+  std::vector<int64_t> free_;        // freed blocks, the next one to give at the end; room for all
 };
 
 }  // namespace opst

@@ -74,14 +74,14 @@ Status BlockPool::fork(std::span<const int64_t> blocks) {
 Status BlockPool::free(std::span<const int64_t> blocks) {
   return guarded([&]() -> Status {
     make_room();
-    // Counting down finds the block that comes more often than it has references; then everything is as it was.
+    // Counting down finds a block that comes more often than it has references; counting up again restores all.
     size_t counted = 0;
     while (counted < blocks.size() && references(blocks[counted]) > 0) {
       --references_[static_cast<size_t>(blocks[counted++])];
     }
     for (size_t i = 0; i < counted; ++i) ++references_[static_cast<size_t>(blocks[i])];
     if (counted < blocks.size()) return refuse("free", counted, blocks[counted]);
-    // From the last one on, so that the next sequence gets them in this order again.
+    // From the last block on, so that the next sequence gets the blocks in this order again.
     for (size_t i = blocks.size(); i-- > 0;) {
       if (--references_[static_cast<size_t>(blocks[i])] == 0) free_.push_back(blocks[i]);
     }

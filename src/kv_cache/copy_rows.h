@@ -1,10 +1,12 @@
 // Computes   to[i, d] = from[i, d], converted to the target's type
-// Shapes     from, to [num_rows, dim], rows as RowsView says
-// Loop nest  transposed pages on one side, no conversion: squares of 32-bit words, lanes over rows here, over words
-// there
-//            pairs of value rows on one side, likewise: both rows at once, lanes over elements
-//            else for each row; pieces of 64 elements: collect, convert (lanes over elements), spread
-// Memory     rows that are contiguous stream; what a row of a transposed page touches stays in L1 for the next row
+// Shapes     from, to [num_rows, dim], each laid out by its RowsView (kernels.h)
+// Loop nest  equal types, a transposed page on one side, contiguous rows on the other:
+//              squares of 32-bit words: lanes over rows on the one side, over words on the other
+//            equal 16-bit types, a pair of value rows on one side, contiguous rows on the other:
+//              both rows at once, lanes over elements
+//            else:
+//              for each row; pieces of 64 elements: collect, convert (lanes over elements), spread
+// Memory     contiguous rows stream; the lines of a transposed page that one row touches stay in L1 for the next row
 // Numerics   one rounding, to nearest even; equal types keep their bits
 #pragma once
 
@@ -38,7 +40,8 @@ OPST_INLINE void copy_contiguous(const From* from, To* to, int64_t n) {
   }
 }
 
-// n elements between a contiguous piece and one whose words are word_stride apart. The piece starts at a word.
+// n elements of a row between a contiguous piece and memory where words are word_stride apart. The piece starts at a
+// word.
 template <class T>
 OPST_INLINE void collect(const T* from, const RowsView& view, int64_t n, T* piece) {
   if (view.step == 1) {

@@ -1,4 +1,4 @@
-// gather_pa_kv_cache: check every position that will be read, then tokens dealt out to tasks.
+// gather_pa_kv_cache: check every position that will be read, then deal out the tokens to tasks.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -21,7 +21,7 @@ using kv_cache::PageSide;
 constexpr int64_t kTaskElements = int64_t{1} << 14;
 constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
 
-// What a zero-filled row reads, over and over.
+// The element that a zero-filled row reads, with strides of 0.
 constexpr float kZero = 0;
 
 struct Sequences {
@@ -30,7 +30,8 @@ struct Sequences {
   const GatherOptions& options;
   int64_t batch, num_blocks, block_size;
 
-  // Sequences that may differ: where nothing that tells them apart has a stride, the first stands for all.
+  // Sequences that may differ: where lengths, offsets and rows of the table all repeat (stride 0), the first sequence
+  // stands for all.
   int64_t distinct_batch() const {
     const auto repeats = [](const ConstTensor& t) { return t.data == nullptr || distinct(t, 0) < t.shape[0]; };
     const bool alike = repeats(kv_lengths) && repeats(options.seq_offset) && repeats(block_table);
@@ -48,8 +49,8 @@ struct Sequences {
   bool in_cache(int64_t block) const { return block >= 0 && block < num_blocks; }
 };
 
-// The sum of the lengths; nothing after a failure. Cumulative lengths are taken as they are: each is compared with the
-// one before, so that no difference overflows.
+// The sum of the lengths; nullopt after a failure. Each cumulative length is compared with the one before, not
+// subtracted, so that no difference overflows.
 std::optional<int64_t> check_lengths(ShapeCheck& check, const Sequences& s) {
   const auto name = [](const char* tensor, int64_t i) { return std::string(tensor) + '[' + std::to_string(i) + ']'; };
   if (s.options.cumulative_lengths) {
@@ -116,7 +117,7 @@ void check_blocks(ShapeCheck& check, const Sequences& s) {
   }
 }
 
-// One of the two tensors that are read, and where it goes.
+// Keys or values: the pages that are read, and the tensor that is written.
 struct Side {
   Pages from;
   Tensor to;  // [tokens, heads, dim]
@@ -139,7 +140,7 @@ struct Side {
       }
       return;
     }
-    // Head after head: what a head's rows touch in a transposed page stays in the cache.
+    // Head after head: the lines of a transposed page that one row of a head touches stay in L1 for the next.
     for (int64_t h = 0; h < num_heads; ++h) {
       const int64_t offset = from.head_offset_bytes(head_indices.data == nullptr ? h : index_at(head_indices, h));
       for (int64_t i = 0; i < count;) {

@@ -32,7 +32,7 @@ using test::TestContext;
 
 constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
 
-// Integers behind a guard page, i32 or i64, every stride-th element; the others are nonsense.
+// Integers behind a guard page, i32 or i64, `stride` elements apart; elements between are nonsense.
 struct Integers {
   GuardedBuffer memory;
   ConstTensor tensor;
@@ -304,7 +304,7 @@ TEST(Gather, AllocatesNothing) {
   }
 }
 
-// More elements than 2^31 (B44): a pool of 140,001 blocks of [16, 8, 128], or half as many of 32 rows.
+// More elements than 2^31: a pool of 140,001 blocks of [16, 8, 128], or half as many of 32 rows.
 TEST(Gather, ReadsBeyond32BitOffsets) {
   for (PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
     SCOPED_TRACE(to_string(layout));
@@ -385,7 +385,7 @@ class SmallPool : public testing::Test {
   }
 };
 
-// B61: lengths beyond what the table holds.
+// Lengths beyond the table's columns.
 TEST_F(SmallPool, LengthsBeyondTheTable) {
   expect_refused(
       gather({{0, 1}, {2, 3}}, {33, 5}, 38),
@@ -400,7 +400,7 @@ TEST_F(SmallPool, LengthsBeyondTheTable) {
   EXPECT_TRUE(gather({{0, 1}, {2, 3}}, {32, 32}, 64).ok());
 }
 
-// B62: block ids that do not exist, come twice, are shared.
+// Block ids that do not exist, come twice, are shared.
 TEST_F(SmallPool, BlockIds) {
   expect_refused(gather({{0, 4}},
                         {
@@ -416,7 +416,7 @@ TEST_F(SmallPool, BlockIds) {
   EXPECT_EQ(first(5), (std::vector<float>{32, 33, 32, 33, 34}));
 }
 
-// B64: columns past the length are never looked at.
+// Columns past the length are never looked at.
 TEST_F(SmallPool, StaleTailOfTheTable) {
   EXPECT_TRUE(gather({{3, 1 << 30, -7, 1 << 30}}, {5}, 5).ok());
   EXPECT_EQ(first(6), (std::vector<float>{48, 49, 50, 51, 52, 7}));

@@ -1,4 +1,4 @@
-// scatter_pa_kv_cache, convert_pages: check, then rows dealt out to tasks.
+// scatter_pa_kv_cache, convert_pages: check, then deal out the rows to tasks.
 #include "opst/kv_cache.h"
 
 #include <algorithm>
@@ -19,17 +19,18 @@ using kv_cache::index_at;
 using kv_cache::Pages;
 using kv_cache::PageSide;
 
-// A task should be worth handing out; more tasks than this serve nobody.
+// Elements of a convert_pages task: fewer are not worth handing out.
 constexpr int64_t kTaskElements = int64_t{1} << 14;
 
-// convert: the rows that a task takes at once, a panel of panel32.
+// convert_pages takes so many rows of a block at once: a panel of panel32.
 constexpr int64_t kPieceRows = 32;
 
 const char* start(const ConstTensor& tensor, int64_t offset) {
   return static_cast<const char*>(tensor.data) + offset * size_bytes(tensor.dtype);
 }
 
-// A piece of a block, head after head: what a head's rows touch in a transposed page stays in the cache.
+// Rows [begin, end) of a block, head after head: the lines of a transposed page that one row of a head touches stay in
+// L1 for the next.
 void copy_piece(CopyRowsKernel copy_rows, const Pages& from, const Pages& to, int64_t num_heads, int64_t block,
                 int64_t begin, int64_t end) {
   if (from.dim() == 0) return;

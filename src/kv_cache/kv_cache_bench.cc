@@ -1,7 +1,7 @@
 // Moving keys and values into, between and out of pages, beside a plain copy of as many bytes.
 //
-//   of_copy   time of memcpy of the call's bytes over the call's time, on one thread; 34 MB (f32) or 17 MB (bf16) each
-//             way
+//   of_copy   time of a memcpy of the call's bytes over the call's time, on one thread
+//             34 MB (f32) or 17 MB (bf16) each way
 #include <time.h>
 
 #include <cstring>
@@ -23,7 +23,7 @@ constexpr PageSizes kSizes = {
     .num_blocks = 128, .block_size = 64, .num_kv_heads = 8, .head_dim = 64, .value_head_dim = 64};
 constexpr int64_t kTokens = kSizes.num_blocks * kSizes.block_size;
 
-// Of the processor, for this thread: others who use the machine do not count.
+// Processor time of this thread, so that other users of the machine do not count.
 double seconds_now() {
   timespec now = {};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);

@@ -188,7 +188,7 @@ TEST_F(KvCacheExtremes, NoBlocks) {
             "rope_scatter_pa_kv_cache: style is 3, but must be pairs or halves");
 }
 
-// A step of 2^40 tokens that repeat one: the last wins, and it is there at once.
+// 2^40 tokens that repeat one token and its slot: the last wins, and the call returns at once.
 TEST_F(KvCacheExtremes, TokensThatRepeatOne) {
   float row[2] = {3, 4}, cache[4] = {}, values[4] = {};
   int64_t slot = 1;

@@ -346,7 +346,7 @@ TEST(PageLayout, ShapesTheCaches) {
   EXPECT_EQ(value_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
 }
 
-// The device's tables are i32; here every other of them is one.
+// The device's tables are i32; here every second element is a slot.
 TEST(Scatter, TakesSlotsOf32Bits) {
   Context& context = contexts_with_threads(1).back().context;
   const int32_t slots[4] = {2, 99, -1, 99};

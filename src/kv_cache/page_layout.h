@@ -1,6 +1,6 @@
 // Where an element lies in a page of a KV cache (see include/opst/kv_cache.h). Plain data for kernels.
 //
-// `norm` is a row of each token and head; its strides say all.
+// `norm` has a row of each token and head, addressed by the tensor's strides.
 //
 // `panel32` has K transposed in panels of 32 rows, so that a vector of keys is one load, and V by rows. A word is one
 // f32 or a pair of bf16: two consecutive elements of a key, or the same element of two consecutive values. step =
@@ -19,7 +19,7 @@ namespace opst {
 
 inline constexpr int64_t kPanelRows = 32;
 
-// Elements of a word of panel32; no member for what it cannot hold.
+// Elements of a word of panel32; no member for a type that panel32 cannot hold.
 template <class T>
 struct PanelStep {};
 template <>

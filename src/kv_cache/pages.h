@@ -15,9 +15,9 @@
 
 namespace opst::kv_cache {
 
-// Checks a cache as a pair of inputs or (check_output_pages) outputs: dtypes that agree, ranks, sizes that agree, what
-// the layout asks of strides. Binds num_blocks and num_kv_heads, and the other names of PageSizes where the layout has
-// them as dimensions. Sizes mean nothing where the check fails.
+// Checks a cache as a pair of inputs or (check_output_pages) outputs: dtypes that agree, ranks, sizes that agree,
+// strides that the layout allows. Binds num_blocks and num_kv_heads, and the other names of PageSizes where the layout
+// has them as dimensions. Sizes mean nothing where the check fails.
 PageSizes check_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const ConstTensor& key,
                       const char* value_name, const ConstTensor& value);
 PageSizes check_output_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const Tensor& key,
@@ -29,7 +29,7 @@ void require_size(ShapeCheck& check, const char* tensor, const char* name, int64
 
 // supports(), with the operator's name in front.
 Status check_layout(const char* operator_name, PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim);
-// The part of it that must come before check_pages, since the shapes depend on it.
+// check_layout for the dtype alone: called before check_pages, since the shapes depend on the dtype.
 Status check_layout_dtype(const char* operator_name, PageLayout layout, DType dtype);
 
 // Elements of a word of panel32 (PanelStep, for a dtype known when the code runs).
@@ -46,12 +46,12 @@ class Pages {
   const char* at(int64_t block, int64_t row) const {
     return data_ + element_bytes_ * (block * block_stride_ + row / group_ * group_stride_ + row % group_ * row_stride_);
   }
-  // In memory that may be written: the tensor was a Tensor.
+  // Only where the constructor was given a Tensor, whose memory may be written.
   char* writable_at(int64_t block, int64_t row) const { return const_cast<char*>(at(block, row)); }
   // The heads of a row, seen as rows.
   const RowsView& heads_view() const { return view_; }
   int64_t head_offset_bytes(int64_t head) const { return element_bytes_ * head * view_.row_stride; }
-  // The rows of a head: those from `row` on, at most `count`, that lie at a fixed distance.
+  // The rows of a head that lie at a fixed distance: even_rows(row, count) of them from `row` on, at most `count`.
   RowsView rows_view() const {
     return {
         .row_stride = group_ == 1 ? group_stride_ : row_stride_, .word_stride = view_.word_stride, .step = view_.step};
@@ -66,7 +66,7 @@ class Pages {
   const char* data_;
   DType dtype_;
   int64_t element_bytes_, dim_, block_stride_;
-  // Rows lie in groups: a panel of keys, a pair of values.
+  // group_ rows lie row_stride_ apart: a panel of keys, a pair of values.
   int64_t group_, group_stride_, row_stride_;
   RowsView view_;
 };

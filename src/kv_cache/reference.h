@@ -1,4 +1,4 @@
-// The KV cache's operators in plain loops over doubles. A cache here is in the order of the norm layout,
+// The KV cache's operators in plain loops over doubles. Caches are in the order of the norm layout,
 // [num_blocks][block_size][num_kv_heads][dim]; pages of other layouts are put into that order first.
 #pragma once
 

@@ -29,7 +29,7 @@ RowsView heads_of(const ConstTensor& tensor) {
   return {.row_stride = tensor.strides[1], .word_stride = tensor.strides[2], .step = 1};
 }
 
-// The heads of a token in f32: those of `data` with these strides.
+// The heads of a token in f32, elements `stride` apart.
 struct Heads {
   void* data;
   int64_t head_stride, stride;
@@ -45,7 +45,7 @@ struct Turning {
   bool pairs;
   double eps;
 
-  // The heads of a token of x into `to`, which may be where they are.
+  // The heads of a token of x into `to`, which may be the heads of x themselves.
   void run(const ConstTensor& x, int64_t token, const Heads& to) const {
     const int64_t num_heads = x.shape[1], head_dim = x.shape[2];
     const void* from = token_of(x, token);
@@ -83,7 +83,7 @@ struct Turning {
 
 constexpr const char* kName = "rope_scatter_pa_kv_cache";
 
-// All tensors and options; the cache's sizes, or why not.
+// Checks all tensors and options; gives the cache's sizes.
 Result<PageSizes> check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tensor& query_out,
                              const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
   if (const Status status = kv_cache::check_layout_dtype(kName, options.layout, key_cache.dtype); !status.ok()) {
@@ -124,7 +124,7 @@ Result<PageSizes> check_call(ShapeCheck& check, const RopeScatterInputs& in, con
   return sizes;
 }
 
-// The same with strides that mean something.
+// `in` with normal_strides.
 RopeScatterInputs normal_inputs(RopeScatterInputs in) {
   for (ConstTensor* const tensor : {&in.query, &in.key, &in.value, &in.cos, &in.sin}) *tensor = normal_strides(*tensor);
   return in;
@@ -141,7 +141,7 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     const PageSizes& sizes = checked.value();
 
     const int64_t tokens = check["tokens"], num_heads = check["num_heads"], head_dim = sizes.head_dim;
-    // Without a slot every token is skipped, and keys may have any size: nothing is planned for them.
+    // Without a slot every token is skipped, and keys may have any size: they get no task and no scratch.
     const bool has_slots = sizes.num_blocks > 0;
     const int64_t cached = has_slots ? sizes.num_kv_heads * (head_dim + sizes.value_head_dim) : 0;
     const int64_t query_elements = num_heads * head_dim;
@@ -169,7 +169,7 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     const Pages keys(options.layout, PageSide::key, key_cache);
     const Pages values(options.layout, PageSide::value, value_cache);
 
-    // A token's heads in f32, for each worker.
+    // Per worker: the heads of one token in f32.
     const int64_t scratch_bytes =
         Arena::size_of<float>(std::max(num_heads, has_slots ? sizes.num_kv_heads : 0) * head_dim);
     Result<WorkspaceLease> lease = context.impl().workspaces.lease(scratch_bytes * context.num_threads());

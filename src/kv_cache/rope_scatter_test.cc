@@ -147,7 +147,7 @@ TEST(RopeScatter, EqualsTheReferenceInEveryContext) {
           ASSERT_NEAR(got[i], expected[i], 2 * eps * std::max(1.0, std::abs(expected[i]))) << i;
         }
       };
-      // Normalised rows of up to 72 elements have a norm of 8.5: so much more may their roundings be.
+      // Normalised rows of up to 72 elements have a norm of up to 8.5, and rounding errors grow with it.
       const double f32 = 64 * epsilon(DType::f32);
       expect_near(to_doubles(step.query_out), query, epsilon(p.dtype) + f32);
       expect_near(cache.keys(), keys, epsilon(p.cache_dtype) + f32);

@@ -1,4 +1,4 @@
-// Slots of a cache: check, and how the writing of tokens to them is dealt out to tasks.
+// Slots of a cache: their check, and how they are dealt out to the tasks that write tokens.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace opst::kv_cache {
 
-// Every slot is -1 or one of the cache's; after the shapes.
+// Every slot is -1 or one of the cache's; called after the shapes' check.
 inline void check_slots(ShapeCheck& check, const ConstTensor& slot_mapping, const PageSizes& sizes) {
   if (!check.ok()) return;
   const int64_t num_slots = sizes.num_blocks * sizes.block_size;  // the cache's tensors have no more elements than fit
@@ -31,11 +31,11 @@ inline int64_t first_written(const ConstTensor& slot_mapping) {
 }
 
 // Slots are dealt out in runs, and a task writes its slots in token order: so of several tokens with one slot the last
-// wins, whoever runs the tasks. Each task looks at every slot, so they are few.
+// wins, whoever runs the tasks. Each task looks at every slot, so tasks are few.
 struct SlotTasks {
   static constexpr int64_t kRunSlots = 16;
   static constexpr int64_t kMaxTasks = 16;
-  static constexpr int64_t kTaskElements = int64_t{1} << 14;  // worth handing out
+  static constexpr int64_t kTaskElements = int64_t{1} << 14;  // elements written per task: worth handing out
   int64_t count;
 
   explicit SlotTasks(int64_t elements) : count(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks)) {}

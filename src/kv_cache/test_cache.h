@@ -22,7 +22,7 @@ inline std::string text(const PageSizes& s) {
 struct TestCache {
   PageLayout layout;
   PageSizes sizes;
-  // Outermost dimension first: one head more than the cache has, which nobody may touch, where it is strided.
+  // Memory has one head more than the cache, which nobody may touch; see view().
   bool strided;
   GuardedBuffer key_memory, value_memory;
   Tensor key, value;
