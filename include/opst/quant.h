@@ -1,8 +1,6 @@
 // Numbers stored as small integers: matrices in GGUF block formats, and int8 and int4 with scales beside them.
 //
-// GGUF block formats: what a format is, and back to f32.
-//
-// A row of `cols` values is a sequence of blocks; a block holds its scales and its values.
+// GGUF block formats. A row of `cols` values is a sequence of blocks; a block holds its scales and its values.
 //
 //   format   block        bytes  value
 //   f32      1            4      x
@@ -38,13 +36,12 @@ namespace opst {
 enum class QuantFormat : uint8_t { f32, f16, q8_0, q4_1, q4_0, q5_0, q5_1, q6_k, q4_k, q5_k, bf16 };
 inline constexpr int kNumQuantFormats = 11;
 
-// "f32", "f16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q6_k", "q4_k", "q5_k",
-// "bf16"; "unknown" for what is no enumerator
+// The enumerator's name; "unknown" for a value that is no enumerator.
 const char* to_string(QuantFormat format);
-// Of a name as above, in any case of letters ("Q4_1").
+// The format of such a name, in upper or lower case ("Q4_1").
 std::optional<QuantFormat> parse_quant_format(const std::string& name);
 
-// Values per block, and bytes per block; 0 for what is no enumerator.
+// Values per block, and bytes per block; 0 for a value that is no enumerator.
 int64_t block_values(QuantFormat format);
 int64_t block_bytes(QuantFormat format);
 
@@ -61,8 +58,8 @@ struct QuantMatrix {
 // the format is no enumerator.
 Result<int64_t> row_bytes(QuantFormat format, int64_t cols);
 
-// out[r, c] = matrix[r, c]: every value exactly as its format defines it (products and sums rounded once to f32; here
-// they never need more than one rounding). Non-finite scales give what IEEE arithmetic gives.
+// out[r, c] = matrix[r, c]: every value exactly as its format defines it (products are exact in f32, so only the
+// addition of a minimum rounds, once). Non-finite scales give what IEEE arithmetic gives.
 //   matrix  [rows, cols]
 //   out     [rows, cols] f32, any strides
 // Errors: invalid_argument for cols that are not whole blocks, too few bytes, null data, or shapes that disagree.
@@ -72,7 +69,7 @@ Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out
 //   matrix  [num_rows, cols]
 //   rows    [count] i64, each in [0, num_rows); any strides
 //   out     [count, cols] f32, any strides
-// Errors: as above; an index out of range is refused before anything is written.
+// Errors: those of dequantize; an index out of range is refused before anything is written.
 Status dequantize_rows(Context& context, const QuantMatrix& matrix, const ConstTensor& rows, const Tensor& out);
 
 // Integer matrices: [rows, cols] values in groups of cols / groups along a row (groups = 1: one scale per row, which of
@@ -99,22 +96,24 @@ struct QuantizeOptions {
 //   x       [rows, cols] f32, bf16 or f16, any strides
 //   q       [rows, cols] i8 or, for int4, [rows, cols / 2] u8, as in IntMatrix
 //   scales  [rows, groups] f32, any strides; groups divides cols
-// The quotient is rounded to f32 first. A group of zeros gets scale 0 and q = zero, as does one whose scale is rounded
-// to 0. A NaN or infinity in a group gives scale NaN, zero 0 and q = 0 throughout it: the group is marked, others are
-// not. Where scales are given, NaN becomes q = zero, an infinity the end of the range, and a scale that is 0 or not
-// finite gives q = zero. Errors: invalid_argument for ranks, dtypes or sizes that disagree.
+// The quotient is rounded to f32 first.
+//   a group of zeros, or whose scale is rounded to 0    scale 0, zero 0, q = 0
+//   a group with a NaN or an infinity                   scale NaN, zero 0, q = 0; other groups are not concerned
+//   scales given: NaN; an infinity                      q = zero; the end of the range
+//   scales given: a scale that is 0 or not finite       q = zero
+// Errors: invalid_argument for ranks, dtypes or sizes that disagree.
 Status quantize(Context& context, const ConstTensor& x, const Tensor& q, const Tensor& scales,
                 const QuantizeOptions& options = {});
 
-// out[r, c] = the value above, rounded once.
+// out[r, c] = value[r, c] of an IntMatrix, rounded once.
 //   out     [rows, cols] f32, bf16 or f16 (rounded a second time), any strides
 Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& out);
 
 struct DynamicQuantOptions {
-  std::optional<ConstTensor> smooth_scales = {};  // f32 [k], any stride: x is multiplied with it first, rounded to f32
+  std::optional<ConstTensor> smooth_scales = {};  // smooth, f32 [k], any stride: x is multiplied with it first, in f32
 };
 
-// Each token's row by its own scale: scale = max |x * smooth| / 127 (int4: 7), q = round(x * smooth / scale) to
+// Each token's row with a scale of its own: scale = max |x * smooth| / 127 (int4: 7), q = round(x * smooth / scale) to
 // nearest, ties to even. Zeros, NaN and infinities as in quantize.
 //   x       [.., k] f32, bf16 or f16, rank 1 to 5, any strides
 //   q       [.., k] i8, any strides; or int4: [.., k / 2] u8, bytes of a row next to each other

@@ -1,9 +1,9 @@
-// Computes   out[i] = d * q[i] (+ m): a row of quantised blocks as f32. d and m of super-blocks are products
-// themselves. Shapes     cols values in cols / Block::kValues blocks, out with any stride. Loop nest  pieces of one
-// block (or 32 of the unquantised formats); inside, lanes over values. Memory     a block is copied to the stack, since
-// its address may be odd; everything streams. Numerics   d and m widen exactly, and every product fits into 24 bits
-// (the widest, of q6_k: 11 + 7 + 5), so only the
-//            addition of m rounds, and the result is the one f32 that the format defines, fused or not.
+// Computes   out[i] = d * q[i] (+ m): a row of quantised blocks as f32; d and m of 256-value blocks are products
+// Shapes     cols values in cols / Block::kValues blocks (formats.h); out [cols], any stride
+// Loop nest  for each piece: one block, or 32 values of the unquantised formats; lanes over the values of the piece
+// Memory     a block is copied to the stack, since its address may be odd; everything streams
+// Numerics   d and m widen exactly, and every product fits into 24 bits (the widest, of q6_k: 11 + 7 + 5), so only the
+//            addition of m rounds, and the result is the one f32 that the format defines, fused or not
 #pragma once
 
 #include "quant/formats.h"
@@ -22,7 +22,7 @@ OPST_INLINE float widen_one(f16 x) {
   return out;
 }
 
-// One piece from the blocks at `p`: n <= 32 values of the unquantised formats, the block of the others.
+// One piece from the blocks at `p`: n <= 32 values of the unquantised formats, a whole block (any n) of the others.
 OPST_INLINE void decode(const BlockF32*, const uint8_t* p, int64_t n, float* out) {
   __builtin_memcpy(out, p, static_cast<size_t>(n) * sizeof(float));
 }
@@ -69,7 +69,7 @@ OPST_INLINE void decode(const BlockQ4_0*, const uint8_t* p, int64_t, float* out)
   }
 }
 
-// The five-bit numbers of q5_0 and q5_1.
+// The five-bit q of q5_0 and q5_1.
 template <class Block>
 OPST_INLINE void five_bits(const Block& block, int (&q)[32]) {
   uint32_t high;

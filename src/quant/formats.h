@@ -1,6 +1,6 @@
 // The blocks of the quantised formats, as they lie in a GGUF file (see include/opst/quant.h). Plain data for kernels.
 //
-// A block in a file may start at any address: copy it before looking inside.
+// A block in a file may start at any address: kernels copy a block before they look inside.
 #pragma once
 
 #include <cstdint>
@@ -98,7 +98,7 @@ struct BlockQ4_K {
   uint8_t q[128];
 };
 
-// As q4_k, and above the four bits of value 32 s + i bit s of high[i].
+// As q4_k, with a fifth bit of value 32 s + i: bit s of high[i].
 struct BlockQ5_K {
   static constexpr int kValues = 256;
   f16 d;

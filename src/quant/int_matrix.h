@@ -1,4 +1,4 @@
-// What every operator that reads an IntMatrix shares: its check and its numbers.
+// Shared by every operator that reads an IntMatrix: the check of its tensors, and its elements.
 #pragma once
 
 #include "core/shape_check.h"
@@ -14,7 +14,7 @@ struct IntMatrixSizes {
 // Ranks, dtypes, sizes of q, scales and zeros.
 IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix);
 
-// The numbers of one row of a matrix that was checked.
+// One row of a checked matrix: q of a column, scale and zero of a group.
 class IntRow {
  public:
   IntRow(const IntMatrix& matrix, int64_t row)

@@ -24,7 +24,7 @@ T* at(const Tensor& tensor, int64_t offset) {
   return static_cast<T*>(tensor.data) + offset;
 }
 
-// Calls row(i) for 0 <= i < count, `values` numbers each.
+// Calls row(i) for 0 <= i < count, rows of `values` elements.
 template <class Row>
 void for_each_row(Context& context, int64_t count, int64_t values, const Row& row) {
   const int64_t rows_per_task = std::max<int64_t>(1, kTaskValues / std::max<int64_t>(1, values));
@@ -52,7 +52,7 @@ void check_half(ShapeCheck& check, const char* q, int64_t bytes, int64_t cols) {
   });
 }
 
-// Everything but the last dimension: offset of the row with this row-major index.
+// In elements: from the first row to the row with this row-major index over the `leading` dimensions.
 int64_t row_offset(const ConstTensor& tensor, int64_t row, int leading) {
   int64_t offset = 0;
   for (int d = leading - 1; d >= 0; --d) {
@@ -121,7 +121,7 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
     check_groups(check, "scales", cols, groups, bytes ? 8 : 4);
     if (!check.ok()) return check.status();
 
-    // No integers: scales that are given are read by nobody, others are written.
+    // No columns: nothing reads scales that are given, while scales that are asked for are written (0) below.
     if (cols == 0 && options.scales_given) return {};
     const ConstTensor x = normal_strides(values);
     const Tensor q = normal_strides(integers);

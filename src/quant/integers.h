@@ -1,9 +1,10 @@
-// Computes   q = round(x * smooth / scale) + zero for one group of a row, and its scale and zero
-// (include/opst/quant.h);
-//            out = (q - zero) * scale back again
-// Shapes     count values with any stride; int4: two to a byte, and count is even
-// Loop nest  two passes over the values, lanes along them: the range, then the integers
-// Memory     everything streams; what a group's first pass read is still in a cache for the second
+// Computes   quantize    q = round(x * smooth / scale) + zero for one group of a row, and the group's scale and zero
+//                        unless they are given (include/opst/quant.h)
+//            dequantize  out = (q - zero) * scale
+// Shapes     count values with any stride; int4: two values to a byte, count is even
+// Loop nest  quantize: two passes over the group, lanes over values: the range (unless scales are given), the integers
+//            dequantize: one pass
+// Memory     everything streams; the second pass finds the group in a cache
 // Numerics   quotients are rounded to f32, then to the nearest integer (ties to even), then clamped
 #pragma once
 
@@ -49,7 +50,7 @@ OPST_NOINLINE void quantize_group(const QuantizeGroup& group) {
     usable = scale - scale == 0 && scale != 0;
     if (group.zero != nullptr) zero = *group.zero;
   } else {
-    F32 low = F32::zero(), high = F32::zero(), not_finite = F32::zero();  // 0 * x is NaN for the others
+    F32 low = F32::zero(), high = F32::zero(), not_finite = F32::zero();  // 0 * x: NaN where x is not finite
     for (int64_t t = 0; t < group.count; t += F32::kLanes) {
       const F32 x = group_values<T>(group, t);
       low = min(x, low);
@@ -76,7 +77,7 @@ OPST_NOINLINE void quantize_group(const QuantizeGroup& group) {
       *group.zero = static_cast<int8_t>(zero);
     }
   }
-  // A symmetric scale that was rounded down (only subnormal ones are by much) reaches beyond -most otherwise.
+  // Quotients pass -most where a symmetric scale was rounded down (by much only where the scale is subnormal).
   const F32 bottom = F32::set1(group.zero == nullptr && !group.scales_given ? -most : lowest), top = F32::set1(most);
   const F32 zeros = F32::set1(zero), divisor = F32::set1(scale);
   for (int64_t t = 0; t < group.count; t += F32::kLanes) {

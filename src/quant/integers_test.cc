@@ -175,7 +175,7 @@ TEST(Quantize, TakesGivenScales) {
   }
 }
 
-// What rounds to 16 steps: ends and ties.
+// int4: the ends of the range, and quotients that are rounded.
 TEST(Quantize, PacksTheLowerHalfFirst) {
   const std::vector<float> x = {7, -7, 1, -1, 0.5f, 1.5f, -8, 3};
   std::vector<uint8_t> q(4);
@@ -267,7 +267,7 @@ TEST(DynamicQuant, EqualsItsContractInEveryContext) {
   }
 }
 
-// Zeros, ones and a row with both extremes, in widths that fill no vector. B78.
+// Zeros, ones and a row with both extremes, in widths that fill no vector.
 TEST(DynamicQuant, B78_ZeroRowsAndOddWidths) {
   for (const TestContext& t : contexts_with_threads(2)) {
     for (int64_t k : {1, 13, 31}) {
@@ -289,7 +289,7 @@ TEST(DynamicQuant, B78_ZeroRowsAndOddWidths) {
       }
     }
   }
-  // The documented row of the operator that this one is named after.
+  // The example in the documentation of the operator that dynamic_quant is named after.
   const std::vector<float> x = {1, -4};
   std::vector<int8_t> q(2);
   float scale = 0;

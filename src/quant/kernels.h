@@ -12,7 +12,7 @@ namespace quant {
 // block is read and nothing beyond its last value written. cols is whole blocks.
 using DequantizeRow = void (*)(const void* blocks, int64_t cols, float* out, int64_t out_stride);
 
-// One group of a row, in integers.
+// One group of a row: `count` values with one scale. Strides in elements.
 struct QuantizeGroup {
   const void* x;
   int64_t x_stride;
@@ -24,7 +24,7 @@ struct QuantizeGroup {
   float* scale;
   int8_t* zero;  // null: symmetric
   int8_t* q;
-  int64_t q_stride;  // of 8 bits
+  int64_t q_stride;  // 8 bits only
 };
 struct DequantizeGroup {
   const int8_t* q;

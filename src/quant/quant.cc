@@ -37,7 +37,7 @@ static_assert(std::size(kFormats) == kNumQuantFormats && kNumBlockFormats == kNu
               static_cast<int>(QuantFormat::q4_k) == 8 && static_cast<int>(QuantFormat::q5_k) == 9 &&
               static_cast<int>(QuantFormat::bf16) == 10);
 
-// Null for what is no enumerator.
+// Null for a value that is no enumerator.
 const FormatInfo* info_of(QuantFormat format) {
   const auto i = static_cast<size_t>(format);
   return i < std::size(kFormats) ? &kFormats[i] : nullptr;
@@ -138,7 +138,7 @@ void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& 
            std::to_string(block.block_values) + " values";
   });
   if (!check.ok()) return;
-  // Of one row at least: sizes of a matrix without rows are multiplied as well.
+  // One row at least must be within the limit: sizes of a matrix without rows are multiplied as well.
   const Size row = Size(matrix.cols / block.block_values) * block.block_bytes;
   const int64_t bytes = (row * matrix.rows).value();
   const auto shape = [&] {

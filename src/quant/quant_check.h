@@ -1,4 +1,4 @@
-// The parts of every operator that reads a QuantMatrix: its check and its kernels.
+// Shared by every operator that reads a QuantMatrix: the checks, and the room's kernels.
 #pragma once
 
 #include "core/shape_check.h"
@@ -7,13 +7,13 @@
 
 namespace opst {
 
-// Sizes, whole blocks, enough bytes, data. `name` is the matrix's in messages.
+// Checks sizes, whole blocks, enough bytes, data. `name` stands for the matrix in messages.
 void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& matrix);
 
 // Indices of rows: a failure names the first one outside [0, num_rows).
 void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_rows);
 
-// The highest level at or below `isa` that this room is compiled for.
+// The kernels of the highest level at or below `isa` that this room is compiled for.
 const quant::Kernels& quant_kernels(Isa isa);
 
 }  // namespace opst

@@ -101,7 +101,7 @@ TEST_F(QuantExtremes, FormatsThatAreNone) {
             "row_bytes: cols is 18014398509481984, and such a row has more bytes than the limit of 2^56");
 }
 
-// 2^40 rows that repeat one, of none columns.
+// 2^40 rows that repeat one row without columns.
 TEST_F(QuantExtremes, NothingToDo) {
   int64_t row = 0;
   ConstTensor rows = ConstTensor::contiguous(DType::i64, {kHuge}, &row);
