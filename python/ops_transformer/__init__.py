@@ -7,8 +7,9 @@
     out = flash_attention(q, k, v, causal=True)
 
 Operators: flash_attention, rowwise, matmul, quant, kv_cache. `Model` runs a language model of a GGUF file.
-`ops_transformer.torch` is the drop-in for torch's scaled_dot_product_attention; it alone imports torch. Submodules are
-imported when they are first named: `ops_transformer.rowwise.rms_norm(x, weight)` needs no import of its own.
+`ops_transformer.torch` is the drop-in for torch's scaled_dot_product_attention, `ops_transformer.hf` the attention of
+the package transformers; these two alone import torch. Submodules are imported when they are first named:
+`ops_transformer.rowwise.rms_norm(x, weight)` needs no import of its own.
 """
 
 import importlib.util

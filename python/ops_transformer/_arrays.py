@@ -118,7 +118,7 @@ def _unreadable(error: Exception, memory: Any, value: Any, name: Optional[str]) 
 
 
 def view_of_new(array: Any) -> View:
-    """The same of an array that `empty` made: what it is need not be asked."""
+    """The view of an array that `empty` made, without the questions that `view` asks."""
     return View(sys.modules["torch"].utils.dlpack.to_dlpack(array)) if is_torch(array) else view(array)
 
 
@@ -170,7 +170,7 @@ def integers(values: Any, name: Optional[str] = None) -> View:
 
 
 def int64(values: Any, name: Optional[str] = None) -> View:
-    """The same where only 64 bits are taken."""
+    """`integers` for functions that take int64 alone."""
     tensor = integers(values, name)
     if tensor.dtype != "i32":
         return tensor
@@ -178,7 +178,7 @@ def int64(values: Any, name: Optional[str] = None) -> View:
 
 
 def integer_tensor(values: Any, name: Optional[str]) -> Any:
-    """The same as a torch tensor, for operators of torch."""
+    """`integers` as a torch tensor, for operators of torch."""
     torch = sys.modules["torch"]
     tensor = values
     if not is_torch(values):

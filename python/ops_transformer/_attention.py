@@ -24,8 +24,8 @@ class Options(NamedTuple):
     causal: bool = False
     alignment: str = "top_left"  # or "bottom_right": the last query sees the last key
     path: str = "automatic"  # or "standard", "flash": for tests and comparison
-    block_q: int = 0  # rows of a tile, and keys; 0: the plan's choice
-    block_kv: int = 0
+    block_q: int = 0  # query rows of a task; 0: the plan's choice
+    block_kv: int = 0  # keys of a tile; 0: likewise
     window_left: int = UNBOUNDED  # keys beside the diagonal, both ends included; negative: bands away from it
     window_right: int = UNBOUNDED
     softcap: float = 0.0
@@ -36,7 +36,7 @@ class Options(NamedTuple):
     keep_prob: float = 1.0
     seed: int = 0
     offset: int = 0
-    first_query: int = 0  # of a call that holds a part of a larger problem, for dropout
+    first_query: int = 0  # of a call that holds a piece of a larger problem, for dropout
     first_key: int = 0
     first_head: int = 0
     total_heads: int = 0  # 0: all are here

@@ -1,8 +1,8 @@
 """Attention of torch tensors as one operator of torch, with its gradients: every option of the core.
 
 `ops_transformer::attention` has a kernel for the CPU, one for shapes alone (torch.compile), gradients for query, key, value
-(paged: for the cache), bias and sinks, also through softmax_lse and softmax_sum, and a rule for vmap. Imported only where a
-torch tensor comes whose bytes are not all that it is.
+(paged: for the cache), bias and sinks, also through softmax_lse and softmax_sum, and a rule for vmap. Imported with the
+first call that has a torch tensor.
 """
 
 from __future__ import annotations

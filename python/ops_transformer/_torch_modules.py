@@ -14,7 +14,7 @@ class FlashAttention(torch.nn.Module):
     """Self-attention of a language model: x [batch, length, dim] -> [batch, length, dim].
 
     num_kv_heads: fewer heads of keys and values, each for num_heads / num_kv_heads of the query's. dropout applies to the
-    weights while training. Whether the whole score matrix is cheaper (short x) is the plan's choice, see explain.
+    weights while training.
     """
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: Optional[int] = None, *, causal: bool = True,

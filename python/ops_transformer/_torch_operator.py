@@ -53,7 +53,7 @@ def calling(given: Optional[Context]) -> Any:
 
 
 def view(tensor: Tensor) -> View:
-    """Of a tensor that is its bytes."""
+    """The core's view of a tensor that is its bytes."""
     return View(to_dlpack(tensor))
 
 

@@ -139,7 +139,7 @@ def _is_real(number) -> bool:
 
 
 def _reason_of_callers(tensors, plain, dropout_p, is_causal, scale, enable_gqa) -> Optional[Tuple[str, bool]]:
-    """The same for the whole call."""
+    """Why torch has to be asked before sizes are, of the whole call: (reason, whether it is silent)."""
     if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool) and _is_real(dropout_p)
             and (scale is None or _is_real(scale))):
         return "an option of another type", True

@@ -179,11 +179,15 @@ def flash_attention_score(
     keep_prob < 1 drops weights: which ones is a function of `seed` and position (dropout_mask tells); or drop_mask says so
     (pack_drop_mask of [batch, N, query_len, kv_len], true = keep).
 
-    Further options, by the names of opst/attention.h: alignment ("top_left", the default: both windows and causal count from
-    query 0 and key 0; "bottom_right": from the last of both), kv_lengths [batch] (keys of each sequence), bias_scale,
-    alibi_form ("linear", "square_root"), alibi_query_start, alibi_key_start, offset (of dropout), first_query, first_key,
-    first_head, total_heads (of a call that holds a part of a larger problem, for dropout), path ("automatic", "standard",
-    "flash"), block_q, block_kv.
+    Further options, by the names of opst/attention.h:
+
+        alignment            "top_left" (the default: pre_tokens, next_tokens and ALiBi count from query 0 and key 0) or
+                             "bottom_right" (from the last of both)
+        kv_lengths           [batch], keys of each sequence
+        bias_scale, alibi_form ("linear", "square_root"), alibi_query_start, alibi_key_start
+        offset, first_query, first_key, first_head, total_heads
+                             of dropout, the last four for a call that holds a piece of a larger problem
+        path ("automatic", "standard", "flash"), block_q, block_kv
 
     Torch tensors: gradients for query, key, value, bias and sinks, also through softmax_sum (softmax_max counts as a constant,
     which is right for whatever depends on both together, such as max + log(sum) and merge_attention). Under torch's autocast
@@ -311,8 +315,8 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
     Where q and k differ in length the causal diagonal lies at the top left: one query against five cached keys sees key 0 only.
     alignment="bottom_right" lets the last query see every key.
 
-    k and v may have fewer heads, each for as many of q's; the result is as wide as v. return_lse: (out, softmax_lse),
-    the latter float32 (float64) [batch, heads, length], natural logarithm, -inf where no key is seen.
+    k and v may have fewer heads, each of which serves as many heads of q; the result is as wide as v. return_lse: (out,
+    softmax_lse), the latter float32 (float64) [batch, heads, length], natural logarithm, -inf where no key is seen.
 
     Options, by the names of opst/attention.h (help(flash_attention_score) explains those that it shares): softmax_scale,
     alignment, window_left and window_right (keys beside the diagonal, both ends included; negative: bands away from it), mask,

@@ -1,6 +1,7 @@
 """Products of activations x [m, k] with a weight [n, k]: out = residual + activation(x . weight^T + bias).
 
-Of torch tensors that require gradients `matmul` with an array as its weight gives a result that has them.
+Of torch tensors that require gradients `matmul` gives a result that has them; a packed weight has none, x, bias and
+residual beside it have.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@
 
 FlashAttention and FlashCrossAttention are modules with projections around it.
 
-A call that is not covered (see explain) goes to torch with one warning for each reason; one that is torch's by its nature
-(tensors on another device, a tensor subclass) without. Calls whose sizes disagree are refused, whoever would compute them.
+A call that is not covered (see explain) goes to torch with one warning for each reason; a call that is torch's by its
+nature (tensors on another device, a tensor subclass with a __torch_function__ of its own) goes there without. Calls
+whose sizes disagree are refused, whoever would compute them.
 """
 
 from __future__ import annotations

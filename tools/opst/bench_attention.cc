@@ -1,4 +1,5 @@
-// opst bench attention: standard and flash attention side by side, and how close flash comes to the machine's peak.
+// opst bench attention: naive, standard and flash attention side by side, and how close flash comes to the machine's
+// peak.
 #include <unistd.h>
 
 #include <algorithm>

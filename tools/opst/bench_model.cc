@@ -77,8 +77,8 @@ class Bench {
   // After all tokens of the context.
   std::span<const float> last_logits() { return feed(0, static_cast<int64_t>(tokens_.size())); }
 
-  // Groups of steps and of readings take turns; the first of each group finds the caches as the other left them and is
-  // not counted.
+  // kGroup decoded tokens and kGroup readings of as many bytes take turns. Before each run comes one more, which is not
+  // counted: it finds the caches as the run before left them.
   Row decode(int64_t keys) {
     constexpr int kPairs = 15, kGroup = 6;
     Row row{.test = "decode", .tokens = keys, .bound = "plain reading"};
