@@ -177,7 +177,7 @@ TEST(ShapeCheck, StridesThatMeanNothing) {
   }
 }
 
-// Every number of tensors that an operator names: attention's backward call with every option names 27.
+// As many tensors as any operator names, and more: attention's backward call with every option names 26.
 TEST(ShapeCheck, ManyTensors) {
   ShapeCheck check("op");
   for (int i = 0; i < 32; ++i) check.output("t", view(DType::f32, {4}, 64 * i));

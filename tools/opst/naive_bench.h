@@ -18,7 +18,7 @@ struct NaiveTime {
   double expected_seconds = 0;  // what a run was expected to take that was left out for it
   int64_t bytes = 0;            // matrices and copies
 
-  // "1.20 ms", "no fit", "over 5 s", "-"
+  // "1.20 ms"; "~7.31 s" expected, not run; "no fit"; "-" not offered
   std::string text() const;
   // measured, memory, time or option: why it was not
   const char* state() const;
