@@ -44,10 +44,10 @@ T value_or_fail(Result<T> result, int exit_code = 1) {
 }
 
 // Validators that leave an option's help as it is written.
-CLI::Validator at_least(int64_t least);                     // an integer of at most 63 bits
-CLI::Validator any_uint64();                                // an integer of at most 64 bits
-CLI::Validator between(int64_t least, int64_t most);        // an integer, both ends included
-CLI::Validator number_between(double least, double most);   // any number, both ends included; NaN is refused
+CLI::Validator at_least(int64_t least);                    // an integer of at most 63 bits
+CLI::Validator any_uint64();                               // an integer of at most 64 bits
+CLI::Validator between(int64_t least, int64_t most);       // an integer, both ends included
+CLI::Validator number_between(double least, double most);  // any number, both ends included; NaN is refused
 CLI::Validator one_of(std::vector<std::string> words);
 
 // --threads / -t. 0, the default: OPST_NUM_THREADS, else what affinity and cgroup quota give, at most OMP_NUM_THREADS.
