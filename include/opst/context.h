@@ -84,7 +84,7 @@ class Context {
   int num_threads() const;
 
   // Scratch memory now held for reuse, and how often the system was asked for more since the start. In steady state the
-  // second number stands still.
+  // second count stands still.
   int64_t workspace_bytes() const;
   int64_t workspace_allocations() const;
   // Gives idle scratch memory back to the system.

@@ -23,7 +23,7 @@
 // nobody reads that input later, it does. Inputs, weights, caches and outputs are external: bound by name, and bound
 // anew whenever the caller likes, at the price of copying a Tensor. What is bound must outlive its executions.
 //
-// Sizes. A Dim is a number, or a name with an upper bound whose size is set before an execution. setup() lays out
+// Sizes. A Dim is a fixed size, or a name with an upper bound whose size is set before an execution. setup() lays out
 // memory for the upper bounds; a new size needs no new setup. Tensors of the workspace are contiguous at their size of
 // the moment. An external tensor may be larger than a named size: its first elements are used.
 //
@@ -57,15 +57,15 @@ class Dim {
  public:
   Dim() = default;
   Dim(int64_t size) : bound_(size) {}
-  // The number, or the largest that it may become.
+  // The fixed size, or the largest that the named one may become.
   int64_t bound() const { return bound_; }
   bool operator==(const Dim&) const = default;
 
  private:
   friend struct GraphImpl;
   int64_t bound_ = 0;
-  int32_t symbol_ = -1;  // index of the name; -1: a number
-  uint32_t graph_ = 0;   // number of the graph that has the name
+  int32_t symbol_ = -1;  // index of the name; -1: a fixed size
+  uint32_t graph_ = 0;   // id of the graph that has the name
 };
 
 struct Shape {
@@ -90,7 +90,7 @@ class Value {
   friend struct GraphImpl;
   Value(int32_t index, uint32_t graph) : index_(index), graph_(graph) {}
   int32_t index_ = -1;
-  uint32_t graph_ = 0;  // number of the graph that it belongs to
+  uint32_t graph_ = 0;  // id of the graph that has the value
 };
 
 // What a node costs at the sizes of the moment.

@@ -102,7 +102,7 @@ class Buffer {
  private:
   void* data_ = nullptr;
   int64_t size_bytes_ = 0;
-  std::shared_ptr<void> whole_;  // of a part
+  std::shared_ptr<void> whole_;  // of a piece
 };
 
 }  // namespace opst

@@ -26,7 +26,7 @@ constexpr int64_t round_up(int64_t a, int64_t b) {
   return __builtin_mul_overflow(ceil_div(a, b), b, &result) ? INT64_MAX / b * b : result;
 }
 
-// A number of bytes or elements, whose value is at most kMaxBytes; sums and products stop where int64_t ends, so that
+// A count of bytes or elements, whose value is at most kMaxBytes; sums and products stop where int64_t ends, so that
 // plans of short calls pay a branch that is never taken and no more.
 class Size {
  public:

@@ -72,7 +72,7 @@ Walk walk(const ConstTensor& tensor) {
   return result;
 }
 
-// Bytes of the part of a view whose strides are not multiples of `period`. Modulo the period every element lies in
+// Bytes that a view spans along strides that are no multiples of `period`. Modulo the period every element lies in
 // [start, start + this), start being the view's first address.
 int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t period) {
   int64_t span = element_bytes;

@@ -1,4 +1,4 @@
-// Computes   out = rms_norm(x, gain) . weight^T, a block of rows against panels of the weight
+// Computes   out = rms_norm(x, gain) . weight^T, a tile of rows against panels of the weight
 // Shapes     x [rows, k], panels [columns / panel][k][panel], out [rows, columns]
 // Loop nest  normalise the rows into scratch; for each panel: k, with the whole tile of out in registers
 // Memory     scratch: tile_rows x k floats, 28 KB at k = 576, stays in L1 or L2; the panels stream

@@ -314,7 +314,7 @@ TEST(GraphContract, ValuesSizesAndIndicesOfAnotherGraph) {
   for (int i = 0; i < 9; ++i) {
     values.push_back(other.input(std::string("v").append(std::to_string(i)), DType::f32, {dims[8], 4}));
   }
-  // Far ones, and ones that have their number here as well.
+  // Indices that this graph does not have, and indices that it has as well.
   for (const size_t i : {size_t{8}, size_t{0}}) {
     const Value value = values[i];
     const Dim dim = dims[i];

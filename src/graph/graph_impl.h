@@ -66,7 +66,7 @@ struct GraphImpl {
   };
 
   std::string name;
-  const uint32_t number = next_number();  // told apart from other graphs by it
+  const uint32_t number = next_number();  // its id among all graphs of the process
   Status status;                          // of the first call that failed
   std::vector<Symbol> symbols;
   std::vector<ValueData> values;
@@ -126,7 +126,7 @@ struct GraphImpl {
   bool has(Value value) const {
     return value.graph_ == number && value.index_ >= 0 && value.index_ < static_cast<int>(values.size());
   }
-  // A number, or a name of this graph.
+  // A fixed size, or a name of this graph.
   bool has(const Dim& dim) const {
     return dim.symbol_ < 0 || (dim.graph_ == number && dim.symbol_ < static_cast<int>(symbols.size()));
   }

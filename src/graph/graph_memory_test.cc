@@ -30,7 +30,7 @@ struct Everything {
     weight = std::move(PackedWeight::pack(context, view(numbers, {kWidth, kWidth})).value());
   }
 
-  // Adds call number `only`, or all of them.
+  // Makes the call of index `only`; -1: all calls.
   void build(Graph& g, int only = -1) const {
     int call = 0;
     const auto step = [&](const auto& add) {

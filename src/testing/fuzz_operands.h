@@ -53,7 +53,7 @@ class Choices {
   T pick(std::initializer_list<T> values) {
     return values.begin()[byte() % values.size()];
   }
-  // Now and then a number that no tensor has room for, or none at all.
+  // The usual size, or now and then another one: one that no memory holds, or none at all.
   int64_t size(int64_t usual) {
     if (!rarely(64)) return usual;
     return pick<int64_t>({usual + 1, usual - 1, 0, 1, -1, int64_t{1} << 31, int64_t{1} << 40, int64_t{1} << 55,

@@ -1,10 +1,10 @@
-// Attention as people write it, for benchmarks to stand beside: three steps, each through memory, the whole score
+// Attention as people write it, for benchmarks to stand beside: three passes, each through memory, the whole score
 // matrix in the storage type.
 //
 //   S = scale * Q K^T + mask;   P = softmax(S), by exp of the C library;   O = P V
 //
 // What it is: three loops each, the inner one over neighbouring elements at the level's vector width (K^T is made by a
-// copy), products summed in f32 (f64), every step rounded to the storage type; rows dealt out to the threads of the
+// copy), products summed in f32 (f64), every pass rounded to the storage type; rows dealt out to the threads of the
 // context. S and P are tensors of their own, as in frameworks that run one operator after the other. What it is not: no
 // register tiles, no blocks for caches, no approximated exp; a framework's matrix product is better than this, its
 // softmax goes through memory more often. A row that sees no key is NaN, as there.

@@ -5,7 +5,7 @@
 
 namespace opst::test {
 
-// Rows are contiguous and of the storage type; `work` holds `keys` (or `dim`) numbers of the type that is computed in,
+// Rows are contiguous and of the storage type; `work` holds `keys` (or `dim`) elements of the type that is computed in,
 // f32, or f64 for f64.
 struct NaiveLoops {
   // out[j] = scale * sum over d of row[d] * columns[d][j], + mask[j] unless mask is null
