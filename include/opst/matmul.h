@@ -35,7 +35,7 @@ class PackedWeight {
   // The rows of a quantised matrix. Errors: those of dequantize; out_of_memory.
   static Result<PackedWeight> pack(Context& context, const QuantMatrix& weight);
 
-  // Several matrices of one format and k, one below another: what is multiplied with the same x goes in one product.
+  // Several matrices of one format and k, one below another, so that one product serves all that take the same x.
   // Each but the last has a multiple of 16 rows. Errors: as above, and invalid_argument where they do not fit together.
   static Result<PackedWeight> pack(Context& context, std::span<const QuantMatrix> parts);
 
@@ -81,11 +81,11 @@ const char* to_string(ActivationType type);
 struct MatmulOptions {
   std::optional<ConstTensor> bias = {};  // [n]
   Activation activation = Activation::none;
-  std::optional<ConstTensor> residual = {};  // out's shape; may be the very same view as out, and nothing else of it
+  std::optional<ConstTensor> residual = {};  // out's shape; the very same view as out, or no overlap with it
   ActivationType activations = ActivationType::exact;
-  // One or two rows of f32 times a quantised weight are multiplied in fixed point (24 bits per block of 32 values),
-  // which is faster and as accurate, but gives other bits than more rows do. True: the same bits for any number of
-  // rows.
+  // One or two rows times a quantised weight are multiplied in fixed point (24 bits a value, one scale for 32 values)
+  // where the instruction set level makes that faster: as accurate, but with other bits than more rows give. True: the
+  // same bits for any number of rows.
   bool batch_invariant = false;
   // Given: out is i8, and each of its rows is quantised by its own scale, as dynamic_quant (quant.h) does; the scales
   // [m] f32 go here. out may then not be a residual.
@@ -99,21 +99,25 @@ struct MatmulOptions {
 //           weight
 // Numerics: every weight is exactly its dequantised f32 value; each sum runs over t in ascending order in f32, one
 // fused multiply-add per term (generic level: two roundings); bias, activation and residual follow in f32, and out is
-// rounded once. bf16 x times a bf16 weight uses the pairwise dot instruction where the context's Machine says so: each
-// step then adds two products, and subnormal operands count as 0. A row's bits depend neither on the other rows, nor on
-// the number of threads; on the number of rows only as options.batch_invariant tells. NaN and Inf of a row of x reach
-// that row of out only. Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
+// rounded once. Two other ways to a sum:
+//   bf16 x, bf16 weight  the pairwise dot instruction, where the context's Machine says so: an instruction adds two
+//                        products, and subnormal operands count as 0
+//   quantised weight     fixed point for one or two rows (options.batch_invariant); int8 (options.activations)
+// A row's bits depend neither on the other rows, nor on the number of threads; on the number of rows only as
+// options.batch_invariant tells. NaN and Inf of a row of x reach that row of out only.
+// Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
 // Tells the context that its next product of few rows will be with this weight, so that threads which wait for work in
-// the meantime fetch what they will read of it first. A wish: it changes time alone. The weight may be gone by then.
+// the meantime fetch the beginning of their share of it. A hint, which changes nothing but time. The weight may be gone
+// by then.
 void read_ahead(Context& context, const PackedWeight& weight, Activation activation = Activation::none);
 
 // matmul with a weight that changes from call to call: it is packed into the context's workspace first.
 //   weight  [n, k] f32, bf16 or f16, any strides >= 0
 // f64: x, weight, out, bias and residual all f64; sums in f64, in the same order.
-// Same bits as with the packed weight.
+// f32, bf16, f16: the bits of the product with the packed weight.
 Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
@@ -126,9 +130,9 @@ struct MatmulGradients {
 
 //   grad_out  [m, n], x [m, k], weight [n, k]: f32, bf16 or f16 each, or all f64; any strides
 //   gradients f32, bf16 or f16 each (f64 where the inputs are); any strides; must not overlap an input or one another
-// x is needed for the weight's gradient only, weight for that of x only; what is not needed may be an empty tensor
-// (data = nullptr, rank 0). Sums run over n or m in ascending order as in matmul, so the bits do not depend on the
-// number of threads. Errors: as matmul.
+// x is needed for the weight's gradient only, weight for that of x only; the one that is not needed may be an empty
+// tensor (data = nullptr, rank 0). Sums run over n or m in ascending order as in matmul, so the bits do not depend on
+// the number of threads. Errors: as matmul.
 Status matmul_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
                        const MatmulGradients& gradients);
 
@@ -138,9 +142,9 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
 // Errors: an index out of range is refused before anything is written.
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out);
 
-// An int8 or int4 weight [n, k] with scales, repacked; owns its memory: bytes of its source, n rounded up to a multiple
-// of 16 and each group to whole words of 4 bytes, and 4 (with zeros 8) bytes per scale. As PackedWeight, for any
-// Context.
+// An int8 or int4 weight [n, k] with scales, repacked; owns its memory: the bytes of its source, with n rounded up to a
+// multiple of 16 and each group to whole words of 4 bytes, and 4 (with zeros 8) bytes per scale. Like a PackedWeight,
+// it may be used with any Context.
 class PackedIntWeight {
  public:
   PackedIntWeight() = default;
@@ -178,16 +182,17 @@ struct IntMatmulOptions {
   std::optional<ConstTensor> bias = {};
 };
 
-// What x and out are decides.
-//   x i8, out i32    out[i, j] = sum_t x[i, t] * (q[j, t] - zero[j]) (+ i32 bias[j]); one group; scales are not used
-//   x i8, out float  out[i, j] = (sum_g S[i, j, g] * scale[j, g]) * x_scales[i] (+ bias[j]), S the integer sum of group
-//   g x float          out[i, j] = sum_t x[i, t] * value[j, t] (+ bias[j]): the weight alone is quantised
-// x [m, k] i8, f32, bf16 or f16; out [m, n] i32, f32, bf16 or f16; any strides; out must not overlap another tensor.
-// Numerics: integer sums are exact. With x i8 each S is
-// rounded to f32 and joins one chain of multiply-adds over ascending groups (one group: a single product), then
-// x_scales and bias follow, each rounded to f32, and out is rounded once. With float x each value is rounded to f32,
-// and each sum is one chain of multiply-adds over ascending t. A row's bits depend neither on the other rows nor on
-// the threads. Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
+// matmul with an int8 or int4 weight. With S[i, j, g] = sum over t in group g of x[i, t] * (q[j, t] - zero[j, g]):
+//   x      out    out[i, j]
+//   i8     i32    S[i, j, 0] (+ i32 bias[j]): one group; scales are not used
+//   i8     float  (sum_g S[i, j, g] * scale[j, g]) * x_scales[i] (+ bias[j])
+//   float  float  sum_t x[i, t] * value[j, t] (+ bias[j]), value as in IntMatrix: the weight alone is quantised
+// x [m, k] and out [m, n], float: f32, bf16 or f16; any strides; out must not overlap another tensor.
+// Numerics: each S is exact. With x i8 and float out each S is rounded to f32 and joins one chain of multiply-adds over
+// ascending groups (one group: a single product), then x_scales and bias follow, each rounded to f32, and out is
+// rounded once. With float x each value is rounded to f32, and each sum is one chain of multiply-adds over ascending t.
+// A row's bits depend neither on the other rows nor on the threads.
+// Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options = {});
 

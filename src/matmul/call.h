@@ -1,4 +1,4 @@
-// The parts of matmul that more than one of its files needs.
+// Declarations that several files of matmul share.
 #pragma once
 
 #include "matmul/kernels.h"
@@ -19,11 +19,11 @@ inline QuantFormat weight_format(DType dtype) {
 // weight [n, k] f32, bf16 or f16 -> panels (packed_layout.h) of its type.
 void pack_float_weight(Context& context, const ConstTensor& weight, void* panels);
 
-// The public function of an unpacked weight, its tensors checked.
+// matmul with an unpacked weight; tensors checked.
 Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                 const MatmulOptions& options);
 
-// The same of f64 tensors.
+// multiply for f64 tensors.
 void multiply_f64(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                   const MatmulOptions& options);
 

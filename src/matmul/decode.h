@@ -1,6 +1,6 @@
 // One vector of weights from a packed piece: outputs on lanes, one k.
 //
-// The value is exactly the dequantised f32: every product of a scale and q fits into 24 bits (the widest, of q6_k:
+// A weight is exactly the dequantised f32: every product of a scale and q fits into 24 bits (the widest, of q6_k:
 // 11 + 7 + 5), so a fused multiply-add with m rounds once, as the format's product and sum do.
 #pragma once
 
@@ -74,7 +74,7 @@ struct Decoder<PieceBf16> {
 };
 
 #if defined(__AVX512BF16__)
-// The same memory, whose words are multiplied as they are with words of x.
+// The memory of PieceBf16, whose words are multiplied as they are with words of x.
 struct PieceBf16Words {
   static constexpr int kValues = 1;
   uint32_t words[kPanelColumns];
@@ -247,7 +247,7 @@ struct Decoder<PieceQ5_K> {
   OPST_INLINE F32 weight(int j) const { return fma(d, simd::field5(words, high, j), m); }
 };
 
-// Where vector `index` of a weight's outputs lies: kLanes outputs each.
+// The panel of vector `vec` of a weight's outputs (kLanes outputs each), and the vector's first lane in the panel.
 inline constexpr int kVecsPerPanel = kPanelColumns / F32::kLanes;
 template <class Piece>
 OPST_INLINE const Piece* panel_of(const void* panels, int64_t pieces, int64_t vec) {

@@ -50,7 +50,7 @@ inline constexpr bool kTakesTwo<Swiglu> = true;
 template <>
 inline constexpr bool kTakesTwo<SwigluSwapped> = true;
 
-// The row's sums have room for whole vectors, and so does what is written here.
+// y: a row of sums, with room for whole vectors; results go in its place.
 template <class Activation>
 OPST_NOINLINE void activate(float* y, const float* bias, const float* second, const float* second_bias, int64_t n) {
   const auto sum = [&](const float* sums, const float* b, int64_t i) OPST_INLINE_LAMBDA {

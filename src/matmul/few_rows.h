@@ -1,9 +1,9 @@
 // Computes   out[i, j] = sum_t x[i, t] * weight[j, t] + bias[j] for a few rows: decoding, bound by reading the weight
-// Shapes     x [rows, k]; weight: packed panels; out [rows, columns]
-// Loop nest  for each group of NV vectors of columns; for up to four rows at once; over k: decode a vector of weights
-// in
-//            registers, then one multiply-add per row
-// Memory     weights stream once per four rows, NV * lanes / 16 panels side by side; x stays in L1
+// Shapes     x [rows, k]; weight: packed panels (packed_layout.h); out [rows, columns]
+// Loop nest  for each kFewVecs vectors of columns
+//              for each kFewMaxRows rows
+//                over k: decode a vector of weights in registers, then one multiply-add per row
+// Memory     weights stream once per kFewMaxRows rows, kFewColumns / 16 panels side by side; x stays in L1
 // Numerics   one sum per output, k ascending, f32: the bits of many_rows.h
 #pragma once
 
@@ -26,7 +26,7 @@ inline constexpr int kFewMaxRows = 2;
 #endif
 inline constexpr int kFewColumns = kFewVecs * F32::kLanes;
 
-// How far ahead of a panel's stream to fetch.
+// How many bytes ahead in each panel's stream are fetched.
 inline constexpr int64_t kPrefetchBytes = 2048;
 inline constexpr int64_t kGroupPanels = kFewColumns / kPanelColumns;
 
@@ -68,8 +68,8 @@ OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_
   F32 acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
   for (int64_t p = 0; p < pieces; ++p) {
-    // At a panel's end the next group's panels are fetched: a panel of 576 inputs is no longer than three such
-    // distances.
+    // At a panel's end the panels of the next kFewVecs vectors are fetched: a panel of 576 inputs is no longer than
+    // three times kPrefetchBytes.
     const int64_t ahead = p + kAhead < pieces ? p + kAhead : p + kAhead + (kGroupPanels - 1) * pieces;
     Decoder<Piece> decoder[NV] = {
         {stream[0] + p, lane[0]}, {stream[1] + p, lane[1]}, {stream[2] + p, lane[2]}, {stream[3] + p, lane[3]}};

@@ -1,11 +1,16 @@
+// Blocks of activations, in fixed point or int8, times GGUF weights: few rows.
+//
 // Computes   out[i, j] = sum over blocks of activations (fixed_point.h, int8_blocks.h) times quantised weights, +
-//            bias[j], for one row or two: decoding, bound by reading the weight
-// Shapes     a [rows, k / 32] blocks; weight: packed panels; out [rows, columns]
-// Loop nest  for each vector of columns (two rows: each two); over k: four weights to a lane come out of a word as
-//            bytes, and meet four bytes of x and plane in one instruction; after each part its exact total becomes a
-//            float and meets scale and minimum
-// Memory     weights stream once, in one panel at a time: q4_1, Zen 5, 0.95 of plain reading with the stream fetched 8
-//            KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best 0.87); a stays in L1
+//            bias[j], for one row or two at a time: decoding, bound by reading the weight
+// Shapes     a [rows, k / 32] blocks; weight: packed panels (packed_layout.h); out [rows, columns]
+// Loop nest  for each two rows; at last for a single row
+//              for each panel (two rows: for each 2 vectors of columns, at least a panel)
+//                for each run of k with one scale
+//                  four weights to a lane come out of a word as bytes, and meet four bytes of each plane of x in one
+//                  instruction; the exact total of the run becomes a float, and meets scale and minimum
+// Memory     weights stream once per two rows; a stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
+//            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
+//            0.87)
 // Numerics   fixed_point.h, int8_blocks.h
 #pragma once
 
@@ -20,7 +25,7 @@ using opst::gemm::kFixedPlanes;
 
 inline constexpr int64_t kBlockPrefetchBytes = 8192;
 
-// How many planes of bytes a block has, and where they are.
+// The planes of bytes of a block: one of int8, kFixedPlanes in fixed point.
 OPST_INLINE const int8_t* plane_of(const ActivationBlock& block, int) { return block.q; }
 OPST_INLINE const int8_t* plane_of(const FixedBlock& block, int plane) { return block.q[plane]; }
 OPST_INLINE int32_t sum_of(const ActivationBlock& block, int half, int) { return block.sums[half]; }
@@ -36,7 +41,7 @@ OPST_INLINE F32 join_planes(const I32 (&planes)[kFixedPlanes]) {
   return fma(to_f32((planes[2] << 8) + planes[1]), F32::set1(256), to_f32(planes[0]));
 }
 
-// MR rows times NV vectors of columns. With one of each, even and odd values have sums of their own, or the latency of
+// MR rows times NV vectors of columns. Where both are 1, even and odd values have sums of their own, or the latency of
 // the products would show.
 template <class Piece, class Block, int MR, int NV>
 OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t first_row, int64_t column) {
@@ -67,7 +72,7 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
   const Piece* const last = panel_of<Piece>(part.panels, pieces, last_vec) + (pieces > 0 ? pieces - 1 : 0);
   for (int64_t p = 0; p < pieces; ++p) {
-    // At a panel's end the next group's panels are fetched.
+    // At a panel's end the panels of the next NV vectors are fetched.
     const int64_t ahead = p + kAhead < pieces ? p + kAhead : p + kAhead + (kPanels - 1) * pieces;
     const Piece* fetched[NV];
     OPST_UNROLL for (int v = 0; v < NV; ++v) fetched[v] = stream[v] + ahead < last ? stream[v] + ahead : last;
@@ -134,7 +139,7 @@ template <class Piece, class Block>
 void few_rows_blocks(const BlockRows<Block>& part) {
   constexpr int NV = kVecsPerPanel, NV2 = 2;  // of one row: a panel at a time
   static_assert(NV2 % NV == 0);
-  // The stream's first lines: reading ahead begins behind them.
+  // The first lines of the stream, which fetching ahead leaves out.
   const char* const panels = static_cast<const char*>(part.panels);
   const int64_t panel_bytes = part.k / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
   for (int64_t b = 0; b < kBlockPrefetchBytes && b < panel_bytes; b += 64) __builtin_prefetch(panels + b);

@@ -1,16 +1,16 @@
-// Products of quantised weights with a few rows of f32 activations in fixed point: as accurate as multiply-adds in f32,
-// and so quick that reading the weight is what bounds them.
+// Activations in fixed point, times GGUF weights: as accurate as multiply-adds in f32, and so quick that reading the
+// weight bounds them. For one or two rows.
 //
 // Activations. Each row of x is cut into blocks of 32 consecutive values. A block becomes
 //   scale = a power of two, the smallest for which every X is at most 0x7f7f7f = 8355711, the largest number of three
 //           signed bytes, in magnitude
 //   X     = x / scale, rounded to the nearest integer, = q[2] * 65536 + q[1] * 256 + q[0], -128 <= q <= 127
-// so that a value is off by at most 2^-22 of the block's largest, mostly 2^-24, and
-// values of up to 22 significant bits below it are exact. A row with a value that is not finite, above 2^120,
-// or with a block whose largest lies between 0 and 2^-100, is not representable: it is multiplied in f32 instead.
+// so that a value is off by at most 2^-22 of the block's largest magnitude, mostly 2^-24, and values of up to 22
+// significant bits below it are exact. A row with a value that is not finite or above 2^120 in magnitude, or with a
+// block whose largest magnitude lies between 0 and 2^-100, is not representable: it is multiplied in f32 instead.
 //
 // Weights and sums: as in int8_blocks.h, with
-//   total = sum over the part of X[t] * (u[t] - offset)    exact in three integers, one per plane of bytes, joined as
+//   total = sum over the run of X[t] * (u[t] - offset)     exact in three integers, one per plane of bytes, joined as
 //           fma(f32(plane 2 * 256 + plane 1), 256, f32(plane 0))
 #pragma once
 
@@ -44,7 +44,8 @@ struct BlockRows {
   OutputPart out;
 };
 
-// One per instruction set level that has the products of bytes; null where the level has no quick one for a format.
+// One table per instruction set level that multiplies bytes; an entry is null where the level has no quick product for
+// the format.
 struct FewRowsBlockKernels {
   // k values `x_stride` apart -> k / 32 blocks; false where the row is not representable.
   bool (*fix_row)(const float* x, int64_t x_stride, int64_t k, FixedBlock* out);

@@ -3,7 +3,7 @@
 namespace opst::OPST_ISA_NS::gemm {
 namespace {
 
-// Null where the level forms the products of a format's bytes in more steps than decoding them to floats takes.
+// Null where the level takes more instructions for the products of a format's bytes than for decoding them to floats.
 template <class Piece, class Block>
 constexpr auto kernel() -> void (*)(const BlockRows<Block>&) {
 #if !defined(__AVX512VNNI__)

@@ -77,7 +77,8 @@ TEST(FixedPoint, IsUsedForQuantisedFormatsWhereBytesMultiplyFast) {
   }
 }
 
-// Of the largest value of each block of x: 2^-23 (half a unit of the coarser scale), and as much for sums in f32.
+// Bound, relative to the largest value of each block of x: 2^-23 (half a unit of the coarser scale), and as much for
+// sums in f32.
 TEST(FixedPoint, IsAsAccurateAsItsScaleAllows) {
   Random random(test::seed());
   for (const TestContext& t : contexts()) {
@@ -189,7 +190,7 @@ TEST(FixedPoint, RowsHaveTheSameBitsInAnyCompany) {
           const std::vector<float> got = multiplied(t, both, weight);
           EXPECT_TRUE(same_bits(got, alone, second ? kN : 0))
               << t.name << ", " << to_string(format) << ", beside " << strange;
-          // What is not representable is multiplied in f32.
+          // A row that is not representable is multiplied in f32.
           if (strange != 1.0f && strange != 0.0f && !std::isnan(strange)) {
             const std::vector<float> other = multiplied(t, b, weight, true);
             for (size_t j = 0; j < kN; ++j) {

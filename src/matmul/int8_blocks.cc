@@ -1,3 +1,4 @@
+// int8 activations in blocks of 32, times GGUF weights: plan, quantise x, multiply.
 #include "matmul/int8_blocks.h"
 
 #include <algorithm>
@@ -13,7 +14,7 @@ namespace {
 // Rows x columns of a task. Unpacking 64 columns costs as much as multiplying them with two or three rows.
 constexpr int64_t kTaskRows = 192;
 constexpr int64_t kTaskColumns = 64;
-// Unpacked bytes and scales of two vectors of columns stay in L1.
+// Values of k unpacked at once: bytes and scales of two vectors of columns stay in L1.
 constexpr int64_t kMaxKBlock = 512;
 // Rows of x per quantising task.
 constexpr int64_t kQuantiseRows = 16;

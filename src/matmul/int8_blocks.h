@@ -1,5 +1,5 @@
-// Products of quantised weights with activations that are rounded to int8 in blocks of 32: the one definition that
-// every kernel for it follows, few rows or many, so that all of them give the same bits.
+// int8 activations in blocks of 32, times GGUF weights. (Int8 and int4 weights are another product: int8_layout.h.)
+// The one definition that every kernel follows, few rows or many, so that all of them give the same bits.
 //
 // Activations. Each row of x is cut into blocks of 32 consecutive values. A block becomes
 //   scale = max |x| / 127                                        one rounding to f32
@@ -7,8 +7,8 @@
 //   scale = 0 (no value above 2^-143 or so): all q are 0
 //   a NaN or an infinity among the values: scale = NaN, all q are 0; so the whole row of out becomes NaN
 //
-// Weights. A format is a sequence of parts of the block: 32 values, or twice 16 for q6_k. Value t of a part is
-// d * (u[t] - offset) + m, with u an unsigned integer and d (and m) one f32 per part and output:
+// Weights. The values of a format come in runs of one scale: 32 values, for q6_k 16 (Int8Shape::kPart). Value t of a
+// run is d * (u[t] - offset) + m, with u an unsigned integer and d (and m) one f32 per run and output:
 //
 //   format        u         offset  d          m
 //   q4_0, q5_0    q         8, 16   d          -
@@ -17,13 +17,13 @@
 //   q4_k, q5_k    q         0       d * s      -(e * m)
 //   q6_k          q         32      d * s      -
 //
-// Sums. Each output is one chain of f32 multiply-adds over the parts in ascending order, beginning with 0:
-//   total = sum over the part of q[t] * (u[t] - offset)          an exact integer, below 2^20 in magnitude
+// Sums. Each output is one chain of f32 multiply-adds over the runs in ascending order, beginning with 0:
+//   total = sum over the run of q[t] * (u[t] - offset)           an exact integer, below 2^20 in magnitude
 //   sum   = fma(total, d * scale, sum)                           the product d * scale is rounded once
 //   sum   = fma(scale * (sum of q), m, sum)                      where there is an m; the product is rounded once
 // and at last the bias is added. (The generic level has no fma: product and sum round.)
 //
-// f32 and f16 weights have no integers: they are multiplied with x itself.
+// f32, f16 and bf16 weights have no integers: they are multiplied with x itself.
 #pragma once
 
 #include <cstdint>

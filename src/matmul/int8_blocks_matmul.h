@@ -1,4 +1,4 @@
-// matmul with activations rounded to blocks of int8: what int8_blocks.h defines.
+// matmul with int8 activations in blocks of 32, times GGUF weights, as int8_blocks.h defines it.
 #pragma once
 
 #include "matmul/int8_blocks_kernels.h"
@@ -6,10 +6,11 @@
 
 namespace opst::gemm {
 
-// Whether a weight of this format has a product with blocks of int8; f32 and f16 have none.
+// Whether a weight of this format has a product with int8 blocks; f32, f16 and bf16 have none.
 bool multiplies_int8_blocks(QuantFormat format);
 
-// Rows up to which unpacking the weight costs more than it saves, where there is a kernel of few rows (fixed_point.h).
+// Up to this many rows unpacking the weight costs more than it saves, where there is a kernel of few rows
+// (FewRowsBlockKernels::int8 in fixed_point.h).
 inline constexpr int64_t kMaxInt8FewRows = 4;
 
 QuantiseRow int8_quantise_row(Isa isa);

@@ -1,4 +1,4 @@
-// Activations in blocks of int8 times quantised weights, in plain loops: int8_blocks.h without its kernels.
+// int8 activations in blocks of 32 as int8_blocks.h defines them, in plain loops.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace opst::reference {
 
-// What x [k] becomes: scale * q of each value, or NaN throughout a block with a value that is not finite.
+// scale * q of each value of x [k]; NaN throughout a block with a value that is not finite.
 inline std::vector<double> rounded_to_int8_blocks(const std::vector<double>& x) {
   std::vector<double> out(x.size());
   for (size_t begin = 0; begin < x.size(); begin += 32) {

@@ -1,15 +1,17 @@
+// int8 activations in blocks of 32 (Int8Rows), times GGUF weights: many rows. Int8 and int4 weights: int8_rows.h.
+//
 // Computes   out[i, j] = sum over blocks of int8 activations times quantised weights (int8_blocks.h), + bias[j]
-// Shapes     a [rows, k / 32] blocks; weight: packed panels; out [rows, columns]
-// Loop nest  for each block of k; for each 2 vectors of columns: unpack [k_block / 4][columns] words of four bytes
-// once;
-//            for each register tile of rows: sums += blocks * unpacked
+// Shapes     a [rows, k / 32] blocks; weight: packed panels (packed_layout.h); out [rows, columns]
+// Loop nest  for each run of k_block values of k
+//              for each 2 vectors of columns: unpack [k_block / 4][columns] words of four bytes once
+//                for each register tile of rows: sums += blocks * unpacked
 // Memory     at k_block 512, 192 rows, k = 576, avx512:
 //              bytes    [128][32] words    16 KB   L1
 //              scales   [16][32] f32        2 KB   L1, minimums likewise
 //              a tile   [6][16] blocks    4.5 KB   L1
 //              a        [192][18] blocks  162 KB   L2, read again for each 2 vectors of columns
 //              sums     [192][64] f32      48 KB   L2
-// Numerics   int8_blocks.h; a sum rests in memory between blocks of k and loses nothing there
+// Numerics   int8_blocks.h; a sum rests in memory between runs of k and loses nothing there
 #pragma once
 
 #include "matmul/decode.h"
@@ -25,7 +27,7 @@ using opst::gemm::kActivationBlock;
 using simd::I32;
 using simd::shift_right;
 
-// Sums and partial integer sums of a tile fill the registers.
+// Rows of a register tile, whose f32 sums and integer totals fill the registers.
 #if defined(__AVX512F__)
 inline constexpr int kInt8TileRows = 6;
 #else
@@ -48,7 +50,8 @@ OPST_INLINE EvenOdd add_fifth_bits(EvenOdd q, Words high, int bit) {
   return {q.even | (high >> bit & mask) << 4, q.odd | (high >> (bit + 4) & mask) << 4};
 }
 
-// A format as the tile sees it (int8_blocks.h); most: of u. Formats alike share one tile.
+// A format as the register tile sees it (int8_blocks.h): values per scale, offset, largest u, whether there is an m.
+// Formats with the same shape share one tile.
 template <int part, int offset, int most, bool minimum>
 struct Int8Shape {
   static constexpr int kPart = part, kOffset = offset, kMost = most;
@@ -145,7 +148,7 @@ struct Int8Piece<PieceQ5_K> {
   }
 };
 
-// k values k0 .. k0 + depth of kInt8TileVecs vectors of columns -> scratch.
+// Values k0 .. k0 + depth of kInt8TileVecs vectors of columns -> scratch.
 template <class Piece>
 OPST_NOINLINE void unpack_columns(const Int8Rows& part, int64_t column, int64_t k0, int64_t depth) {
   using Of = Int8Piece<Piece>;
@@ -267,7 +270,7 @@ void int8_block_rows(const Int8Rows& part) {
 inline constexpr int kBlockVecs = kActivationBlock / F32::kLanes;
 // A block of x, its largest magnitude, and whether all of it is finite.
 OPST_INLINE bool load_block(const float* x, int64_t x_stride, F32 (&v)[kBlockVecs], float& largest) {
-  F32 top = F32::zero(), not_finite = F32::zero();  // 0 * x is NaN for the others
+  F32 top = F32::zero(), not_finite = F32::zero();  // 0 * x: NaN where x is not finite
   OPST_UNROLL for (int i = 0; i < kBlockVecs; ++i) {
     v[i] = tile::load_row<F32>(x, x_stride, i * F32::kLanes, kActivationBlock);
     top = max(abs(v[i]), top);

@@ -82,8 +82,8 @@ void check(const TestContext& t, const Weight& weight, int64_t m, Random& random
   const std::vector<double> rounded = reference::rounded_to_int8_blocks(test::to_doubles(ConstTensor(x)));
   const std::vector<double> biases = with_bias ? test::to_doubles(bias) : std::vector<double>();
   const std::vector<double> expected = reference::matmul(rounded, weight.values, biases, m, n, k);
-  // Of the terms of each sum: a minimum and the part above it may cancel, so the weights' integers count, not only
-  // their values.
+  // Magnitudes of the terms of each sum: a minimum and d * q may cancel, so the weights' integers count, not only their
+  // values.
   std::vector<double> terms = magnitudes(weight.values);
   for (double& term : terms) term += 1;
   const std::vector<double> scale = reference::matmul(magnitudes(rounded), terms, magnitudes(biases), m, n, k);
@@ -194,7 +194,7 @@ std::vector<unsigned char> q8_blocks(const std::vector<int>& q) {
 }
 
 // Integers up to 127 with a 127 in each block have scale 1 and are kept as they are: sums are exact, and pairs of
-// extreme products do not saturate on their way. B80.
+// extreme products do not saturate on their way.
 TEST(Int8Blocks, B80_ExtremesAreExactAtEveryLevel) {
   Random random(test::seed());
   constexpr int64_t kK = 64;
@@ -253,7 +253,7 @@ TEST(Int8Blocks, KeepIntegersExactly) {
   }
 }
 
-// Ties go to even; the largest is 127, never 128; what is too small for a scale becomes 0.
+// Ties go to even; the largest is 127, never 128; a block too small for a scale becomes 0.
 TEST(Int8Blocks, RoundAsDefined) {
   std::vector<int> unit(32 * 32, 0);
   for (size_t i = 0; i < 32; ++i) unit[i * 32 + i] = 1;

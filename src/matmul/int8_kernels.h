@@ -1,4 +1,5 @@
-// The kernel table for int8 and int4 weights, one per instruction set level.
+// int8 and int4 weights with scales (PackedIntWeight), times int8 rows (IntRows) or f32 rows: the kernel table, one per
+// level. int8 activations in blocks, times GGUF weights (Int8Rows), are int8_blocks_kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -29,18 +30,18 @@ struct IntOutputPart {
 };
 
 struct IntRows {
-  const int8_t* a;        // [rows][groups][bytes of a group's words at 8 bits], what is beyond a group's values zero
+  const int8_t* a;        // [rows][groups][group bytes: the values, filled up with zeros to whole words of the weight]
   int64_t a_stride;       // bytes
   const int32_t* a_sums;  // [rows][groups]: sum of the group
   int64_t rows;
   IntWeightPart weight;
   IntOutputPart out;
   // Scratch of many rows, 64-byte aligned:
-  uint32_t* unpacked;  // i4: [words of at most kIntFours at 8 bits][columns_at_once]
+  uint32_t* unpacked;  // i4: words of four bytes [kIntFours, or with more groups a group's words][columns_at_once]
   void* sums;          // [rows][columns rounded up to columns_at_once], 4 bytes each
 };
 
-// Words of four bytes that are summed before the next columns' turn.
+// Words of four bytes along k that are summed before the next columns' turn.
 inline constexpr int64_t kIntFours = 256;
 
 struct IntFloatRows {

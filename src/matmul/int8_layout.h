@@ -1,4 +1,4 @@
-// How a PackedIntWeight lies in memory. Plain data for kernels.
+// int8 and int4 weights with scales: how a PackedIntWeight lies in memory. Plain data for kernels.
 //
 // A weight [n, k] is cut into panels of 16 outputs, the last one filled up with zeros, and every group of k (the whole
 // of k where scales are per output) is filled up with zeros to whole words:
@@ -9,8 +9,8 @@
 //   scales  [panels][groups][16] f32
 //   zeros   [panels][groups][16] i32; absent where all are 0
 //
-// Values are stored as unsigned numbers, q + 128 or q + 8, which is what the products of bytes want; the sums make up
-// for it with the sum of the activations.
+// Values are stored unsigned, q + 128 or q + 8, since the products of bytes take one unsigned side; kernels take the
+// offset times the sum of the activations off the sums.
 #pragma once
 
 #include <cstdint>

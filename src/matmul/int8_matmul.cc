@@ -1,4 +1,4 @@
-// Products with int8 and int4 weights, and how those are packed. The layout: int8_layout.h.
+// int8 and int4 weights with scales: packing (layout: int8_layout.h), and products with int8 or float x.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -28,13 +28,14 @@ constexpr int64_t kMaxGroupValues = 1 << 16;
 // that threads wait for the last one. Behind a task's end up to 4 KB are fetched that may be another thread's.
 constexpr int64_t kFewTasks = 16;
 constexpr int64_t kLeastTaskBytes = 32 << 10, kMostTaskBytes = 256 << 10;
-// Rows of a many-rows task: their activations stay in half of a 1 MB L2.
+// Rows of a many-rows task: their activations, at most kTaskRowBytes, stay in about half of a 1 MB L2.
 constexpr int64_t kTaskRows = 256;
 constexpr int64_t kTaskRowBytes = 560 << 10;
 constexpr int64_t kTaskColumns = 64;
 // Rows of x per packing task.
 constexpr int64_t kPackRows = 16;
-// Rows do not lie a multiple of 4 KB apart, or those of a register tile would share a set of L1.
+// Behind each row, so that rows of a k that is a power of two do not lie a multiple of 4 KB apart: the rows of a
+// register tile would share a set of L1.
 constexpr int64_t kPaddingBytes = 64;
 
 const gemm::IntKernels& kernels(Isa isa) {
@@ -110,7 +111,7 @@ void pack_panel(const IntMatrix& weight, int bits, const Layout& layout, int64_t
   }
 }
 
-// [count] numbers as T next to each other.
+// from [count], any stride -> contiguous T.
 template <class T>
 void gather(const ConstTensor& from, T* to) {
   for (int64_t i = 0; i < from.shape[0]; ++i) {
@@ -146,7 +147,7 @@ struct Call {
   int64_t numbers_bytes() const {
     return Arena::size_of<float>(options.bias ? n : 0) + Arena::size_of<float>(options.x_scales ? m : 0);
   }
-  // The whole output, its numbers gathered in the arena.
+  // The whole output, with bias and scales gathered in the arena.
   IntOutputPart whole(Arena& arena) const {
     IntOutputPart part = {out.dtype, out.data, out.strides[0], out.strides[1], nullptr, nullptr, nullptr};
     if (int_bias()) {

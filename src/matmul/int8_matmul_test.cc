@@ -318,7 +318,7 @@ int32_t one_sum(const TestContext& t, int64_t m, int64_t k, int x, int q, int ze
   return out[0];
 }
 
-// Pairs of products must not saturate in 16 bits, whatever the level and the number of rows. B80.
+// Pairs of products must not saturate in 16 bits, whatever the level and the number of rows.
 TEST(IntMatmul, B80_ExtremesAreExactAtEveryLevel) {
   for (const TestContext& t : contexts_with_threads(1)) {
     for (int64_t m : {1, 8, 16}) {
@@ -376,7 +376,7 @@ TEST(IntMatmul, RowsHaveTheSameBitsInAnyCompany) {
 }
 
 TEST(IntMatmul, QuantisesAndMultipliesAsOne) {
-  // dynamic_quant of x, quantize of the weight: what users chain.
+  // As users chain the calls: quantize the weight, dynamic_quant x, multiply.
   Random random(test::seed());
   constexpr int64_t kM = 20, kN = 48, kK = 256;
   std::vector<float> x(kM * kK), w(kN * kK), out(kM * kN), x_scales(kM), w_scales(kN);

@@ -1,16 +1,23 @@
-// Computes   sums[i, j] = sum_t a[i, t] * q[j, t], and from them the output: as they are, or
-//            out[i, j] = (sum over groups of sums * scale) * x_scale[i] + bias[j]
-// Shapes     a [rows, k] int8; weight: packed panels (int8_layout.h), q = u - offset (- zero); out [rows, columns]
-// Loop nest  few rows: for each panel; over k: one load of words, one dot product per row
-//            many rows: for each block of k (or group); for each 2 vectors of columns; for each register tile of rows:
-//            sums += a block * words
-// Memory     at 192 rows, k 2048, avx512_vnni:
+// int8 and int4 weights with scales (PackedIntWeight), times int8 rows (IntRows) or f32 rows (IntFloatRows).
+// int8 activations in blocks, times GGUF weights (Int8Rows), are int8_blocks_rows.h.
+//
+// Computes   S[i, j, g] = sum over group g of k of a[i, t] * q[j, t],   q = u - offset (- zero[j, g])
+//              i32 out    S (+ int_bias[j]); one group
+//              float out  (sum over g of S * scale[j, g]) * x_scale[i] + bias[j]
+//            f32 rows     out[i, j] = sum_t x[i, t] * (q[j, t] * scale[j, g]) + bias[j]
+// Shapes     a [rows, k] int8 or x [rows, k] f32; weight: packed panels of u (int8_layout.h); out [rows, columns]
+// Loop nest  few rows     for each panel; for each group; over k: load words, per row one dot product (int4: two)
+//            many rows    for each run of k (more than one group: each group)
+//                           for each 2 vectors of columns
+//                             for each register tile of rows: sums += a * words
+//            f32 rows     for each run of k: as many rows, with words decoded to floats once per 2 vectors of columns
+// Memory     many rows, at 192 rows, k 2048, avx512_vnni:
 //              words  [256][32] of 4 bytes  32 KB   L1 and L2, read by every tile of rows
 //              a      [192][2048] bytes    384 KB   L2, read again for each 2 vectors of columns
-//              sums   [192][64] of 4 bytes  48 KB   L2, touched once per tile and block
+//              sums   [192][64] of 4 bytes  48 KB   L2, touched once per tile and run of k
 // Numerics   integer sums are exact as long as they fit into 32 bits, and wrap around on the way: u * a is summed, and
 //            (offset + zero) * (sum of a) taken off. Scaled sums are one chain of f32 multiply-adds over ascending
-//            groups, so a row's bits do not depend on the others.
+//            groups, so a row's bits do not depend on the others. f32 rows: one chain over ascending t
 #pragma once
 
 #include "matmul/int8_kernels.h"
@@ -44,7 +51,7 @@ inline constexpr int kFoursPerWord = Word::kValues / 4;
 template <class Word>
 inline constexpr int kMostOf = (1 << Word::kBits) - 1;
 
-// Where vector `vec` of the columns lies: `per_panel` numbers of each output and panel.
+// Where vector `vec` of the columns lies, with `per_panel` elements per output and panel.
 template <class T>
 OPST_INLINE const T* vector_of(const T* base, int64_t per_panel, int64_t vec) {
   return base + vec / kIntPanelVecs * per_panel * kIntPanelColumns + vec % kIntPanelVecs * F32::kLanes;
@@ -56,7 +63,7 @@ OPST_INLINE Words four_bytes(const int8_t* p) {
   return simd::words_of(four);
 }
 
-// -(offset + zero) * sum: what the unsigned products are too large by.
+// -(offset + zero) * sum: takes off the excess of the unsigned products.
 template <class Word>
 OPST_INLINE I32 correction(const int32_t* zeros, int32_t sum) {
   const I32 offset = I32::set1(-Word::kOffset * sum);
@@ -91,7 +98,7 @@ OPST_INLINE void store_scaled(const IntOutputPart& out, int64_t columns, int64_t
       return store_vector(sums, static_cast<float*>(out.data) + at, out.column_stride, n);
   }
 }
-// Likewise from whole sums: one group.
+// The same from integer sums of one group, and i32 output.
 OPST_INLINE void store_total(const IntRows& part, int64_t row, int64_t column, I32 total) {
   const IntOutputPart& out = part.out;
   const int64_t left = part.weight.columns - column;
@@ -246,25 +253,25 @@ void int_few(const IntRows& part) {
   int_few_rows_for<Word>(part.rows)(part);
 }
 
-// A block of words of the tile's vectors: word w of vector j at words[j] + w * step.
+// A run of words of the tile's vectors: four bytes w of vector j at words[j] + w * step.
 struct IntTileWords {
   const uint32_t* words[kTileVecs];
   int64_t step;
   int64_t fours;
-  const char* next;  // what comes next: a line is fetched to L2 per four steps
-  // Rows of the output, fetched while the last block of k is summed: out of a cache's sight, storing takes as long as
-  // a sixth of the products at k = 2048.
+  const char* next;  // the words that are read next: a line is fetched to L2 per four words of k
+  // Rows of the output, fetched while the last run of k is summed: without that, storing takes as long as a sixth of
+  // the products at k = 2048.
   const char* out;
   int64_t out_stride;
 };
 
-// acc += MR rows of `fours` words of four bytes * the block.
+// acc += MR rows of `fours` words of four bytes * the run.
 template <int kMost, int MR>
 OPST_INLINE void int_tile(const IntTileWords& block, const int8_t* a, int64_t a_stride, I32 (&acc)[MR][kTileVecs]) {
   const uint32_t* b[kTileVecs];
   OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) b[j] = block.words[j];
   const int64_t step_words = block.step;
-  // Rows in groups of four: each address is one base plus 0, 1, 2 or 3 times the stride.
+  // Rows by fours: each address is one base plus 0, 1, 2 or 3 times the stride.
   constexpr int kGroups = (MR + 3) / 4;
   const int8_t* group[kGroups];
   OPST_UNROLL for (int g = 0; g < kGroups; ++g) group[g] = a + 4 * g * a_stride;
@@ -293,7 +300,7 @@ OPST_INLINE void int_tile(const IntTileWords& block, const int8_t* a, int64_t a_
   for (; k < block.fours; ++k) step(k);
 }
 
-// sums += the product.
+// sums += MR rows * the run.
 template <int kMost, int MR>
 OPST_NOINLINE void int_accumulate(const IntTileWords& block, const int8_t* a, int64_t a_stride, int32_t* sums,
                                   int64_t sums_stride) {
@@ -421,13 +428,13 @@ inline void store_totals(const IntRows& part, const int32_t* sums, int64_t sums_
   }
 }
 
-// One group: sums stay integers, over blocks of k.
+// One group: sums stay integers, over runs of k.
 template <class Word>
 void int_many_whole(const IntRows& part) {
   const IntWeightPart& weight = part.weight;
   const int64_t sums_stride = (weight.columns + kIntColumns - 1) / kIntColumns * kIntColumns;
   int32_t* const sums = static_cast<int32_t*>(part.sums);
-  // They begin with what the unsigned products are too large by.
+  // Sums begin with the correction.
   for (int64_t row = 0; row < part.rows; ++row) {
     for (int64_t c = 0; c < sums_stride; c += F32::kLanes) {
       const int32_t* const zeros =
@@ -511,7 +518,7 @@ void int_many(const IntRows& part) {
   (part.weight.groups == 1 ? int_many_whole<Word> : int_many_groups<Word>)(part);
 }
 
-// Values [first, first + count) of a group, as the f32 numbers that they stand for -> decoded [count][kIntColumns].
+// Values [first, first + count) of a group, (q - zero) * scale as f32 -> decoded [count][kIntColumns].
 template <class Word>
 OPST_NOINLINE void decode_int_columns(const IntFloatRows& part, int64_t column, int64_t group, int64_t first,
                                       int64_t count) {
@@ -541,7 +548,7 @@ OPST_NOINLINE void decode_int_columns(const IntFloatRows& part, int64_t column, 
   }
 }
 
-// sums over k in ascending order, one multiply-add per term.
+// f32 rows: sums over k in ascending order, one multiply-add per term.
 template <class Word>
 void int_with_floats(const IntFloatRows& part) {
   const IntWeightPart& weight = part.weight;

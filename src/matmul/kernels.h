@@ -1,7 +1,8 @@
-// The kernel table of the matmul room, one per instruction set level. Products compute a rectangle of sums over the
-// whole of k; the two kinds give the same bits. The epilogue makes outputs of them.
+// The kernel table of the matmul room, one per instruction set level. Products (few_rows, many_rows) compute a
+// rectangle of sums over the whole of k, both with the same bits. The epilogue (finish) makes outputs of the sums.
 //
 // A word of x is a float, or, in the products named dot, a pair of bf16 (k, k + 1); `k` and `k_block` count words.
+// Strides are in elements (words of x).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 namespace opst {
 namespace gemm {
 
-// Part of the output: rows x columns, all strides in elements.
+// A rectangle of the output.
 struct OutputPart {
   float* data;
   int64_t row_stride, column_stride;
@@ -41,7 +42,7 @@ struct ManyRows {
   int64_t sums_stride;
 };
 
-// Which floating point type elements have, for kernels that take any.
+// The type of elements, for kernels that take any floating point type.
 enum class FloatType : uint8_t { f32, bf16, f16 };
 inline constexpr int kNumFloatTypes = 3;
 
@@ -56,7 +57,7 @@ struct Finish {
   float* sums = nullptr;  // [rows][sums_stride], room for whole vectors
   int64_t sums_stride = 0;
   const float* bias = nullptr;  // [columns]; null: none
-  // The second half's: swiglu only.
+  // Sums and bias of the second half: swiglu only.
   const float* second = nullptr;
   int64_t second_stride = 0;
   const float* second_bias = nullptr;
@@ -69,7 +70,7 @@ struct Finish {
 inline constexpr int kNumActivations = 6;
 
 struct Kernels {
-  int few_columns;   // columns that few_rows treats at once: parts should be multiples of it
+  int few_columns;   // columns that few_rows takes at once: rectangles should be multiples of it
   int many_columns;  // likewise
   void (*few_rows[kNumBlockFormats])(const FewRows& part);
   void (*many_rows[kNumBlockFormats])(const ManyRows& part);

@@ -1,14 +1,15 @@
 // Computes   sums[i, j] = sum_t x[i, t] * weight[j, t] for many rows: prefill, bound by multiply-adds
-// Shapes     x [rows, k] in blocks of k_block words; weight: packed panels; sums [rows, columns]
-// Loop nest  for each block of k; for each 2 vectors of columns: decode [k_block][32] once; for each register tile of
-//            rows: sums += x block * decoded                                       (tile/gemm_tile.h)
+// Shapes     x [rows, k] in runs of k_block words; weight: packed panels (packed_layout.h); sums [rows, columns]
+// Loop nest  for each run of k
+//              for each 2 vectors of columns: decode [k_block][32] once
+//                for each register tile of rows: sums += x * decoded               (tile/gemm_tile.h)
 // Memory     at k_block 512, 256 rows, avx512:
-//              decoded  [512][32] words    64 KB   L2, from which the tiles stream it
-//              x tile   [12][512] words    24 KB   L1
-//              x block  [256][512] words  512 KB   L2, read again for each 32 columns
-//              sums     [256][128] f32    128 KB   L2, touched once per tile and block of k
-//            While a tile is multiplied, a part of the weights that are decoded next is fetched: they come from memory.
-// Numerics   one sum per output, k ascending, f32: a sum rests in memory between blocks of k and loses nothing there
+//              decoded     [512][32] words    64 KB   L2, streamed by each tile
+//              x of a tile [12][512] words    24 KB   L1
+//              x of a run  [256][512] words  512 KB   L2, read again for each 32 columns
+//              sums        [256][128] f32    128 KB   L2, touched once per tile and run of k
+//            While a tile is multiplied, it fetches some of the weights that are decoded next: they come from memory.
+// Numerics   one sum per output, k ascending, f32: a sum rests in memory between runs of k and loses nothing there
 #pragma once
 
 #include "matmul/few_rows.h"
@@ -51,15 +52,16 @@ OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t 
   }
 }
 
-// What is fetched while the register tiles of one block of k and 2 vectors of columns are multiplied: first the weights
-// that are decoded next, which come from memory, then the rows of x of the next tile. A tile fetches 16 bytes per step.
+// Addresses to fetch while the register tiles of one run of k and 2 vectors of columns are multiplied: first the
+// weights that are decoded next, which come from memory, then the rows of x of the next tile. A tile fetches 16 bytes
+// per word of k.
 template <class Piece>
 struct Ahead {
   static constexpr int kMaxPanels = kManyColumns > kPanelColumns ? kManyColumns / kPanelColumns : 1;
   const char* panel[kMaxPanels];
   int64_t tiles_per_panel;
 
-  // Of the pieces k0 .. k0 + depth of the columns from `column` on, by tiles of `steps` steps.
+  // Of the words k0 .. k0 + depth of the columns from `column` on, fetched by tiles of `steps` words of k.
   OPST_INLINE Ahead(const ManyRows& part, int64_t column, int64_t k0, int64_t depth, int64_t steps) {
     const int64_t pieces = part.k / Piece::kValues;
     for (int i = 0; i < kMaxPanels; ++i) {

@@ -38,7 +38,7 @@ bool takes_two_halves(Activation activation) {
   return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
 }
 
-// x, bias, residual and out, beside a weight [n, k] that has been checked.
+// Checks x, bias, residual and out, beside a weight [n, k] that has been checked.
 void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int64_t n, int64_t k, const ConstTensor& x,
                     const Tensor& out, const MatmulOptions& options) {
   check.require(is_known(options.activation), [&] {
@@ -51,7 +51,7 @@ void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int6
   const char* const width = halves ? "half_n" : "n";
   check.tensor("x", x).dtype(dtypes).dims({"m", "k"});
   if (options.bias) check.tensor("bias", *options.bias).dtype(dtypes).dims({"n"});
-  // The very view of out is as right as out is; any other overlap is not.
+  // A residual that is the same view as out is checked with out; any other overlap is refused.
   if (options.residual && !same_view(*options.residual, out)) {
     check.tensor("residual", *options.residual).dtype(dtypes).dims({"m", width});
   }
@@ -127,7 +127,7 @@ void pack_pairs(const ConstTensor& x, int64_t row, int64_t rows, int64_t k0, int
   }
 }
 
-// Rows [begin, end) of x, at most kPackRows, -> [k block][m][x_stride].
+// Rows [begin, end) of x, at most kPackRows, -> [runs of k_block words][m][x_stride].
 void pack_x(const Kernels& table, const ConstTensor& x, const Plan& plan, bool dot, int64_t begin, int64_t end,
             float* out) {
   const int64_t m = x.shape[0], k = x.shape[1];
@@ -181,7 +181,7 @@ Finish finish_part(const Tensor& out, const MatmulOptions& options, int64_t row,
   return part;
 }
 
-// A bias as f32 next to each other: as it is where it is so, else a copy in the arena.
+// The bias as contiguous f32: the tensor itself where it is that, else a copy in the arena.
 bool copies_bias(const MatmulOptions& options) {
   if (!options.bias) return false;
   return options.bias->dtype != DType::f32 || (options.bias->strides[0] != 1 && options.bias->shape[0] > 1);
@@ -207,7 +207,7 @@ struct TaskRows {
 };
 
 // All tasks of a plan: sums by `product(rows, first column of the weight, columns, sums, stride)`, where the first
-// column is a panel's, then what becomes of them.
+// column is a panel's first, then the epilogue.
 template <class Product>
 void run_tasks(Context& context, const Plan& plan, const Tensor& out, const MatmulOptions& options, const float* bias,
                char* worker_scratch, const Product& product) {
@@ -304,7 +304,7 @@ Status multiply_panels(Context& context, const ConstTensor& x, QuantFormat forma
   return {};
 }
 
-// x as f32, next to each other in each row: as it is, or a copy in the arena.
+// x as f32: as it is, with any strides, or a contiguous copy in the arena.
 int64_t wide_x_bytes(const ConstTensor& x) {
   return x.dtype == DType::f32 ? 0 : Arena::size_of<float>(x.shape[0] * x.shape[1]);
 }
@@ -321,8 +321,8 @@ ConstTensor widen_x(Context& context, const ConstTensor& x, Arena& arena) {
   return ConstTensor::contiguous(DType::f32, {m, k}, wide);
 }
 
-// Few rows, each cut into blocks by `fill(x, stride, k, blocks)`, times columns of the weight by `multiply`. False, and
-// nothing written, where fill says of a row that its blocks cannot hold it.
+// Few rows, each cut into blocks of activations by `fill(x, stride, k, blocks)`, times columns of the weight by
+// `multiply`. False, and nothing written, where fill says of a row that its blocks cannot hold it.
 template <class Block, class Fill>
 Result<bool> multiply_few_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
                                  const MatmulOptions& options, const Fill& fill,
@@ -364,7 +364,7 @@ Result<bool> multiply_few_blocks(Context& context, const ConstTensor& x, const P
   return true;
 }
 
-// Many rows rounded to int8: the product as a whole into f32, then what becomes of it.
+// Many rows rounded to int8: the whole product into f32, then the epilogue.
 Status multiply_int8_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
                             const MatmulOptions& options) {
   const int64_t m = out.shape[0], width = out.shape[1];
@@ -423,7 +423,7 @@ Status multiply_packed(Context& context, const ConstTensor& x, const PackedWeigh
         multiply_few_blocks<FixedBlock>(context, x, weight, out, options, few.fix_row, few.fixed[format]);
     if (!done.ok()) return done.status();
     if (done.value()) return {};
-    // The other rows keep their bits.
+    // One row cannot be held: each row gets a call of its own, so that the other rows keep their bits.
     if (m > 1) {
       for (int64_t i = 0; i < m; ++i) {
         MatmulOptions row_options = options;
@@ -455,7 +455,7 @@ Status with_out_scales(Context& context, const Tensor& out, const MatmulOptions&
 
 constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
 
-// The same with strides that mean something.
+// `options` with normal_strides.
 MatmulOptions normal_options(MatmulOptions options) {
   for (std::optional<ConstTensor>* const tensor : {&options.bias, &options.residual}) {
     if (*tensor) **tensor = normal_strides(**tensor);
@@ -484,7 +484,7 @@ Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weigh
 }  // namespace gemm
 
 void read_ahead(Context& context, const PackedWeight& weight, Activation activation) {
-  // A worker has some microseconds between two regions, and a second level cache to put things in.
+  // A worker has some microseconds between two parallel regions, and an L2 of its own to fetch into.
   constexpr int64_t kMostBytes = 128 << 10;
   const int threads = context.num_threads();
   if (threads == 1 || weight.size_bytes() == 0 || !gemm::is_known(activation)) return;

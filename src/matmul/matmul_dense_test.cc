@@ -188,8 +188,7 @@ TEST(MatmulDense, WideXSeesExactWeights) {
   }
 }
 
-// Sums of small integers are exact in any order: pairwise dot products included (shared case: a bf16 product that is
-// wrong on processors with the dot instruction).
+// Sums of small integers are exact in any order, pairwise dot products included.
 TEST(MatmulDense, Bf16IsExactOnSmallIntegers) {
   Random random(test::seed());
   for (int64_t k : {1, 2, 7, 64, 515}) {
@@ -474,7 +473,7 @@ TEST(MatmulEpilogue, ZeroSizesAreLegal) {
   }
 }
 
-// ---- shared cases
+// ---- cases from users' reports
 
 double cosine(const std::vector<double>& a, const std::vector<double>& b) {
   double ab = 0, aa = 0, bb = 0;

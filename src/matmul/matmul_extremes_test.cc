@@ -102,7 +102,7 @@ TEST_F(MatmulExtremes, Gradients) {
   });
 }
 
-// What did not return, or planned for what nobody asked.
+// Calls with nothing to do, which once did not return or planned for huge sizes.
 TEST_F(MatmulExtremes, NothingToDo) {
   const Tensor no_inputs = Tensor::contiguous(DType::f32, {kHuge, 0}, nullptr);
   const Result<PackedWeight> wide = PackedWeight::pack(context_, no_inputs);
@@ -143,7 +143,7 @@ TEST_F(MatmulExtremes, EnumeratorsThatAreNone) {
             "PackedWeight::pack: weight's format is 11, which is no QuantFormat");
 }
 
-// One row and one column, told with strides that mean nothing, have the bits that they have otherwise.
+// One row and one column have the same bits whatever the strides between rows and columns.
 TEST_F(MatmulExtremes, StridesThatMeanNothing) {
   const auto with_stride = [](Tensor tensor, int64_t stride) {
     for (int i = 0; i < tensor.rank; ++i) {
@@ -162,7 +162,7 @@ TEST_F(MatmulExtremes, StridesThatMeanNothing) {
       ASSERT_TRUE(matmul(context_, view(x, 1, k), view(weight, 1, k), result, {.residual = view(residual, 1, 1)}).ok());
       EXPECT_EQ(out[0], 10 + expected);
       const PackedWeight packed = std::move(PackedWeight::pack(context_, view(weight, 1, k)).value());
-      // The residual is out itself, told otherwise.
+      // The residual is out itself, with other strides.
       out[0] = 1;
       ASSERT_TRUE(matmul(context_, view(x, 1, k), packed, Tensor::contiguous(DType::f32, {1, 1}, out.data()),
                          {.residual = result})

@@ -466,7 +466,7 @@ TEST(Matmul, AllocatesNothingOnceWarm) {
   }
 }
 
-// Every output belongs to exactly one task, and the parts fit the kernels and the scratch.
+// Every output belongs to exactly one task, and tasks fit the kernels and the scratch.
 TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
   Random random(test::seed());
   for (int i = 0; i < 10000; ++i) {
@@ -493,7 +493,7 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
       ASSERT_EQ(plan.k_block % std::max<int64_t>(32, block_values(p.format)), 0);
       ASSERT_GE(plan.packed_x_bytes, ceil_div(plan.words, plan.k_block) * p.m * plan.x_stride * 4);
       ASSERT_GT(plan.x_stride, plan.k_block);
-      // What one worker touches again and again stays in 1 MB.
+      // The memory that one worker touches again and again stays below 1 MB.
       ASSERT_LE(plan.rows_per_task * plan.x_stride * 4 + plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker,
                 1 << 20);
       ASSERT_EQ(plan.scratch_bytes(3) - plan.scratch_bytes(2), plan.bytes_per_worker());

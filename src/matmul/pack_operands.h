@@ -1,7 +1,8 @@
-// Computes   elements of any strides -> what the products read: weight panels (packed_layout.h), rows of x as floats
+// Computes   elements of any strides -> the operands of the products: weight panels (packed_layout.h), rows of x as
+//            floats
 // Shapes     a panel: up to 16 outputs by k inputs; rows [rows, columns]
-// Loop nest  squares of kLanes by kLanes: loaded along whichever dimension is contiguous, transposed where that is the
-//            other one
+// Loop nest  squares of kLanes by kLanes, loaded along the contiguous dimension of the source, transposed where the
+//            target runs along the other one
 // Memory     everything streams; squares in registers
 // Numerics   widening is exact; a panel keeps the type of its source
 #pragma once

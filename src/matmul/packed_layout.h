@@ -33,8 +33,8 @@ struct PieceBf16 {
   uint32_t words[kPanelColumns];
 };
 
-// Quantised values come in groups of eight, so that both kinds of kernel find them with few instructions: one value to
-// a lane as a float, or four to a lane as bytes, the even ones of a group and the odd ones.
+// Quantised values lie eight by eight, so that both kinds of kernel find them with few instructions: one value to a
+// lane as a float, or four to a lane as bytes, the even values of the eight and the odd ones.
 
 // value t of column c = d[c] * q, q the signed byte t % 8 / 2 of words[t / 8 * 2 + t % 2][c]
 struct PieceQ8_0 {

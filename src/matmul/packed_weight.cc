@@ -32,7 +32,8 @@ using gemm::PieceQ5_K;
 using gemm::PieceQ6_K;
 using gemm::PieceQ8_0;
 
-// Column `c` of a piece from one block, and value `t` of it back.
+// ---- put: column `c` of a piece from one quant block; get: value `t` of a column back
+
 // The low halves of 8 bytes side by side, the first byte's lowest.
 uint32_t gather_nibbles(uint64_t bytes) {
   bytes &= 0x0f0f0f0f0f0f0f0f;
@@ -70,7 +71,7 @@ void put(PieceQ8_0& piece, int c, const BlockQ8_0& block) {
   }
 }
 
-// 16 bytes of two 4-bit numbers -> 4 words: the lower halves first.
+// 16 bytes of two 4-bit values each -> 4 words: the lower halves first.
 template <class Piece>
 void put_halves(Piece& piece, int c, const uint8_t* q) {
   for (int half = 0; half < 2; ++half) {
@@ -115,7 +116,7 @@ void put(PieceQ6_K& piece, int c, const BlockQ6_K& block) {
     piece.high[group / 2][c] |= gather_nibbles(high) << group % 2 * 2;
   }
 }
-// What Q4_K and Q5_K share.
+// Shared by Q4_K and Q5_K: everything but the fifth bits.
 template <class Piece, class Block>
 void put_super_block(Piece& piece, int c, const Block& block) {
   piece.d[c] = block.d;
@@ -244,7 +245,7 @@ int64_t packed_bytes(QuantFormat format, int64_t n, int64_t k) {
   return (Size(gemm::packed_column_bytes(format, k)) * round_up(n, kPanelColumns)).value();
 }
 
-// Tasks of so many panels: a row of the source that lies across them is read in long pieces.
+// Panels per task: a source that lies as [k, n] is read in runs of so many times 16 elements.
 constexpr int64_t kPanelsPerTask = 4;
 
 }  // namespace

@@ -9,7 +9,8 @@
 namespace opst::gemm {
 namespace {
 
-// Up to here decoding per four rows costs less than filling scratch and a register tile.
+// Up to this many rows, decoding in registers once per 4 rows (2 without AVX-512) costs less than filling scratch and a
+// register tile.
 constexpr int64_t kMaxFewRows = 8;
 // Weights of one few_rows task: some microseconds of reading, beside which handing out a task is nothing.
 constexpr int64_t kFewTaskBytes = 32 << 10;
@@ -17,19 +18,19 @@ constexpr int64_t kFewTaskBytes = 32 << 10;
 // own piece only: where two cores fetch the same lines, these wander between them (q4_1 of 1536 x 576, two threads:
 // tasks of 32 KB 22 us reading ahead into the next one, 17 us not; one task each 14 us).
 constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
-// Columns of a piece are whole groups of two rows' kernel.
+// Columns of a piece: a multiple of what the kernel of two rows takes at once.
 constexpr int64_t kPieceColumns = 2 * kPanelColumns;
-// many_rows: x block 256 x 512 words = 512 KB, sums 128 KB and decoded weights 64 KB stay in a 1 MB L2. Decoding costs
-// as much as three rows.
+// many_rows: a run of x, 256 x 512 words = 512 KB, sums 128 KB and decoded weights 64 KB stay in a 1 MB L2. Decoding
+// costs as much as three rows.
 constexpr int64_t kManyRows = 256;
 constexpr int64_t kMaxKBlock = 512;
-// Columns of a task: x passes once per task. Where there are fewer tasks than this leaves, threads would wait for one
-// another.
+// Columns of a task: x is read once per task. Below n = kWideEnough fewer columns, or too few tasks would leave
+// threads waiting.
 constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
 // Rows of packed x do not lie a multiple of 4 KB apart, or a register tile's rows would share a set of L1.
 constexpr int64_t kPadding = 16;
 
-// The smallest equal parts of `size`, each at most `most` and a multiple of `unit`.
+// `size` in the fewest equal shares of at most `most`: the size of one, rounded up to a multiple of `unit`.
 int64_t balanced(int64_t size, int64_t most, int64_t unit) {
   if (size == 0) return unit;
   return round_up(ceil_div(size, ceil_div(size, most)), unit);

@@ -1,5 +1,5 @@
-// How a matmul is cut into tasks: a pure function of the problem and the kernels' granularity; only plan_few_blocks
-// looks at the number of threads. Every output is one whole sum over k, so the cut never shows in the result.
+// How a matmul is cut into tasks: a pure function of the problem and the columns that the kernels take at once; only
+// plan_few_blocks looks at the number of threads. Every output is one whole sum over k, so the cut shows in no bit.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct Problem {
 
 enum class Path : uint8_t {
   few_rows,   // weights are decoded in registers, once per few rows
-  many_rows,  // weights are decoded into scratch, once per block of rows
+  many_rows,  // weights are decoded into scratch, once per task
 };
 
 struct Plan {
@@ -27,8 +27,8 @@ struct Plan {
   int64_t rows_per_task = 0;
   int64_t columns_per_task = 0;  // of out; whole panels
   int64_t row_tasks = 0, column_tasks = 0;
-  int64_t words = 0;     // of a row of x: floats or pairs, those that fill up the weight's last piece included
-  int64_t k_block = 0;   // words; many_rows: whole blocks of the format
+  int64_t words = 0;     // of a row of x: floats or pairs, the filling up to the weight's last piece included
+  int64_t k_block = 0;   // words decoded at once; many_rows: whole quant blocks
   int64_t x_stride = 0;  // of the packed rows of x, in words; 0: read in place
   int64_t packed_x_bytes = 0;
   int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
@@ -43,12 +43,12 @@ struct Plan {
 
 // few_columns, many_columns: see kernels.h. m, n >= 1.
 Plan make_plan(const Problem& problem, int few_columns, int many_columns);
-// A product of blocks of activations with a quantised weight (few_rows_blocks.h), which reading the weight bounds: long
-// pieces. A cut shows in no bit here either, so their number follows the threads.
+// A product of blocks of activations with a quantised weight (few_rows_blocks.h), bound by reading the weight: long
+// pieces, whose count follows the threads.
 Plan plan_few_blocks(const Problem& problem, int num_threads);
 std::string to_string(const Plan& plan);
 
-// Inputs of a packed weight, the filling included, and the bytes of one output's.
+// Inputs of a packed weight, the filling included, and the bytes of one output's inputs.
 int64_t packed_inputs(QuantFormat format, int64_t k);
 int64_t packed_column_bytes(QuantFormat format, int64_t k);
 

@@ -44,7 +44,7 @@ inline bool halves(Activation activation) {
   return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
 }
 
-// How a call looks besides its shape.
+// A call's options, dtypes and layouts, besides its shape.
 struct Form {
   DType x = DType::f32, out = DType::f32, bias = DType::f32, residual = DType::f32;
   Activation activation = Activation::none;
@@ -100,7 +100,7 @@ void check_call(const std::string& about, const std::vector<double>& weight, con
   const std::vector<double> xs = to_doubles(x.tensor);
   const std::vector<double> biases = f.with_bias ? to_doubles(bias_view) : std::vector<double>();
   const std::vector<double> y = reference::matmul(xs, weight, biases, s.m, s.n, s.k);
-  // Sums of magnitudes: what a sum's rounding errors are proportional to. They grow like a random walk over k.
+  // Sums of magnitudes, to which a sum's rounding errors are proportional. The errors grow like a random walk over k.
   const std::vector<double> scale =
       reference::matmul(magnitudes(xs), magnitudes(weight), magnitudes(biases), s.m, s.n, s.k);
   const double units = 4 + 2 * std::sqrt(static_cast<double>(s.k));

@@ -72,7 +72,7 @@ OPST_INLINE V exp2_bf16(V x) {
   return exp2_scale(polynomial_from_one(exp2_fraction(x), kExp2Floor ? kExp2Floor3 : kExp2Round3), x);
 }
 
-// n = round(x log2 e), r = x - n ln 2 in two steps (the first exact), e^r by its Taylor series, times 2^n.
+// n = round(x log2 e), r = x - n ln 2 by two subtractions (the first exact), e^r by its Taylor series, times 2^n.
 template <class V>
 OPST_INLINE V exp(V x) {
   using S = typename V::Scalar;

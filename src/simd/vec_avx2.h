@@ -98,7 +98,7 @@ OPST_INLINE F32 exp2_scale(F32 p, F32 x) {
   const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v), exponent));
   return {_mm256_and_ps(scaled, _mm256_cmp_ps(x.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
 }
-// p * 2^n for integral n, in two steps so that neither factor leaves the range of exponents.
+// p * 2^n for integral n, by two factors, neither of which leaves the range of exponents.
 OPST_INLINE F32 scale_pow2(F32 p, F32 n) {
   const F32 clamped = min(F32::set1(252.0f), max(F32::set1(-252.0f), n));
   const __m256i whole = _mm256_cvtps_epi32(clamped.v);

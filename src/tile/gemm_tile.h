@@ -128,7 +128,7 @@ OPST_INLINE void store_tile_with_max(const typename P::V (&acc)[MR][NV], typenam
   }
 }
 
-// acc += A B. Meanwhile the memory from `prefetch` on is fetched, a cache line of 64 bytes per four steps of k.
+// acc += A B. Meanwhile the memory from `prefetch` on is fetched, a cache line of 64 bytes per four words of k.
 template <class P, int MR, int NV>
 OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                    int64_t ldb, const char* prefetch, typename P::V (&acc)[MR][NV]) {

@@ -3,7 +3,7 @@
 // Computes   as gemm_tile.h: C = A B with row maxima, and C = factor C + A B
 // Shapes     i < MR <= 4 rows, j < NV vectors, k < depth words
 // Loop nest  as gemm_tile.h, with more vectors side by side, so that rows of B are read whole
-// Memory     each step of k fetches the lines at the same offsets of `ahead`, the piece of the stream that is read next
+// Memory     each word of k fetches the lines at the same offsets of `ahead`, the piece of the stream that is read next
 //            but one or two: the caller knows its address, while the hardware's prefetchers stop at the end of a page
 // Numerics   as gemm_tile.h: the same bits
 #pragma once
