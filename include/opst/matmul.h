@@ -55,7 +55,7 @@ class PackedWeight {
   Buffer data_;
 };
 
-// What becomes of y = x . weight^T + bias, element by element, before the residual is added.
+// Applied to y = x . weight^T + bias, element by element, before the residual is added.
 enum class Activation : uint8_t {
   none,
   silu,       // y / (1 + exp(-y))

@@ -72,8 +72,8 @@ Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out
 // Errors: those of dequantize; an index out of range is refused before anything is written.
 Status dequantize_rows(Context& context, const QuantMatrix& matrix, const ConstTensor& rows, const Tensor& out);
 
-// Integer matrices: [rows, cols] values in groups of cols / groups along a row (groups = 1: one scale per row, which of
-// a weight [n, k] is one per output channel).
+// Integer matrices: [rows, cols] values in groups of cols / groups along a row (groups = 1: one scale per row, for a
+// weight [n, k] one per output channel).
 //   value[r, c] = (q[r, c] - zero[r, g]) * scale[r, g]        g = c / (cols / groups)
 struct IntMatrix {
   // int8: i8 [rows, cols], any strides. int4: u8 [rows, cols / 2], two values in -8..7 a byte in two's complement, the

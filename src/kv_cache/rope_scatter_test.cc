@@ -108,7 +108,7 @@ struct Step {
 
 constexpr double kEps = 0.01;
 
-// In doubles: [tokens][heads][dim] of what is turned.
+// The turned heads in doubles: [tokens][heads][dim].
 std::vector<double> turned(const Step& step, const Tensor& x, bool norm, int64_t weight) {
   std::vector<double> out;
   for (int64_t t = 0; t < x.shape[0]; ++t) {

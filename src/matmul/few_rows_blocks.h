@@ -4,7 +4,7 @@
 //            bias[j], for one row or two at a time: decoding, bound by reading the weight
 // Shapes     a [rows, k / 32] blocks; weight: packed panels (packed_layout.h); out [rows, columns]
 // Loop nest  for each two rows; at last for a single row
-//              for each panel (two rows: for each 2 vectors of columns, at least a panel)
+//              for each panel (two rows: for each 2 vectors of columns)
 //                for each run of k with one scale
 //                  four weights to a lane come out of a word as bytes, and meet four bytes of each plane of x in one
 //                  instruction; the exact total of the run becomes a float, and meets scale and minimum

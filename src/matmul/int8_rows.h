@@ -127,7 +127,7 @@ inline void pack_row(const int8_t* x, int64_t x_stride, const IntWeightPart& wei
       for (int64_t t = 0; t < values; ++t) a[t] = x[t * x_stride];
     }
     __builtin_memset(a + values, 0, static_cast<size_t>(group_bytes - values));
-    // group_bytes is a multiple of 4, and what is beyond the values is zero.
+    // group_bytes is a multiple of 4, and bytes beyond the values are zero.
     I32 sums = I32::zero();
     int64_t t = 0;
     for (; t + 4 * F32::kLanes <= group_bytes; t += 4 * F32::kLanes) {
@@ -415,7 +415,7 @@ inline void store_totals(const IntRows& part, const int32_t* sums, int64_t sums_
       for (int64_t i = 0; i < rows; ++i) store_total(part, row + i, column, I32::load(sums + i * sums_stride));
       continue;
     }
-    // The same for the commonest output, with less per element.
+    // The commonest output, with less work per element.
     const F32 scale = F32::load(vector_of(part.weight.scales, 1, column / F32::kLanes));
     const F32 bias = out.bias == nullptr ? F32::zero() : F32::load(out.bias + column);
     float* const to = static_cast<float*>(out.data) + row * out.row_stride + column;

@@ -78,7 +78,7 @@ struct Kernels {
   void (*few_rows_dot)(const FewRows& part);
   void (*many_rows_dot)(const ManyRows& part);
   void (*finish[kNumActivations])(const Finish& part);  // in the order of Activation
-  // Elements of a type -> packed panel of up to 16 outputs by k inputs (packed_layout.h); what is missing becomes 0.
+  // Elements of a type -> packed panel of up to 16 outputs by k inputs (packed_layout.h); missing ones are 0.
   // Addresses need no alignment.
   void (*pack_panel[kNumFloatTypes])(const void* first, int64_t output_stride, int64_t input_stride, int64_t outputs,
                                      int64_t k, void* panel);

@@ -90,7 +90,7 @@ void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int6
 // Rows of x per packing task.
 constexpr int64_t kPackRows = 32;
 
-// Words [k0, k0 + words) of rows of bf16 pairs -> [rows][out_stride]; what lies beyond element k is 0.
+// Words [k0, k0 + words) of rows of bf16 pairs -> [rows][out_stride]; elements from k on are 0.
 void pack_pairs(const ConstTensor& x, int64_t row, int64_t rows, int64_t k0, int64_t words, uint32_t* out,
                 int64_t out_stride) {
   const int64_t k = x.shape[1], stride = x.strides[1], row_stride = x.strides[0];

@@ -1,4 +1,4 @@
-// Weights of floating point types, packed and as they are; what follows a product.
+// Weights of floating point types, packed and as they are; epilogues.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -337,7 +337,7 @@ TEST(MatmulEpilogue, OutScalesQuantiseEachRow) {
   }
 }
 
-// A row that fixed point cannot hold sends the other one to its own call, with its own row of the residual.
+// A row that fixed point cannot hold sends the other row to a call of its own, with its own row of the residual.
 TEST(MatmulEpilogue, FollowsARowThatIsMultipliedAlone) {
   Random random(test::seed());
   constexpr int64_t kN = 40, kK = 64;

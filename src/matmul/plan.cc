@@ -15,8 +15,8 @@ constexpr int64_t kMaxFewRows = 8;
 // Weights of one few_rows task: some microseconds of reading, beside which handing out a task is nothing.
 constexpr int64_t kFewTaskBytes = 32 << 10;
 // Weights of one task of plan_few_blocks. Small products give each worker one piece. A worker reads ahead within its
-// own piece only: where two cores fetch the same lines, these wander between them (q4_1 of 1536 x 576, two threads:
-// tasks of 32 KB 22 us reading ahead into the next one, 17 us not; one task each 14 us).
+// own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1 of 1536 x 576, two
+// threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one task each 14.
 constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
 // Columns of a piece: a multiple of what the kernel of two rows takes at once.
 constexpr int64_t kPieceColumns = 2 * kPanelColumns;

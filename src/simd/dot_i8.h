@@ -1,4 +1,4 @@
-// Bytes, four to a lane: products of unsigned with signed bytes, and what prepares them. Exact at every level.
+// Bytes, four to a lane: products of unsigned with signed bytes, and the verbs that prepare them. Exact at every level.
 //
 //   Words (small_ints.h)     words_of(x): the same 32 bits in every lane
 //                            a & b, a | b, a ^ b, a << n, shift_right<n>(a), store(words, p)

@@ -104,7 +104,7 @@ bool same(S a, S b) {
 
 // ---- arithmetic, choice, bits
 
-// Lanes of interesting numbers in every combination over the rounds.
+// Special values, which the rounds pair in every combination.
 template <class S>
 std::vector<S> interesting() {
   using Limits = std::numeric_limits<S>;
@@ -400,7 +400,7 @@ bool same_half(T a, T b) {
   return a.bits == b.bits || (std::isnan(to_f32(a)) && std::isnan(to_f32(b)));
 }
 
-// Every value of T, what lies halfway between neighbours and just beside that, and random floats.
+// Every value of T, the midpoints between neighbours and the floats just beside these, and random floats.
 template <class T>
 void check_narrowing(int lanes, void (*store)(const float*, T*), void (*store_n)(const float*, T*, int64_t)) {
   std::vector<float> values;

@@ -213,7 +213,7 @@ OPST_INLINE void store_bf16_fast(F32 low, F32 high, bf16* p) {
   const __m512bh pair = _mm512_cvtne2ps_pbh(high.v, low.v);
   __builtin_memcpy(p, &pair, sizeof(pair));
 }
-// 16 words {even[c], odd[c]}, rounded likewise.
+// 16 words {even[c], odd[c]}, rounded as by store_bf16_fast.
 OPST_INLINE void store_interleaved_bf16_fast(F32 even, F32 odd, uint32_t* p) {
   alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};

@@ -4,7 +4,7 @@
 
 namespace opst::OPST_ISA_NS::simd {
 
-// Scalar conversions, exact one way and rounded to nearest even the other.
+// Scalar conversions: widening is exact, narrowing rounds to nearest even.
 OPST_INLINE float as_float(uint32_t bits) {
   float x;
   __builtin_memcpy(&x, &bits, 4);

@@ -1,4 +1,4 @@
-// Register-tile matrix products whose tile of C is written or added to as it is, and those that read A by columns.
+// Register-tile matrix products that write C, or add to C without a factor; the last also reads A by columns.
 //
 //   product                  C = A B
 //   accumulate               C += A B

@@ -90,7 +90,7 @@ OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length
       const int64_t present = left - half;
       for (int64_t d = 0; d < depth; d += kLanes) {
         V block[kLanes];
-        // The same columns of the rows that come next.
+        // Fetches the same columns of the next kLanes rows.
         const int64_t ahead = first + half + kLanes;
         for (int64_t i = ahead; i < ahead + kLanes && i < count; ++i) {
           prefetch_element(in.row(i), in.dim_stride, d * P::kStep);
