@@ -105,9 +105,9 @@ TEST(BlockPool, RefusesAndChangesNothing) {
   EXPECT_FALSE(empty.allocate(last).ok());
 }
 
-// Sequences come, grow, fork, write and go, 100,000 times. The model: a sequence is a list of blocks, and what each of
-// them should hold is a number for each of its places, copied where the pool says so. A block that is written while
-// another sequence can see it, given twice or lost would show.
+// Sequences come, grow, fork, write and go, 100,000 times. The model: a sequence is a list of blocks and, for each, the
+// integer that the block should hold, copied where the pool says so. A block that is written while another sequence can
+// see it, given twice or lost would show.
 TEST(BlockPool, RandomisedAgainstAModel) {
   Random random(test::seed());
   constexpr int64_t kBlocks = 20;
@@ -212,7 +212,7 @@ TEST(BlockPool, RandomisedAgainstAModel) {
     ASSERT_TRUE(pool.free(s.blocks).ok());
   }
   EXPECT_EQ(pool.num_free(), kBlocks);
-  // The walk went everywhere.
+  // Every kind of operation came up, full pools and refusals included.
   EXPECT_GT(num_copies, 1000);
   EXPECT_GT(num_full, 1000);
   EXPECT_GT(num_refused, 1000);
