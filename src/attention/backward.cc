@@ -1,17 +1,41 @@
 // flash_attention_backward: check -> plan -> run.
 //
-// A task is one tile of the keys of a (batch, KV head) pair, against all blocks of query rows that see it: it owns the
-// dK and dV of its keys. dQ of a block gathers from tiles of several tasks, in the order of the tiles: a task adds its
-// part when the tiles before it have added theirs, and does the other four products without waiting. So the sum is the
-// same whoever runs the tasks, nothing is stored twice, and the tiles of a single head keep several threads busy, each
-// a block behind the other.
+// A task is one tile of the keys of a (batch, KV head) pair, against all blocks of query rows that see the tile. The
+// task owns dK and dV of its keys. dQ of a block gathers from the tiles of several tasks, in the order of the tiles: a
+// task adds its term when the tiles before have added theirs, and does the other four products without waiting. So the
+// sum is the same whoever runs the tasks, nothing is stored twice, and the tiles of a single head keep several threads
+// busy, each a block behind the other:
 //
-// All of the call is one parallel loop over waves of heads, as in attention.cc:
-//     pack the query rows of wave 0, tiles of wave 0, pack wave 1, tiles of wave 1, ...
-// with two buffers in turn. Tasks are handed out in ascending order, so what a task waits for is done or being done.
+//   time ->     tile 0 of a head    block 0   block 1   block 2   block 3
+//               tile 1                        block 0   block 1   block 2   block 3
+//               tile 2                                  block 0   block 1   block 2   block 3
 //
-// The gradient of a bias that repeats (BiasOrder) is added up in the order of the tasks, too, and so are those of pages
-// that come more than once in the block table (SharedPages).
+// The wave protocol. All of the call is one parallel loop over waves of heads: pack the query rows of wave 0, tiles of
+// wave 0, pack wave 1, tiles of wave 1, ... Its indices are handed out in ascending order, so what an index waits for
+// is done or being done. Two buffers of shared memory take turns, each with two counters: `packed` blocks and finished
+// `tiles`. A wave packs P = heads_per_wave * blocks blocks and runs T = heads_per_wave * tiles tasks (those of heads
+// that the last wave lacks do nothing, but count):
+//
+//   wave   buffer   each block is packed after           each task runs after
+//     0      0      -                                    packed[0] >= P         all of wave 0 is packed
+//     1      1      -                                    packed[1] >= P         all of wave 1 is packed
+//     2      0      tiles[0] >= T    wave 0 is done      packed[0] >= 2 P       all of wave 2 is packed
+//     3      1      tiles[1] >= T    wave 1 is done      packed[1] >= 2 P       all of wave 3 is packed
+//     w    w % 2    tiles[w % 2] >= (w / 2) T            packed[w % 2] >= (w / 2 + 1) P
+//
+//   pack_block   tensors -> buffer: Q and dO as words, statistics, delta, visible keys, rules; dQ = 0, tiles_done = 0
+//                ++packed                   hands the block to every task of its head
+//   run_tile     tensors -> worker's memory: K and V of the tile, packed; dK = dV = 0
+//                for each block of the head, in ascending order, that sees the tile (meet)
+//                  grad_tile                dV += P^T dO, dK += dS^T Q; leaves dS in the worker's memory
+//                  wait for tiles_done      the tiles before this one have added to dQ of the block
+//                  grad_query               dQ += dS K in the buffer; the block's last tile writes grad_query
+//                  ++tiles_done             hands dQ to the task of the next tile
+//                worker's memory -> tensors: dK, dV as grad_key, grad_value
+//                ++tiles                    hands the buffer on, when all T have
+//
+// The gradient of a bias that repeats (BiasOrder) is added up in the order of the tasks, too, and so are the gradients
+// of pages that come more than once in the block table (SharedPages).
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -67,6 +91,25 @@ const BackwardKernels& backward_kernels_for(Isa isa, AttentionProduct product, D
 }
 
 // Who adds to an element of the bias's gradient, and so what keeps the order of the additions.
+//
+// Bias turns. Tasks are numbered as they are handed out: tile 0 of each head of a wave, tile 1 of each head, ... With
+// by_block, turns_[i] is the number of the task that may add next to what block i of any head adds to. A task takes the
+// turn of every block, in ascending order, also where the block does not see its tile, and sets turns_[i] to its own
+// number + 1. Three blocks; + is the addition, whose dS was multiplied before without waiting:
+//
+//   time ->       |           |           |           |           |
+//   task 0        + block 0   + block 1   + block 2
+//   task 1                    + block 0   + block 1   + block 2
+//   task 2                                + block 0   + block 1   + block 2
+//   turns_[0]     0           1           2           3           3           3
+//   turns_[1]     0           0           1           2           3           3
+//   turns_[2]     0           0           0           1           2           3
+//
+// Every element becomes ((task 0) + task 1) + task 2 ..., whoever runs the tasks. Where block_q is no multiple of the
+// group, the last query of a block has heads in the next ones, which add to the same elements: a task that adds from
+// block i waits for the turns of these blocks as well, so that task 0 is done with them before task 1 begins.
+//
+// With by_task there is one turn, turns_[blocks]: a task sums over all its rows in its worker's memory, and then adds.
 enum class BiasOrder : uint8_t {
   none,      // not wanted
   by_tile,   // one block of rows: in the order of its tiles, with dQ
@@ -275,7 +318,7 @@ class BackwardCall {
       w.visible_end[r] = keys.end;
     }
   }
-  // Rows of weight 0 see nothing.
+  // Empties the intervals of rows of weight 0.
   void hide_absent_rows(const Block& b, const Worker& w) const {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       if (number(b.queries.weight, r) == 0) w.visible_end[r] = w.visible_begin[r];
@@ -322,7 +365,7 @@ class BackwardCall {
     if (s.has_rules) {
       s.rules = rules_.of_block(batch(head), head % p_.num_kv_heads, b.first_row, b.queries.rows, b.row_rules);
     }
-    // Those who see a key see the prefix; it may lie before their intervals.
+    // Rows that see a key see the prefix too, which may lie before their intervals.
     if (s.some_begin < s.some_end && s.has_rules && s.rules.prefix > 0) s.some_begin = 0;
     s.tiles_done.store(0, std::memory_order_relaxed);
     if (bias_order_ == BiasOrder::by_tile || bias_order_ == BiasOrder::by_block) {
@@ -335,7 +378,7 @@ class BackwardCall {
       recompute_statistics(head, index, b, w);
   }
 
-  // Tiles that the block passes, in this order; some may hold no key that it sees.
+  // The first and the last tile that add to the block, in ascending order; some between may hold no key that it sees.
   int64_t first_tile(const BlockState& s) const { return s.some_begin / plan_.block_kv; }
   int64_t last_tile(const BlockState& s) const { return (s.some_end - 1) / plan_.block_kv; }
 
@@ -378,7 +421,7 @@ class BackwardCall {
     for (int64_t i = 0; i <= layout_.blocks; ++i) pass_turn(i, number);
     pass_page_turn(number);
   }
-  // In place of run_tile once the call is interrupted: the tasks that began before still wait for this one.
+  // Runs in place of run_tile once the call is interrupted: tasks that have begun may wait for this one's turns.
   void pass_tile(int64_t head, int64_t tile_index, int64_t number) const {
     for (int64_t i = 0; i < layout_.blocks && i * plan_.block_q < rows(head); ++i) {
       BlockState& s = *block_of(head, i).state;
@@ -431,7 +474,7 @@ class BackwardCall {
             p_.block_size * layout_.sizes.acc_stride};
   }
 
-  // What a task has summed for keys [first, first + count): to where it belongs, or to the sums of shared pages.
+  // A task's sums for keys [first, first + count): rounded to the gradient, or added to the sums of shared pages.
   void put(const KeyGradient& g, const void* acc, int64_t first, int64_t count, int64_t head) const {
     const KvRows rows = kv_rows(g.to, head);
     const char* from = static_cast<const char*>(acc);
@@ -542,7 +585,7 @@ class BackwardCall {
     const int64_t before = tile_index - first_tile(s);
     wait_for(s.tiles_done, before);
     if (bias_order_ == BiasOrder::by_block) {
-      // The heads of the last query may go on in later blocks, where the tasks before this one add to the same bias.
+      // Heads of the last query may be rows of later blocks, from which tasks before this one add to the same bias.
       const int64_t last_query = (b.first_row + b.queries.rows - 1) / group_;
       const int64_t last_block = std::min(((last_query + 1) * group_ - 1) / plan_.block_q, layout_.blocks - 1);
       for (int64_t i = index; i <= last_block; ++i) wait_for(turns_[i], number);
@@ -574,7 +617,8 @@ class BackwardCall {
     const int64_t at = batch(head) * bias_strides_[0] + query_head * bias_strides_[1] + row / group_ * bias_strides_[2];
     return static_cast<char*>(grads_.grad_bias.data) + at * size_bytes(grads_.grad_bias.dtype);
   }
-  // Lets the task after `number` add to what block i, or the tasks' sums (i = blocks), add to.
+  // Waits for turn i and passes it on to the task after `number`. Turns 0 to blocks - 1 are those of by_block, turn
+  // `blocks` is that of by_task; nothing in other orders.
   void pass_turn(int64_t i, int64_t number) const {
     const bool sums = i == layout_.blocks;
     if (bias_order_ != (sums ? BiasOrder::by_task : BiasOrder::by_block)) return;
@@ -611,7 +655,7 @@ class BackwardCall {
       const double sum = pack.max.data != nullptr ? statistic(pack.sum, row) : 1;
       if (std::isinf(sink) || std::isinf(top)) continue;
       double delta = number(b.queries.delta, r);
-      // Of a row that sees no key dO does not matter; O is 0, so a delta that is a number has nothing of dO.
+      // dO of a row that sees no key does not matter. O is 0 there, so a finite delta has nothing of dO.
       const auto sees_key = [&] {
         return !b.state->has_rules || kernels_.sees_key(b.state->rules, r, w.visible_begin[r], w.visible_end[r]);
       };

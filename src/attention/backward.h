@@ -1,24 +1,31 @@
 // Attention backward for one block of query rows and one tile of keys: the tile computation.
 //
-// Computes   S = Q K^T;  P = exp2(c S - reference) * weight         the probabilities once more, from what forward
-// saved
-//            dP = dO V^T;  dS = P (dP - delta)                      delta = rowsum(dO * O) - grad_lse
-//            dV += P^T dO;  dK += dS^T Q;  dQ += dS K               the scale is multiplied to dQ and dK at the end
-//            c = |softmax_scale| log2(e), the sign is in Q
-// Shapes     Q, dQ [rows, head_dim]; dO [rows, value_head_dim]; K, dK [keys, head_dim]; V, dV [keys, value_head_dim]
-// Loop nest  grad_tile:  for each row block of MR <= 12 rows       S and dP of the block stay in L1
-//                          for each panel of keys: S_MR x 32, and dP_MR x 32
-//                          hide keys of partial tiles; P and dS, one pass
-//                        for each panel of columns, for each 12 keys:  dV_12 x 32 += P^T dO,  dK_12 x 32 += dS^T Q
-//            grad_query: for each panel of columns, for each row block: dQ_MR x 32 += dS K
-// Memory     at the default f32 tile, block_q 120, block_kv 128, head_dim 128, avx512, all of it in L2 together:
-//              K^T and V^T panels, K rows     3 * 64 KB       dK and dV accumulators  2 * 64 KB
-//              Q, dO, dQ of the block         3 * 68 KB       P and dS                2 * 68 KB
+// Computes   S = Q K^T
+//            P = exp2(c (S - origin) - reference) * weight         the probabilities again, from what forward saved
+//            dP = dO V^T
+//            dS = P (dP - delta)                                   delta = rowsum(dO * O) - grad_lse
+//            dV += P^T dO;  dK += dS^T Q;  dQ += dS K              softmax_scale is multiplied to dQ and dK at the end
+//            c = |softmax_scale| log2(e), the sign is in Q; log2(e) where rules make S natural (score_ops.h)
+// Shapes     Q, dQ  [rows, head_dim]         dO     [rows, value_head_dim]       S, P, dP, dS  [rows, keys]
+//            K, dK  [keys, head_dim]         V, dV  [keys, value_head_dim]
+// Loop nest  grad_tile     for each register tile of MR <= 12 rows             S and dP of its rows stay in L1
+//                            for each panel of 32 keys                         S [MR, 32] = Q K^T
+//                            for each panel of 32 keys                         dP [MR, 32] = dO V^T
+//                            hide keys of partial tiles; P and dS, one pass
+//                          for each panel of 32 columns, for each 12 keys      dV [12, 32] += P^T dO
+//                          for each panel of 32 columns, for each 12 keys      dK [12, 32] += dS^T Q
+//            grad_query    for each panel of 32 columns, for each MR rows      dQ [MR, 32] += dS K
+// Memory     f32, avx512, head_dim 128; block_q 120 and block_kv 96, as planned for 1 MB of L2, which holds all of it:
+//              of the tile     K^T and V^T panels   2 x [128][96]     48 KB each
+//                              K rows               [96][144]         54 KB
+//                              dK and dV            2 x [96][128]     48 KB each
+//              of the block    Q and dO             2 x [120][144]    68 KB each
+//                              dQ                   [120][128]        60 KB
+//                              P and dS             2 x [120][112]    53 KB each
 // Numerics   Five products, all accumulators f32 (f64 for f64) in every storage type. P and dS are rounded to bf16 for
-// the
-//            pairwise product. A row of weight 0 takes no part: forward saw no key there. Hidden pairs have P = dS = 0;
-//            where a partial tile meets a non-finite row of K, Q or dO, 0 * that would be NaN, so such a tile's pairs
-//            are added one by one over the visible ones.
+//            the pairwise product. A row of weight 0 takes no part: forward saw no key there, or saved an infinite
+//            statistic. Hidden pairs have P = dS = 0. Where pairs are hidden and K of the tile, or Q or dO of the
+//            block, holds a NaN or Inf, 0 * NaN would spoil the sums: the visible pairs are then added one by one.
 // Source     Dao et al., FlashAttention (2022), appendix B.4, with the keys in the outer loop.
 #pragma once
 
@@ -55,7 +62,8 @@ struct Backward {
   static OPST_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
   static OPST_INLINE S* accumulators(void* base) { return static_cast<S*>(base); }
 
-  // Parts of nearly equal height that share a register tile. Rows of queries come in whole words of their columns.
+  // A register tile's share of `rows` rows (or keys): shares are of nearly equal height, in multiples of `unit`. Query
+  // rows have unit = kStep, so that words of the column forms stay whole.
   struct Part {
     int64_t first;
     int rows;
@@ -72,8 +80,8 @@ struct Backward {
     return {first, static_cast<int>(smaller(count, rows - first))};
   }
 
-  // Keys of the tile that some row of a part sees: columns [begin, end), begin at the start of a panel, `width` whole
-  // vectors of them.
+  // Keys of the tile that some row of a Part sees: columns [begin, end), begin at the start of a panel, and `width`,
+  // the columns from begin on in whole vectors.
   struct Span {
     int64_t begin = 0, end = 0, width = 0;
   };
@@ -105,7 +113,7 @@ struct Backward {
   struct Columns {
     const Word* base;
     int64_t row_stride;  // of the row form
-    int64_t rows;        // words of a panel's column, where it is one of value panels
+    int64_t rows;        // words in a column of a value panel; unused where the row form serves
     int64_t length;
 
     OPST_INLINE bool wide(int64_t column) const { return length - column > kLanes; }
@@ -175,7 +183,7 @@ struct Backward {
       return simd::exp2_bf16(x) * row.weight;
   }
 
-  // What turns a vector of S and dP into one of P and dS.
+  // A vector of S and one of dP -> a vector of P and one of dS.
   struct Plain {
     V c;
     OPST_INLINE Pair operator()(V score, V grad, const Row& row, int64_t, int64_t, int) const {
@@ -183,12 +191,12 @@ struct Backward {
       return {p, p * (grad - row.delta)};
     }
   };
-  // The same by the rules of the rows: what dropout drops has no weight and no dP, a softcap has a derivative, and what
-  // is hidden has no part in anything.
+  // The same by the rules of the rows: a dropped pair has weight 0 in dV and dP = 0, a softcap multiplies dS by its
+  // derivative, a hidden pair has dS = 0.
   struct Ruled {
     V c, kept_scale;
     bool drops, caps;
-    const S* slopes;       // [rows of the part][stride]
+    const S* slopes;       // [rows of the Part][stride]
     S* bias_grads;         // null, or likewise
     const KeepBits* bits;  // of the rows at hand
     OPST_INLINE Pair operator()(V score, V grad, const Row& row, int64_t first, int64_t column, int which) const {
@@ -208,7 +216,7 @@ struct Backward {
     }
   };
 
-  // S of a part's rows by the rules; hidden pairs -inf.
+  // S of a Part's rows by the rules; hidden pairs -inf.
   static OPST_NOINLINE void shape(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores, S* slopes) {
     const int64_t origin = t.first_key + span.begin, count = span.end - span.begin;
     for (int64_t i = 0; i < part.rows; ++i) {
@@ -323,7 +331,7 @@ struct Backward {
     }
   }
 
-  // Columns [begin, end) of the column forms of P and dS become 0 for the rows of a part.
+  // Columns [begin, end) of the column forms of P and dS become 0 for the rows of a Part.
   static OPST_INLINE void clear(const GradBlock& b, Part part, int64_t begin, int64_t end) {
     for (int64_t w = part.first / kStep; w < words(part.first + part.rows); ++w) {
       S* p = reinterpret_cast<S*>(static_cast<Word*>(b.probability_columns) + w * b.scores_stride);
@@ -337,7 +345,7 @@ struct Backward {
 
   // ---- Sums over rows: dV and dK
 
-  // Spans of the parts of a block against one tile.
+  // Spans of all Parts of a block against one tile.
   static constexpr int kMaxParts = 4096 / kTileRows + 1;
   struct PartSpans {
     int64_t count = 0;
@@ -382,7 +390,7 @@ struct Backward {
     }
   }
 
-  // Where S and dP of a part are computed.
+  // Where S and dP of a Part are computed.
   static OPST_INLINE S* part_scores(const GradBlock& b, Part rows, Span span) {
     if constexpr (kStep == 1)
       return static_cast<S*>(b.probability_columns) + rows.first * b.scores_stride + span.begin;
@@ -825,9 +833,9 @@ struct Backward {
     }
     *to.finite = all_finite;
   }
-  // Beyond it a rounded product is no small number.
+  // In exponents of 2; a score of 710. Beyond it a statistic rounded to f32 says too little about exp.
   static constexpr double kFar = 1024;
-  // Whether forward saw a key there, and the sums can be trusted to be numbers or NaN.
+  // Whether forward may have seen a key of the row, and saved statistics of it that are finite or NaN.
   static OPST_INLINE bool takes_part(const PackQueries& from, int64_t row, int64_t r) {
     if (from.visible_begin[r] >= from.visible_end[r]) return false;
     const S inf = __builtin_inff();

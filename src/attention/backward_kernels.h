@@ -3,12 +3,21 @@
 // As in kernels.h, kernels know neither layouts nor masks: a layout is an array of row pointers or a StackedRows, a
 // mask an interval of visible keys per row. Plain data only; all memory is the caller's.
 //
-// Life of a KV head's gradient:  pack_queries for each block of its query rows. Then for each tile of its keys:
-// pack_keys, and for each block that sees some of the tile, grad_tile, then, in the order of the tiles, grad_query.
-// finish_rows turns accumulators into outputs.
+// Life of a KV head's gradient:
+//   for each block of query rows
+//     pack_queries
+//     add_statistics, keep_statistics     a block that is far: over all tiles that it sees, packed for it
+//   for each tile of keys
+//     pack_keys
+//     for each block that sees some of the tile
+//       grad_tile                         dV and dK of the tile
+//       add_grad_bias                     where wanted, in the order that backward.cc keeps (BiasOrder)
+//       grad_query                        dQ of the block, in the order of the tiles
+//       finish_rows                       the block's last tile: dQ -> grad_query
+//     finish_rows                         dK, dV -> grad_key, grad_value
 //
-// "Words" and "accumulator type" as in kernels.h. Row forms are words [rows][stride]; column forms are what the product
-// wants as its B operand: for f32 and f64 the row form itself, for pairs of bf16 value panels (tile/pack.h).
+// "Words" and "accumulator type" as in kernels.h. Row forms are words [rows][stride]. Column forms are the product's B
+// operand: for f32 and f64 the row form itself, for pairs of bf16 value panels (tile/pack.h).
 #pragma once
 
 #include <cstdint>
@@ -36,7 +45,7 @@ struct QueryRows {
   void* delta;       // [rows]: rowsum(dO * O) - grad_lse
   void* grad_query;  // [rows][acc_stride]
   bool* finite;      // no NaN or Inf in Q and dO of the block
-  bool* far;         // scores are so large that what was saved of them tells too little: see recompute
+  bool* far;         // scores are so large that the saved statistics tell too little of them: see add_statistics
 };
 
 struct PackQueries {
@@ -48,10 +57,10 @@ struct PackQueries {
   double query_factor;    // 0 or a power of two, goes into Q
   double score_scale;     // turns a kernel's score into one of the statistics' unit
   double exponent_scale;  // c
-  const void** pointers;  // room for one per row
+  const void** pointers;  // scratch: one per row
 };
 
-// One tile of keys and what its keys have gathered so far.
+// One tile of keys, with dK and dV as summed so far.
 struct GradTile {
   int64_t first_key;
   int64_t count;
@@ -83,8 +92,8 @@ struct GradBlock {
   bool partial;                  // some row does not see some key of the tile
   const int64_t* visible_begin;  // as in QueryBlock; read where partial
   const int64_t* visible_end;
-  // Written by grad_tile, read by it and by grad_query. Row form of dS, and P and dS such that columns are words: for
-  // f32 the row form, for pairs of bf16 a row per two rows.
+  // Written by grad_tile, read by it and by grad_query: the row form of dS, the column forms of P and dS. (For pairs of
+  // bf16 a row of a column form is two rows of the block.)
   void* grad_scores;          // words [rows][scores_stride]
   void* probability_columns;  // words [rows / step][scores_stride]
   void* grad_score_columns;
@@ -92,7 +101,7 @@ struct GradBlock {
   void* raw;             // pairs of bf16: accumulators [2][tile_rows][scores_stride], S and dP of a register tile
   void* cap_slopes;      // with rules: accumulators [tile_rows][scores_stride], derivatives of the softcap
   void* bias_grads;      // accumulators [rows][scores_stride]: dS, for add_grad_bias; null where not wanted
-  const char* prefetch;  // what comes next, in steps of a cache line
+  const char* prefetch;  // query rows of the next block, fetched a cache line at a time
 };
 
 struct FinishGradient {

@@ -1,8 +1,24 @@
 // Layout of a backward call's scratch memory: what backward_plan.cc adds up and backward.cc hands out.
 //
-//   shared    [2 waves: heads][packed query rows, statistics, dQ, rules, progress of each block]
-//             [the sinks' sums of each block]  [whose turn it is to add to a bias that repeats]  [shared pages]
-//   worker    packed keys of a tile, dK and dV, P and dS of a block, row pointers, visible intervals
+//   shared, once
+//     wave buffers       [min(heads, 2 heads_per_wave)][blocks] times, of each block
+//       progress           BlockState
+//       rules              [block_q] RowRules                           where an option needs them
+//       bias targets       [block_q] addresses of rows of grad_bias     grad_bias
+//       Q, dO              row forms; for pairs of bf16 column forms too
+//       of each row        [block_q] origin, reference, weight, delta
+//       dQ                 accumulators [block_q][acc_stride]
+//     sums of sinks      [heads][blocks][group] double                  grad_sinks
+//     turns              [blocks + 1] task numbers (BiasOrder)          grad_bias
+//     shared pages       see shared_pages.h                             paged
+//   of each worker
+//     of a tile          column panels of K and V, column form of K; accumulators dK, dV
+//     of a block         P and dS in column form; for pairs of bf16 dS in row form, and S and dP of a register tile
+//                        slopes of the softcap                          where an option needs rules
+//                        dS for the bias                                grad_bias
+//     sums for the bias  accumulators [group][scores_stride]            grad_bias
+//     of rows            [block_kv] pointers to keys and to values, [block_q] to queries; [block_q] visible intervals,
+//                        maxima and sums
 #pragma once
 
 #include <atomic>

@@ -1,9 +1,21 @@
-// CallMemory: where the data of one call is. Rows of the tensors for a (batch, KV head) pair, and the pieces of scratch
-// memory that layout.h adds up.
+// CallMemory: where the data of one call lies. Rows of the tensors for a (batch, KV head) pair, and the pieces of
+// scratch memory whose sizes layout.h adds up.
 //
-//   shared    [buffer of a wave: heads][packed tiles, their finite bits, states of split tasks]  [score matrices]
-//   worker    query rows, scores, visible intervals, rules of rows, row pointers, tile descriptions, state, private
-//   tiles
+//   shared, once
+//     wave buffers          [min(heads, 2 heads_per_wave)] times, of each head
+//       packed tiles          [tiles_per_head][panels of K, panels of V]       packed_shared
+//       finite bits           [tiles_per_head] bool                            packed_shared
+//       states                [most_blocks][kv_splits] RowState                kv_splits > 1
+//     score matrices        [heads][most_blocks][block_q][matrix_stride]     standard path
+//   of each worker
+//     query rows            [block_q][query_stride] words
+//     scores                [rows of a register tile][scores_stride]         flash path
+//     visible intervals     [block_q] begins, [block_q] ends
+//     rules of rows         [block_q] RowRules                               where an option needs them
+//     row pointers          [pointers_per_call] of keys, as many of values
+//     tile descriptions     [tiles_per_task] KvTile
+//     state                 RowState                                         kv_splits = 1
+//     private tiles         [private_tiles][panels of K, panels of V]        packed_per_task
 #pragma once
 
 #include "attention/check.h"
@@ -51,7 +63,7 @@ class CallMemory {
   // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
   int64_t rows(int64_t head) const {
     const int64_t query_len = sequences_.query_len(batch(head));
-    return query_len > above_ && query_len <= most_ ? query_len * group : 0;  // of another group: not here
+    return query_len > above_ && query_len <= most_ ? query_len * group : 0;  // not in this SequenceGroup
   }
   int64_t block_rows(int64_t head) const {
     const int64_t n = rows(head);
@@ -115,7 +127,7 @@ class CallMemory {
     return take_state(arena);
   }
 
-  // The block's part of the score matrix of the standard path.
+  // The block's rows of its head's score matrix (standard path).
   void* score_matrix(int64_t head, int64_t block) const {
     return shared_ + layout.wave_bytes(plan_) + head * layout.matrix_head_bytes +
            block * (layout.matrix_head_bytes / most_blocks);

@@ -1,15 +1,15 @@
 // ScoreOps: what ScoreRules say, applied to one row of scores at a time. The one definition for every kernel: packed
 // tiles, keys in place, panel32 pages and the backward pass.
 //
-// Computes   shape    raw scores -> S, in place; on request the derivative of the softcap, 1 - (Y / softcap)^2
-//            hide     hidden keys and padding -> -inf, and the row's maxima
-//            keep     one bit per key: dropout keeps it
-//            drop     weights that are not kept -> 0
-//            contributes   whether a key's value reaches the row, one key at a time
-// Shapes     a row is `width` scores, whole vectors, of keys first_key and onwards; the first `count` are keys, the
-// rest
-//            is padding. No mask, bias or drop_mask is read beyond them.
-// Memory     the row stays in L1; masks and biases are read once, through their strides
+// Computes   shape          raw scores -> S, in place; on request dY/dZ = 1 - (Y / softcap)^2, the softcap's derivative
+//            hide           scores of hidden keys, and padding, -> -inf; the row's maxima
+//            keep           one bit per key: whether dropout keeps its weight
+//            drop           weights that dropout does not keep -> 0
+//            bias_hides     whether the bias of one key is -inf
+//            contributes    whether the value of one key reaches the row
+// Shapes     a row is `width` scores, whole vectors, of keys from first_key on; the first `count` are keys, the rest is
+//            padding. No mask, bias or drop_mask is read beyond the keys.
+// Memory     the row stays in L1; masks and biases are read once, through their strides.
 // Numerics   Y, alibi and bias are added in the accumulator type. -inf added to a NaN or +inf stays NaN.
 #pragma once
 
