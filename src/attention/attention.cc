@@ -1,13 +1,14 @@
 // flash_attention_forward: check -> plan -> run.
 //
-// A task is a block of query rows of one (batch, KV head) pair against one part of its keys.
+// A task is a block of query rows of one (batch, KV head) pair against one split of its keys.
 //
-// Shared packed keys and values (packed_shared): heads go in waves of a few MB, so that what was packed is still in
-// cache when it is read. All tasks of the call are one parallel loop,
+// Shared packed keys and values (packed_shared): heads go in waves of about 2 MB, so that packed tiles are still in
+// cache when they are read. All of the call is one parallel loop,
 //     pack wave 0, attend wave 0, pack wave 1, attend wave 1, ...
-// with two buffers in turn. Tasks are handed out in ascending order, so what a task waits for is done or being done:
-// the packing of its own wave before it attends, and, before a buffer is packed anew, the attending of the wave that
-// used it. There is no barrier between waves at which threads would stand idle.
+// with two buffers in turn. Indices are handed out in ascending order, so what an index waits for is done or being
+// done: an attending task waits for the packing of its own wave, a packing task for the attending of the wave that used
+// its buffer (backward.cc draws the same protocol). There is no barrier between waves at which threads would stand
+// idle.
 //
 // Sequences with few queries and with many (decoding beside a prompt) are two such loops, each by its own plan.
 #include "opst/attention.h"
@@ -110,7 +111,7 @@ class ForwardCall {
     memory_.values_finite(head)[tile] = pack_values(head, first_key, count, w, packed);
   }
 
-  // One block of query rows against one part of the keys.
+  // One block of query rows against one split of the keys.
   void attend_block(int64_t head, int64_t block, int64_t split, int worker) const {
     const CallMemory::Worker w = memory_.worker(worker);
     const int64_t block_rows = memory_.block_rows(head), first_row = block * block_rows;
@@ -177,7 +178,7 @@ class ForwardCall {
     return in_accumulator_type(queries.dtype) && rules_.scale().of_query == 1 && queries.dim_stride == 1 &&
            queries.evenly_spaced() && std::abs(queries.row_stride()) * size_bytes(queries.dtype) <= kNearBytes;
   }
-  // Where all workers take heads in turn, this is the one that a worker takes next.
+  // Fetches `head` while q is multiplied: where all workers take heads in turn, the one that this worker takes next.
   void fetch_ahead(int64_t head, QueryBlock& q) const {
     if (head >= memory_.heads || p_.paged) return;
     const StackedRows queries = memory_.stacked_rows(in_.query, head);
@@ -212,8 +213,8 @@ class ForwardCall {
     return t.values_finite = kernels_.values_finite(w.value_rows, t.count, p_.value_head_dim);
   }
 
-  // Describes up to tiles_per_task of the visible tiles that are left, and packs them where that is the task's own
-  // work.
+  // Describes up to tiles_per_task of the visible tiles that are left; with packed_per_task packs them, too. Returns
+  // how many.
   int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const CallMemory::Worker& w) const {
     const int64_t tile_bytes = memory_.layout.key_tile_bytes + memory_.layout.value_tile_bytes;
     Arena arena = w.tiles_memory;

@@ -1,5 +1,4 @@
-// plan_attention_backward: from a problem and a machine to tiles and memory. Beside each number, the limit that sets
-// it.
+// plan_attention_backward: from a problem and a machine to tiles and memory. Beside each number its limit.
 #include <algorithm>
 #include <string>
 
@@ -17,8 +16,8 @@ namespace {
 
 // Tasks that a call should have at least, so that a machine of some cores is busy.
 constexpr int64_t kWantedTasks = 16;
-// Packed query rows of a wave of heads: tasks of several heads do not wait for one another, and what they read should
-// stay in the last-level cache.
+// Bytes of packed query rows in a wave of heads: several heads, whose tasks do not wait for one another, but no more
+// than stays in the last-level cache.
 constexpr int64_t kWaveBytes = 4 << 20;
 
 AttentionProduct choose_product(const AttentionBackwardProblem& b, const Machine& m) {

@@ -1,5 +1,5 @@
-// CallRules: the options of a call as ScoreRules, for any block of query rows; and softmax_scale in the parts that
-// kernels want.
+// CallRules: the options of a call as ScoreRules, for any block of query rows; and softmax_scale as the two factors
+// that kernels want.
 #pragma once
 
 #include <cmath>
@@ -10,8 +10,9 @@
 
 namespace opst::attention {
 
-// softmax_scale in two parts: what the queries are multiplied by when they are copied, which is exact, and the positive
-// rest. A scale of 0 makes every score 0. A power of two goes along where the scale times log2(e) would be no float.
+// softmax_scale as two factors: of_query, which queries are multiplied by when they are copied, exactly (the sign, or
+// 0), and of_score, the positive rest. of_query also takes a power of two where the scale times log2(e) would overflow
+// f32.
 struct Scale {
   explicit Scale(const AttentionProblem& p) {
     const double natural = 1 / std::sqrt(static_cast<double>(p.head_dim));
@@ -59,9 +60,9 @@ class CallRules {
   }
 
   const Scale& scale() const { return scale_; }
-  // Scores are S itself in the kernels; else raw products.
+  // Whether scores are S itself in the kernels, not raw products.
   bool natural() const { return natural_; }
-  // What turns a kernel's score into S, and into an exponent of 2.
+  // What a kernel's score is multiplied by: score_scale gives S, exponent_scale an exponent of 2.
   double score_scale() const { return natural_ ? 1 : scale_.of_score; }
   double exponent_scale() const { return score_scale() * kLog2e; }
   double keep_prob() const { return p_.options.dropout.keep_prob; }
@@ -96,7 +97,7 @@ class CallRules {
     return rules;
   }
 
-  // Bits that a drop_mask for this call must have.
+  // How many bits a drop_mask for this call must have.
   Size drop_mask_bits() const { return drop_bits_before(p_.batch); }
 
  private:

@@ -1,5 +1,5 @@
 // The contract of the attention operators' tensors, checked before anything is written. An operator checks in three
-// steps, so that messages come in the order of its arguments:
+// stages, so that messages come in the order of its arguments:
 //
 //   ShapeCheck check("flash_attention_forward");
 //   bind_inputs(check, inputs);                          // dtypes, ranks, sizes

@@ -42,7 +42,7 @@ void fill_elements(T* data, int64_t count, int64_t stride, T x) {
   }
 }
 
-// `element`: the bytes of one.
+// `element`: the bytes of one element.
 template <class T>
 void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
   T x;
@@ -51,7 +51,7 @@ void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
   const int outer = dimensions_of(t, dims) - 1;
   const Dimension run = outer >= 0 ? dims[outer] : Dimension{1, 1};  // the elements nearest to each other
   constexpr int64_t kPiece = 65536 / sizeof(T);
-  // Runs shorter than a piece go to a thread several at a time, longer ones in parts.
+  // Runs shorter than a piece go to a thread several at a time, longer ones in pieces.
   const int64_t runs = t.num_elements() / run.size, parts = ceil_div(run.size, kPiece);
   const int64_t runs_per_task = parts > 1 ? 1 : std::clamp<int64_t>(kPiece / run.size, 1, runs);
   pool.parallel_for(ceil_div(runs, runs_per_task) * parts, [&](int64_t task, int) {

@@ -1,4 +1,4 @@
-// One value for all elements of a tensor, or for its rows from one on: rows that nobody computes.
+// One value for all elements of a tensor, or for its last rows, which no task computes.
 #pragma once
 
 #include <cstdint>

@@ -3,18 +3,18 @@
 // Computes   S = Q K^T;  m = rowmax(S);  P = exp2(c (S - m));  O = P V / rowsum(P)
 //            c = |softmax_scale| log2(e), the sign is in Q
 // Shapes     Q [rows, head_dim]; K [keys, head_dim], V [keys, value_head_dim] in tiles; O [rows, value_head_dim]
-// Loop nest  for each KV tile                                  one after the other, K and V of a tile stay in L2
-//              for each row block of MR <= 12 rows             its scores stay in L1 from first to last
-//                for each panel of keys:    scores_MR x 32 = Q K^T, running row maxima      (tile/gemm_tile.h)
+// Loop nest  for each KV tile                              one after the other, K and V of a tile stay in L2
+//              for each row block of MR <= 12 rows         its scores stay in L1 from first to last
+//                for each panel of 32 keys                 scores [MR, 32] = Q K^T, running row maxima (gemm_tile.h)
 //                hide keys of partial tiles
-//                online softmax of MR x block_kv scores, in place
-//                for each panel of columns: O_MR x 32 = alpha O + P V
-//              Where all keys are one tile, the last line is O_MR x 32 = (P V) / rowsum(P), written to the outputs.
-// Memory     at the default f32 tile, block_q 96, block_kv 256, head_dim 128, avx512:
-//              scores [12][272] f32            13 KB   L1
-//              Q row block [12][128] f32        6 KB   L1
-//              O row block [12][128] f32        6 KB   L1, all of O [96][128]: 48 KB L2
-//              K and V tile [256][128] f32    256 KB   L2; the next tile is prefetched while this one is multiplied
+//                online softmax of [MR, keys] scores, in place
+//                for each panel of 32 columns              O [MR, 32] = alpha O + P V
+//              Where all keys are one tile, the last line is O [MR, 32] = (P V) / rowsum(P), written to the outputs.
+// Memory     f32, avx512, head_dim 128; block_q 120 and block_kv 256, as planned for 1 MB of L2:
+//              scores          [12][272]          13 KB   L1
+//              Q row block     [12][128]           6 KB   L1
+//              O row block     [12][128]           6 KB   L1; all of O, [120][128]: 60 KB L2
+//              K and V tile    2 x [256][128]    256 KB   L2; the next tile is prefetched while this one is multiplied
 // Numerics   S, O and the sums in f32 (f64 for f64). Exponents are c (S - m): exactly 0 where a row has its maximum, so
 //            that a row which sees one key has P = 1 and O = V to the bit. A row that has seen no key has m = -inf, and
 //            contributes exp2(-inf) = 0. P is rounded to bf16 for the pairwise product, the sums are not. exp2 results
@@ -472,7 +472,8 @@ struct Forward {
     else
       only ? attend_tiles<true, kCanFinish>(q, tiles, num_tiles) : attend_tiles<true, false>(q, tiles, num_tiles);
   }
-  // Part `part` of `parts`, beside the products: in time for the next block, and never so much that loads queue up.
+  // Fetches slice `part` of `parts`, beside the products: in time for the next block, and never so much that loads
+  // queue up.
   static OPST_INLINE void fetch(const RowsAhead& a, int64_t part, int64_t parts) {
     const int64_t end = a.rows * (part + 1) / parts;
     for (int64_t r = a.rows * part / parts; r < end; ++r) {
@@ -637,7 +638,7 @@ struct Forward {
     }
   }
 
-  // Joins the parts in key order, divides once, writes outputs and statistics.
+  // Joins the states of the splits in key order, divides once, writes outputs and statistics.
   static void finish_rows(const FinishRows& f) { finish_some(f, 0, f.rows); }
   static OPST_NOINLINE void finish_some(const FinishRows& f, int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -648,18 +649,18 @@ struct Forward {
       write_row(f, r, weights, row_end.scale, row_end.empty, f.out.seq_stride * i + f.out.head_stride * g);
     }
   }
-  // What a row's accumulators are multiplied by, after the parts' weights; of an empty row they are replaced by 0.
+  // `scale`: what a row's accumulators are multiplied by, after the splits' weights. An empty row becomes 0 instead.
   struct RowEnd {
     S scale;
     bool empty;
   };
-  // Joins the parts of row r, query i of head g, and writes its statistics.
+  // Joins the splits' states of row r, query i of head g, and writes its statistics.
   static OPST_INLINE RowEnd end_row(const FinishRows& f, int64_t r, int64_t i, int64_t g, S* weights) {
     const S c = static_cast<S>(f.exponent_scale);
     S max = -__builtin_inff();
     for (int64_t p = 0; p < f.num_parts; ++p) {
       const S part_max = *row_of(f.parts[p].max, r, 1);
-      max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
+      max = part_max > max ? part_max : max;  // a NaN split reaches the sum through its weight
     }
     S sum = 0;
     for (int64_t p = 0; p < f.num_parts; ++p) {

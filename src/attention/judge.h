@@ -87,8 +87,8 @@ struct JudgedRows {
     if (rounds_twice) options.eps_factor *= 2;
     if (out_dtype == DType::bf16 || out_dtype == DType::f16) options.eps_factor = 0.5;  // one rounding, at the end
     if (out_dtype == DType::f16) options.extra += 0x1p-25;
-    // P is rounded to bf16, and so is each part of the sum that it is divided by, but not in step.
-    // A narrow row may cancel to less than its parts.
+    // P is rounded to bf16, the terms of the sum that P is divided by are not.
+    // A narrow row may cancel to less than its terms.
     if (storage == DType::bf16) {
       options.eps_factor += 0x1p-9 / out_epsilon;
       options.extra += 0x1p-9 * typical_value;

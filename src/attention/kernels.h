@@ -3,9 +3,12 @@
 // Kernels know neither layouts, nor pages, nor masks: a layout is an array of row pointers, a mask is an interval of
 // visible keys per row. Plain data only; all memory is the caller's.
 //
-// Life of a block:  begin_block, then attend (once or more, tiles ascending), then finish_rows over the states of all
-// splits of the keys. Or attend_standard instead of attend, with the block's part of the score matrix. Where all keys
-// are one tile, attend may write the outputs itself (QueryBlock::finish).
+// Life of a block:
+//   begin_block     copies the query rows, empties the running softmax
+//   attend          once or more, tiles ascending; or attend_in_place, attend_pages; or attend_standard, once, with the
+//                   block's rows of the score matrix
+//   finish_rows     over the states of all splits of the keys. Where all keys are one tile, attend may write the
+//                   outputs itself (QueryBlock::finish)
 //
 // A "word" is what the product multiplies per lane: f32, f64, or a pair of bf16 (layouts: tile/pack.h). "Accumulator
 // type" is float, or double for f64.
@@ -86,7 +89,7 @@ struct KvTile {
 };
 
 struct FinishRows {
-  const RowState* parts;  // num_parts states of the same rows, in key order
+  const RowState* parts;  // num_parts states of the same rows, one for each split of the keys, in key order
   int64_t num_parts;
   int64_t rows;
   int64_t value_head_dim, acc_stride;

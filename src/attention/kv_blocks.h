@@ -1,8 +1,8 @@
 // kv_blocks: which keys a block of query rows sees, as intervals per row and as a list of tiles.
 //
-// Masks live here and nowhere else: they change the list. A tile that no row sees is not in it, a tile that every row
-// sees whole is `full`, and only `partial` tiles make the kernel look at positions. The page table changes addresses
-// only.
+// Masks of structure live here and nowhere else: they change the list. A tile that no row sees is skipped, a tile that
+// every row sees whole is full, and only `partial` tiles make the kernel look at positions. The page table changes
+// addresses only.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Visibility {
     return {kv_len, left == kFar ? -kFar : off - left, right == kFar ? kFar : off + right, prefix};
   }
 
-  // The interval of query i. It holds the prefix where it touches it; otherwise the prefix is seen besides.
+  // The interval of query i. An interval that touches the prefix holds it; otherwise the prefix is seen besides.
   KeyInterval keys_of_query(int64_t i) const {
     const int64_t begin = std::clamp<int64_t>(i + low, 0, kv_len), end = std::clamp<int64_t>(i + high + 1, 0, kv_len);
     if (prefix == 0) return {begin, end};
@@ -119,12 +119,12 @@ class KvBlocks {
     if (next_ >= prefix_end_ && next_ < some_.begin) next_ = std::max(next_, some_.begin / block_kv_ * block_kv_);
     return true;
   }
-  // First key of the tile that comes next.
+  // First key of the tile that next() gives.
   int64_t upcoming() const { return next_; }
 
  private:
-  // The keys of a row. What it sees of the prefix alone is no part of `some_`: tiles of which nobody sees a key would
-  // lie between that and other rows' intervals.
+  // Counts a row's keys in. Keys of the prefix alone stay out of `some_`: between them and other rows' intervals there
+  // would lie tiles of which no row sees a key.
   void see(KeyInterval keys, int64_t prefix = 0) {
     all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
     if (keys.begin >= keys.end || keys.end <= prefix) return;

@@ -28,8 +28,8 @@ inline Geometry geometry_of(Isa isa, AttentionProduct product) {
   return {4, 4, 8, 1, 4, 4};
 }
 
-// Elements of a row of the whole score matrix: its tiles side by side, and one vector that the softmax may write
-// beyond.
+// Elements of a row of the whole score matrix: the tiles side by side, and one vector more, since the softmax may write
+// beyond the last.
 inline int64_t matrix_stride(int64_t kv_len, int64_t block_kv, const Geometry& g) {
   return (Size(ceil_div(kv_len, block_kv)) * round_up(block_kv, g.panel) + g.lanes).value();
 }
@@ -51,10 +51,10 @@ struct Layout {
   // Tiles handed to a kernel in one call; more only cost memory for their descriptions.
   static constexpr int64_t kTilesPerCall = 16;
 
-  int64_t query_stride;   // words
-  int64_t acc_stride;     // accumulators
-  int64_t scores_stride;  // accumulators
-  int64_t matrix_stride;  // accumulators
+  int64_t query_stride;   // in words
+  int64_t acc_stride;     // in accumulators, like the next two
+  int64_t scores_stride;
+  int64_t matrix_stride;
   int64_t key_tile_bytes, value_tile_bytes;
   int64_t tiles_per_head;
   int64_t shared_head_bytes;  // of one KV head: packed tiles, states of split tasks
@@ -88,8 +88,7 @@ struct Layout {
     matrix_head_bytes = standard ? (Size(blocks) * per_row(matrix_stride)).value() : 0;
     query_bytes = Arena::round_up(Size(plan.block_q) * query_stride * g.word_bytes);
     scores_bytes = standard ? 0 : Arena::round_up(Size(g.tile_rows) * scores_stride * g.accumulator_bytes);
-    // Pointers to the rows of one tile (packing) or of all tiles of a call (in place; of panel32 pages, one per 32
-    // keys).
+    // Row pointers of one tile (packing), or of all tiles of a kernel call (in place; panel32 pages: one per 32 keys).
     const bool in_place = plan.kv_access == KvAccess::in_place;
     const bool pages = plan.kv_access == KvAccess::panel_pages;
     pointers_per_call = plan.block_kv * (in_place ? kTilesPerCall : 1);

@@ -1,4 +1,4 @@
-// merge_attention: check -> run, a task per some rows. Bound by memory: each part is read once.
+// merge_attention: check -> run, a task is kRowsPerTask rows. Bound by memory: each part's out is read once.
 #include <algorithm>
 #include <cmath>
 #include <string>

@@ -183,8 +183,8 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead =
       plan.kv_access == KvAccess::packed_per_task && tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  // Splits of the keys that a block of rows may see, from the start of a tile on, where the blocks are too few to share
-  // out.
+  // Where blocks of rows are too few to share out, the keys that a block may see are split, each split beginning at a
+  // tile.
   int64_t keys = p.kv_len;
   if (!p.has_prefix) {
     const int64_t queries = ceil_div(plan.block_q - 1, p.num_heads / p.num_kv_heads) + 1;

@@ -196,13 +196,13 @@ inline int64_t num_kv_heads(const AttentionInputs& in) {
 // One row of the softmax.
 template <class Real>
 struct Softmax {
-  std::vector<int64_t> keys;      // that the row sees; the other columns are theirs
+  std::vector<int64_t> keys;      // that the row sees; element n of the other vectors belongs to keys[n]
   std::vector<Real> score;        // S
   std::vector<Real> cap_slope;    // dY / dZ
   std::vector<Real> probability;  // exp(score - max) / sum, before dropout
   std::vector<char> kept;         // by dropout
   Real max = -std::numeric_limits<Real>::infinity();
-  Real sum = 0;            // the sink's part is in it
+  Real sum = 0;            // the sink's share is in it
   bool defined = true;     // no score is NaN or +inf
   Real largest_parts = 0;  // sum of the absolute products of a score
 };

@@ -26,7 +26,7 @@ struct ScoreRules {
   const RowRules* rows = nullptr;  // of the block's rows
   int64_t prefix = 0;              // keys below it are visible to every row
 
-  // Scores become S itself; otherwise they stay raw, and are only hidden. Set where any of the next three groups is.
+  // Scores become S itself; otherwise they stay raw, and are only hidden. Set where there is softcap, ALiBi or bias.
   bool natural = false;
   double score_scale = 1;
   double softcap = 0;  // 0: none
@@ -42,12 +42,11 @@ struct ScoreRules {
   bool has_mask = false;
   int64_t mask_stride = 0;  // between keys
 
-  // Dropout by Philox where keep_below > 0: a weight is kept where its word is less. Else by drop_mask, if there is
-  // one.
+  // Dropout by Philox where keep_below > 0: a weight is kept where its word is less. Else by drop_mask, unless null.
   uint64_t keep_below = 0;  // at most 2^32 - 1
   uint32_t seed[2] = {};
   uint32_t offset = 0;
-  int64_t first_key = 0;  // what key 0 counts as
+  int64_t first_key = 0;  // key 0's index in the larger problem (DropoutOptions)
   const uint8_t* drop_mask = nullptr;
 
   bool drops() const { return keep_below > 0 || drop_mask != nullptr; }

@@ -32,8 +32,8 @@ class Sequences {
   }
   int64_t prefix(int64_t b) const { return p_.has_prefix ? entry(in_.prefix, b) : 0; }
 
-  // Lengths are those of the first sequences, of so many: others repeat one. What goes over all sequences goes over
-  // these, since a caller needs no memory for a batch of which nothing differs.
+  // How many of the first sequences tell all lengths: 1 where one entry in memory, or none, serves all, else batch.
+  // Loops over lengths end here, since a caller needs no memory for a batch of equal sequences and may state any size.
   int64_t num_different() const {
     const bool same = repeats(in_.kv_lengths) && (!p_.varlen_q || repeats(in_.cu_seqlens_q)) &&
                       (!p_.varlen_k || repeats(in_.cu_seqlens_k));
@@ -49,9 +49,9 @@ class Sequences {
   const AttentionProblem& p_;
 };
 
-// The sequences of a call with queries of different length are attended in up to two groups, each by a plan of its own:
-// those with so few query rows per KV head that keys are best read in place, and the others. (Decoding sequences beside
-// a prompt's chunk would otherwise have all their keys packed.)
+// The sequences of a call with queries of different length are attended as up to two SequenceGroups, each by a plan of
+// its own: sequences with so few query rows per KV head that keys are best read in place, and the others. (Decoding
+// sequences beside a prompt's chunk would otherwise have all their keys packed.)
 struct SequenceGroup {
   AttentionProblem problem;   // its query_len and kv_len are the longest of the group
   int64_t above = -1;         // sequences of more than `above` queries belong to it,
@@ -87,7 +87,7 @@ inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const Atten
 
 // A checked tensor with strides to compute with and in the shape of a call without varlen:
 // [tokens, heads, dim] or [heads, tokens] of all sequences as [1, heads, tokens, dim] or [1, heads, tokens]: a sequence
-// is then a part of dimension 2, and the stride between sequences is 0.
+// is then a range of dimension 2, and the stride between sequences is 0.
 template <class T>
 T uniform_shape(const T& checked, bool varlen) {
   T t = checked;
