@@ -221,7 +221,7 @@ struct AttentionPlan {
   AttentionProduct product = AttentionProduct::f32;
   int64_t block_q = 0;         // rows of one task
   int64_t block_kv = 0;        // keys of one tile
-  int64_t kv_splits = 1;       // parts of the keys that a block may see; attended apart, then merged in order
+  int64_t kv_splits = 1;       // of the keys that a block may see; attended apart, then joined in key order
   int64_t keys_per_split = 0;  // a multiple of block_kv
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once
   int64_t num_tasks = 0;       // of the whole call, packing not counted
@@ -233,23 +233,26 @@ struct AttentionPlan {
   int64_t scratch_bytes(int num_threads) const;
 };
 
-// For any numbers: a problem that no call may pose (a negative size, head_dim 0, an unknown enumerator) has a plan of
-// no tasks and no memory whose reason says so. Numbers beyond 2^56, which no machine has, are 2^56.
+// For any numbers: a problem that no call may pose (a size that is negative or beyond 2^56, head_dim 0, an unknown
+// enumerator) has a plan of no tasks and no memory whose reason says so. Tasks and bytes of a plan that are beyond
+// 2^56, which no machine has, are 2^56.
 AttentionPlan plan_attention(const AttentionProblem& problem, const Machine& machine);
 std::string to_string(const AttentionPlan& plan);
 
-// Joins attention over parts of the keys (split keys, a ring of ranks, a shared prefix) into attention over all of
-// them:
-//   L = log sum over parts of exp(lse_k);   out = sum over parts of exp(lse_k - L) out_k
-// in either form: with lse, or with max and sum (M = largest max, sum = sum of sum_k exp(max_k - M), lse = M + log
-// sum). A part with lse = -inf (max = -inf or sum = 0) has seen no key and contributes nothing, whatever its out holds;
-// so does lse = +inf, with which other libraries mark such rows. Where all parts are so the result is out = 0, lse =
-// max = -inf, sum = 0. One part alone is passed on bit for bit. Parts are added in their order. A sink belongs to one
-// part only, or is a part of its own: out = 0, lse = sink. A NaN statistic makes its row NaN.
+// Joins attention over parts k of the keys (split keys, a ring of ranks, a shared prefix) into attention over all keys.
+// With L the lse of the result,
+//   out = sum over k of exp(lse_k - L) out_k
+// in either form of the statistics:
+//   softmax_lse          L = log(sum over k of exp(lse_k))
+//   softmax_max, _sum    max = largest max_k;   sum = sum over k of sum_k exp(max_k - max);   L = max + log(sum)
+// A part with lse = -inf (max = -inf or sum = 0) has seen no key and contributes nothing, whatever its out holds; so
+// does a part with lse = +inf, with which other libraries mark such rows. Where all parts are so the result is out = 0,
+// lse = max = -inf, sum = 0. One part alone is passed on bit for bit. Parts are added in their order. A sink belongs to
+// one part only, or is a part of its own: out = 0, lse = sink. A NaN statistic makes its row NaN.
 //
 // Sums are in f32 (f64) whatever the parts' type, and each element of the result is rounded once. With `accumulate`
-// what the outputs hold is the first part, element for element: a ring adds what arrives to what is there. Its out in
-// f32 is rounded to 16 bits once, at the end; one of 16 bits is rounded again by every call.
+// the outputs hold the first part, element for element: a ring adds each part that arrives to the sum so far. An out of
+// f32 is rounded to 16 bits once, at the end; an out of 16 bits is rounded again by every call.
 struct AttentionParts {
   ConstTensor out;  // f32, bf16, f16 or f64 [parts, ...], up to 4 more dimensions; the last one is value_head_dim
   ConstTensor softmax_lse = {};  // f32 (f64 for f64 parts), out's shape without its last dimension; or

@@ -17,8 +17,8 @@
 // get 0.
 //
 // With a block_table grad_key and grad_value have the shapes of the cache, [num_blocks, block_size, num_kv_heads, ...],
-// and all of them is written. A row of a page that belongs to several sequences, or to several places of one, gets the
-// sum of all its gradients, rounded once; a row that belongs to nobody gets 0. Pages must be of PageLayout::norm.
+// and every element is written. A row of a page that belongs to several sequences, or to several places of one, gets
+// the sum of all its gradients, rounded once; a row that belongs to nobody gets 0. Pages must be of PageLayout::norm.
 //
 // Rules: a row that sees no key gets grad_query = 0 and adds nothing to the other gradients, whatever its grad_out
 // holds; so does a row whose saved lse is infinite. (With a sink its lse is a number, and its grad_lse reaches the
@@ -74,7 +74,7 @@ struct AttentionBackwardProblem {
   DType grad_out_dtype = DType::f32;
   bool grad_bias = false, grad_sinks = false;  // wanted
   int64_t num_blocks = 0;                      // paged: of the cache
-  int64_t shared_blocks = 0;                   // paged: those that come more than once in the block table
+  int64_t shared_blocks = 0;                   // paged: blocks that come more than once in the block table
 };
 
 // A pure function of problem and machine; never of the number of threads.

@@ -178,7 +178,7 @@ TEST(AttentionBackwardMemory, LongCallsTakeLittleMemoryAndGiveTheGradients) {
       }
       return sum;
     };
-    // dQ of some rows, in double. dS is a difference of sums that may cancel: their parts tell the scale of its error.
+    // dQ of some rows, in double. dS is a difference of sums that may cancel: its error is on the scale of their terms.
     for (const int64_t query : {int64_t{1}, len / 3, len - 1}) {
       std::vector<double> p, dp, expected(kDim);
       double sum = 0, delta = 0, scale = 0;

@@ -453,7 +453,7 @@ TEST(AttentionContract, WhatTheRefusalsSpoilIsLegal) {
   }
 }
 
-// Parts of one fused buffer are interleaved, not overlapping: an output may lie between the inputs.
+// Tensors of one fused buffer are interleaved, not overlapping: an output may lie between the inputs.
 TEST(AttentionContract, InterleavedOutputIsNoOverlap) {
   Random random(seed());
   std::vector<float> fused(5 * 4 * 32);  // [token][query, key, value, out][32]

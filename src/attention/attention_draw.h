@@ -564,8 +564,8 @@ struct DrawCounts {
     const bool tiles = d.options.block_kv > 0 && ceil_div(d.longest_keys(), d.options.block_kv) >= 3;
     many_tiles += blocks && tiles ? 1 : 0;
   }
-  // Prints the histogram. Of enough draws half have at least three tiles in both directions, and each option is in a
-  // quarter.
+  // Prints the histogram. Of 1000 draws and more, half have at least three tiles in both directions and each option is
+  // in a quarter.
   void expect_shares(double worst_ratio) const {
     std::printf("%d draws, worst error / bound %.2f, with at least 3 tiles in both directions %.1f %%\n", draws,
                 worst_ratio, 100.0 * many_tiles / draws);

@@ -1,8 +1,8 @@
 // Questions with exact answers: which keys a row sees, where a page is, and that neither threads nor pages nor levels
 // change a bit.
 //
-// The probe: with Q = 0 all visible keys weigh the same, and with V[j] = 2^j the output times their number is the set
-// of visible keys, an integer.
+// The probe: with Q = 0 all visible keys weigh the same, and with V[j] = 2^j the output times the count of visible keys
+// is their set, an integer.
 #include <gtest/gtest.h>
 
 #include "attention/attention_problem.h"
@@ -159,7 +159,7 @@ TEST(AttentionExact, HardChoicesOfIntegersAgreeOnAllLevels) {
   }
 }
 
-// Large enough that every thread has work, with parts of the keys and waves of heads.
+// Large enough that every thread has work, with splits of the keys and waves of heads.
 TEST(AttentionExact, ThreadsDoNotChangeABit) {
   Random random(seed() + 1);
   struct Shape {

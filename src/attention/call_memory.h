@@ -134,7 +134,8 @@ class CallMemory {
   }
 
  private:
-  // The head's place in its wave's buffer, of which there are two. Where keys are split there is one wave.
+  // The head's place in the buffer of its wave; waves take the two buffers in turn. Where keys are split there is one
+  // wave.
   char* shared_head(int64_t head) const {
     return shared_ + head % (2 * plan_.heads_per_wave) * layout.shared_head_bytes;
   }
