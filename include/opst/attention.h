@@ -221,6 +221,7 @@ struct AttentionPlan {
   AttentionProduct product = AttentionProduct::f32;
   int64_t block_q = 0;         // rows of one task
   int64_t block_kv = 0;        // keys of one tile
+  int64_t tile_rows = 0;       // rows of one register tile, whose scores stay in L1
   int64_t kv_splits = 1;       // of the keys that a block may see; attended apart, then joined in key order
   int64_t keys_per_split = 0;  // a multiple of block_kv
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once

@@ -29,4 +29,4 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return sorted({*globals(), "flash_attention", "kv_cache", "matmul", "quant", "rowwise", "torch"})
+    return sorted({*globals(), "flash_attention", "hf", "kv_cache", "matmul", "quant", "rowwise", "torch"})

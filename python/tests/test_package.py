@@ -21,7 +21,7 @@ import sys, ops_transformer
 assert not any("ops_transformer." + name in sys.modules for name in ("flash_attention", "matmul", "quant", "rowwise", "torch"))
 assert "torch" not in sys.modules
 print(*(getattr(ops_transformer, name).__name__ for name in ("flash_attention", "kv_cache", "matmul", "quant", "rowwise")))
-print(set(ops_transformer.__all__) <= set(dir(ops_transformer)), "rowwise" in dir(ops_transformer))
+print(set(ops_transformer.__all__) <= set(dir(ops_transformer)), {"hf", "rowwise", "torch"} <= set(dir(ops_transformer)))
 """
     names = ["flash_attention", "kv_cache", "matmul", "quant", "rowwise"]
     assert said(program) == [f"ops_transformer.{name}" for name in names] + ["True", "True"]

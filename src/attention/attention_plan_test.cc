@@ -102,6 +102,7 @@ TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
       EXPECT_EQ(plan.product, AttentionProduct::f32);
     }
     const attention::Geometry g = attention::geometry_of(m.isa, plan.product);
+    EXPECT_EQ(plan.tile_rows, g.tile_rows);
     if (plan.kv_access == KvAccess::in_place) {
       EXPECT_TRUE(p.unit_stride_kv);
       EXPECT_LE(plan.block_q, g.tile_rows);

@@ -156,6 +156,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
       std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows, plan.block_kv));
   const int64_t blocks = ceil_div(rows, plan.block_q);
   if (pages) plan.block_kv = round_up(plan.block_kv, kPanelRows);
+  plan.tile_rows = g.tile_rows;
 
   // Path: measured from 1 to 4096 keys, full and causal, f32 and bf16, the standard form was nowhere faster. Where the
   // whole score matrix fits the cache, flash has a single tile and is the same computation with less memory.
