@@ -169,7 +169,7 @@ struct ForwardPages {
   }
 
   static OPST_NOINLINE bool values_finite(const KvTile& tile, int64_t columns) {
-    V not_finite = V::zero();  // 0 * x is NaN for the others
+    V not_finite = V::zero();  // 0 * x is NaN where x is Inf or NaN, and 0 elsewhere
     for (int64_t key = 0; key < tile.count; ++key) {
       for (int64_t d = 0; d < columns; d += kLanes) {
         not_finite = simd::fma(value_of_key(tile, key, d, columns), V::zero(), not_finite);
