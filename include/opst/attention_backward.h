@@ -82,7 +82,7 @@ struct AttentionBackwardPlan {
   AttentionProduct product = AttentionProduct::f32;
   int64_t block_q = 0;         // rows of queries that meet a tile of keys at a time
   int64_t block_kv = 0;        // keys of a tile; a task is one tile against all rows that see it
-  int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed queries are held at once, twice
+  int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed queries are one of the two buffers
   int64_t num_tasks = 0;       // of the whole call, packing not counted
   int64_t scratch_bytes_shared = 0;
   int64_t scratch_bytes_per_worker = 0;

@@ -28,7 +28,7 @@ AttentionProduct choose_product(const AttentionBackwardProblem& b, const Machine
   return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
 }
 
-// Keys per tile: three packed forms and two accumulators take a third of L2, which they share with a block of rows.
+// Keys per tile: three packed forms and two accumulators take a third of L2, a block of rows another third.
 // Three panels are whole register tiles of 12 keys in dV and dK; pairs of bf16, whose products take half the time, want
 // the longer rows of four (2048 keys, head_dim 128: f32 90.4 % of peak with 96 keys, 89.7 % with 128; bf16 83.7
 // and 84.2 %). Fewer where there would be too few tasks.
@@ -43,7 +43,7 @@ int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geome
   return std::min(keys, round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
 }
 
-// Rows per block: their Q, dO, dQ, P and dS take another third of L2. Whole register tiles.
+// Rows per block, whole register tiles: their Q, dO, dQ, P and dS take a third of L2.
 int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t block_kv) {
   const Size dims = Size(p.head_dim) + p.value_head_dim;
   const int64_t forms = g.step > 1 ? 2 : 1;

@@ -1,4 +1,4 @@
-// How tasks of one parallel loop wait for others that have begun before them.
+// How tasks of one parallel loop wait for tasks that have begun before them.
 #pragma once
 
 #include <atomic>
