@@ -134,7 +134,7 @@ struct AttentionOutputs {
 //   Philox4x32-10 with key = {low, high half of seed} and
 //   counter = {key index / 4, query index, batch * num_heads + head, low half of offset};
 //   word (key index % 4) of the result, as a 32-bit number, < keep_prob * 2^32 keeps the weight.
-// Indices are within the sequence. A call that holds a part of a larger problem says where the part begins.
+// Indices are within the sequence. A call that holds a piece of a larger problem says where the piece begins.
 struct DropoutOptions {
   double keep_prob = 1;  // in [2^-32, 1]
   uint64_t seed = 0;
@@ -222,7 +222,7 @@ struct AttentionPlan {
   int64_t block_q = 0;         // rows of one task
   int64_t block_kv = 0;        // keys of one tile
   int64_t tile_rows = 0;       // rows of one register tile, whose scores stay in L1
-  int64_t kv_splits = 1;       // of the keys that a block may see; attended apart, then joined in key order
+  int64_t kv_splits = 1;       // parts of the keys that a block may see; attended apart, then joined in key order
   int64_t keys_per_split = 0;  // a multiple of block_kv
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once
   int64_t num_tasks = 0;       // of the whole call, packing not counted

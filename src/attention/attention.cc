@@ -1,6 +1,6 @@
 // flash_attention_forward: check -> plan -> run.
 //
-// A task is a block of query rows of one (batch, KV head) pair against one split of its keys.
+// A task is a block of query rows of one (batch, KV head) pair against one part of its keys.
 //
 // Shared packed keys and values (packed_shared): heads go in waves of about 2 MB, so that packed tiles are still in
 // cache when they are read. All of the call is one parallel loop,
@@ -111,7 +111,7 @@ class ForwardCall {
     memory_.values_finite(head)[tile] = pack_values(head, first_key, count, w, packed);
   }
 
-  // One block of query rows against one split of the keys.
+  // One block of query rows against one part of the keys.
   void attend_block(int64_t head, int64_t block, int64_t split, int worker) const {
     const CallMemory::Worker w = memory_.worker(worker);
     const int64_t block_rows = memory_.block_rows(head), first_row = block * block_rows;

@@ -159,7 +159,7 @@ TEST(AttentionExact, HardChoicesOfIntegersAgreeOnAllLevels) {
   }
 }
 
-// Large enough that every thread has work, with splits of the keys and waves of heads.
+// Large enough that every thread has work, with parts of the keys and waves of heads.
 TEST(AttentionExact, ThreadsDoNotChangeABit) {
   Random random(seed() + 1);
   struct Shape {

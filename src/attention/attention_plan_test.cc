@@ -112,7 +112,7 @@ TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
       EXPECT_EQ(plan.block_q, rows);
     }
 
-    // The splits cover the keys, and each holds some.
+    // The parts cover the keys, and each holds some.
     EXPECT_GE(plan.kv_splits, 1);
     EXPECT_LE(plan.kv_splits, 16);
     EXPECT_EQ(plan.keys_per_split % plan.block_kv, 0);

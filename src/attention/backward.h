@@ -62,8 +62,8 @@ struct Backward {
   static OPST_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
   static OPST_INLINE S* accumulators(void* base) { return static_cast<S*>(base); }
 
-  // A register tile's share of `rows` rows (or keys): shares are of nearly equal height, in multiples of `unit`. Query
-  // rows have unit = kStep, so that words of the column forms stay whole.
+  // The rows (or keys) of a register tile. Tiles of nearly equal height, in multiples of `unit`: query rows have
+  // unit = kStep, so that words of the column forms stay whole.
   struct Part {
     int64_t first;
     int rows;
@@ -80,8 +80,8 @@ struct Backward {
     return {first, static_cast<int>(smaller(count, rows - first))};
   }
 
-  // Keys of the tile that some row of a Part sees: columns [begin, end), begin at the start of a panel, and `width`,
-  // the columns from begin on in whole vectors.
+  // Keys of the KV tile that some row of a register tile sees: columns [begin, end), begin at the start of a panel, and
+  // `width`, the columns from begin on in whole vectors.
   struct Span {
     int64_t begin = 0, end = 0, width = 0;
   };
@@ -196,7 +196,7 @@ struct Backward {
   struct Ruled {
     V c, kept_scale;
     bool drops, caps;
-    const S* slopes;       // [rows of the Part][stride]
+    const S* slopes;       // [rows of the register tile][stride]
     S* bias_grads;         // null, or likewise
     const KeepBits* bits;  // of the rows at hand
     OPST_INLINE Pair operator()(V score, V grad, const Row& row, int64_t first, int64_t column, int which) const {
@@ -216,7 +216,7 @@ struct Backward {
     }
   };
 
-  // S of a Part's rows by the rules; hidden pairs -inf.
+  // S of a register tile by the rules; hidden pairs -inf.
   static OPST_NOINLINE void shape(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores, S* slopes) {
     const int64_t origin = t.first_key + span.begin, count = span.end - span.begin;
     for (int64_t i = 0; i < part.rows; ++i) {
@@ -331,7 +331,7 @@ struct Backward {
     }
   }
 
-  // Columns [begin, end) of the column forms of P and dS become 0 for the rows of a Part.
+  // Columns [begin, end) of the column forms of P and dS become 0 for the rows of a register tile.
   static OPST_INLINE void clear(const GradBlock& b, Part part, int64_t begin, int64_t end) {
     for (int64_t w = part.first / kStep; w < words(part.first + part.rows); ++w) {
       S* p = reinterpret_cast<S*>(static_cast<Word*>(b.probability_columns) + w * b.scores_stride);
@@ -345,7 +345,7 @@ struct Backward {
 
   // ---- Sums over rows: dV and dK
 
-  // Spans of all Parts of a block against one tile.
+  // Spans of all register tiles of a block against one KV tile.
   static constexpr int kMaxParts = 4096 / kTileRows + 1;
   struct PartSpans {
     int64_t count = 0;
@@ -390,7 +390,7 @@ struct Backward {
     }
   }
 
-  // Where S and dP of a Part are computed.
+  // Where S and dP of a register tile are computed.
   static OPST_INLINE S* part_scores(const GradBlock& b, Part rows, Span span) {
     if constexpr (kStep == 1)
       return static_cast<S*>(b.probability_columns) + rows.first * b.scores_stride + span.begin;

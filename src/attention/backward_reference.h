@@ -2,7 +2,7 @@
 // them, and uses nothing that forward saved. For tests, benchmarks and tools.
 //
 //   reference_gradients   the equations in double (long double for f64 inputs)
-//   naive_gradients       their steps in f32 (double for f64), the result of each rounded to `storage`
+//   naive_gradients       the same operations in f32 (double for f64), each result rounded to `storage`
 //
 // Rules of pairs: a hidden pair, by a bias of -inf too, adds nothing to anything; a dropped one nothing to dV. A row
 // with an undefined softmax makes NaN what it reaches.

@@ -4,17 +4,17 @@
 //            c = |softmax_scale| log2(e), the sign is in Q
 // Shapes     Q [rows, head_dim]; K [keys, head_dim], V [keys, value_head_dim] in tiles; O [rows, value_head_dim]
 // Loop nest  for each KV tile                              one after the other, K and V of a tile stay in L2
-//              for each row block of MR <= 12 rows         its scores stay in L1 from first to last
+//              for each register tile of MR <= 12 rows     its scores stay in L1 from first to last
 //                for each panel of 32 keys                 scores [MR, 32] = Q K^T, running row maxima (gemm_tile.h)
 //                hide keys of partial tiles
 //                online softmax of [MR, keys] scores, in place
 //                for each panel of 32 columns              O [MR, 32] = alpha O + P V
 //              Where all keys are one tile, the last line is O [MR, 32] = (P V) / rowsum(P), written to the outputs.
 // Memory     f32, avx512, head_dim 128; block_q 120 and block_kv 256, as planned for 1 MB of L2:
-//              scores          [12][272]          13 KB   L1
-//              Q row block     [12][128]           6 KB   L1
-//              O row block     [12][128]           6 KB   L1; all of O, [120][128]: 60 KB L2
-//              K and V tile    2 x [256][128]    256 KB   L2; the next tile is prefetched while this one is multiplied
+//              of a register tile    scores     [12][272]          13 KB   L1
+//                                    Q and O    2 x [12][128]      12 KB   L1
+//              of the block          O          [120][128]         60 KB   L2
+//              of the KV tile        K and V    2 x [256][128]    256 KB   L2; the next tile is prefetched meanwhile
 // Numerics   S, O and the sums in f32 (f64 for f64). Exponents are c (S - m): exactly 0 where a row has its maximum, so
 //            that a row which sees one key has P = 1 and O = V to the bit. A row that has seen no key has m = -inf, and
 //            contributes exp2(-inf) = 0. P is rounded to bf16 for the pairwise product, the sums are not. exp2 results
@@ -56,7 +56,7 @@ OPST_INLINE RowBlock row_block(int64_t rows, int64_t index) {
   return {first, static_cast<int>(height + (index < taller ? 1 : 0))};
 }
 
-// Keys of a tile that at least one row of a row block sees: columns [begin, end) of the tile, begin at the start of a
+// Keys of a tile that some row of a register tile sees: columns [begin, end) of the tile, begin at the start of a
 // panel. Scores are computed for `width` columns from begin on, whole vectors. All rows see the columns
 // [common_begin, common_end), counted from begin; the others are hidden from some row, or padding. Of the panels that
 // all rows see, columns [whole_begin, whole_end), `score` takes the maxima; of the others `hide` does.
@@ -410,7 +410,7 @@ struct Forward {
     }
   }
 
-  // A row block's outputs where its only tile is the last: O = (P V) / sum. Leaves finish_rows nothing to do for it.
+  // A register tile's outputs where all keys are one tile: O = (P V) / sum. Leaves finish_rows nothing to do for it.
   static OPST_NOINLINE void weigh_and_finish(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
                                              const S* scores, int64_t stride, const char*& prefetch) {
     const FinishRows& f = *q.finish;
@@ -521,7 +521,7 @@ struct Forward {
     }
   }
 
-  // The standard path: all scores, then their softmax, then the weighted sum. A row block's scores of tile t begin at
+  // The standard path: all scores, then their softmax, then the weighted sum. A row's scores of KV tile t begin at
   // column t * (a tile's padded width) of the matrix.
   static void attend_standard(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, void* matrix,
                               int64_t matrix_stride) {
@@ -638,7 +638,7 @@ struct Forward {
     }
   }
 
-  // Joins the states of the splits in key order, divides once, writes outputs and statistics.
+  // Joins the parts in key order, divides once, writes outputs and statistics.
   static void finish_rows(const FinishRows& f) { finish_some(f, 0, f.rows); }
   static OPST_NOINLINE void finish_some(const FinishRows& f, int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -649,18 +649,18 @@ struct Forward {
       write_row(f, r, weights, row_end.scale, row_end.empty, f.out.seq_stride * i + f.out.head_stride * g);
     }
   }
-  // `scale`: what a row's accumulators are multiplied by, after the splits' weights. An empty row becomes 0 instead.
+  // `scale`: what a row's accumulators are multiplied by, after the parts' weights. An empty row becomes 0 instead.
   struct RowEnd {
     S scale;
     bool empty;
   };
-  // Joins the splits' states of row r, query i of head g, and writes its statistics.
+  // Joins the parts of row r, query i of head g, and writes its statistics.
   static OPST_INLINE RowEnd end_row(const FinishRows& f, int64_t r, int64_t i, int64_t g, S* weights) {
     const S c = static_cast<S>(f.exponent_scale);
     S max = -__builtin_inff();
     for (int64_t p = 0; p < f.num_parts; ++p) {
       const S part_max = *row_of(f.parts[p].max, r, 1);
-      max = part_max > max ? part_max : max;  // a NaN split reaches the sum through its weight
+      max = part_max > max ? part_max : max;  // a NaN part reaches the sum through its weight
     }
     S sum = 0;
     for (int64_t p = 0; p < f.num_parts; ++p) {

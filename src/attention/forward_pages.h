@@ -1,13 +1,13 @@
 // Attention forward over panel32 pages: keys and values are multiplied where they are, for any number of query rows.
 //
 // Computes   what forward.h computes; only where the operands of the two products come from differs
-// Shapes     a tile's keys in groups of 32, each somewhere in a page (kv_cache/page_layout.h):
+// Shapes     a tile's keys in stretches of 32 (`group` in names), each somewhere in a page (kv_cache/page_layout.h):
 //              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32) or 2 (bf16)
 //              value_rows[g]  [32 / e][value_head_dim] words
-// Loop nest  as forward.h. Values are multiplied in runs of groups that follow one another in memory (a page)
-// Memory     nothing is packed. Up to four rows the products are bound by the stream of pages: a tile's keys group by
-//            group, its values, the next tile's keys. While one group is read, the one that is 8 KB or more ahead of it
-//            is fetched (tile/stream_tile.h), whichever page that lies in
+// Loop nest  as forward.h. Values of stretches that follow one another in memory (in a page) are multiplied as one
+// Memory     nothing is packed. Up to four rows the products are bound by the stream of pages: a tile's keys, stretch
+//            by stretch, its values, the next tile's keys. While a stretch is read, the stretch 8 KB or more ahead is
+//            fetched (tile/stream_tile.h), whichever page holds it
 // Numerics   as forward.h. What lies in a page beyond the context never counts: its keys are hidden, its values are not
 //            multiplied, and half a pair is taken from a copy whose other half is 0. Whether the values of a partial
 //            tile are finite is looked up here, since no packing has seen them.
@@ -35,8 +35,8 @@ struct ForwardPages {
     return static_cast<const Stored*>(rows[key / kGroup]);
   }
 
-  // What is read after group `index` of a tile's keys, or of its values: `distance` groups later. Where nothing is
-  // known to follow, the group itself.
+  // The stretch that is read `distance` stretches after stretch `index` of a tile's keys (of its values). Where nothing
+  // is known to follow: the tile's last values (stretch `index` itself).
   static OPST_INLINE const Stored* key_group_ahead(const KvTile& tile, int64_t index, int64_t distance) {
     const int64_t count = num_groups(tile), next = index + distance;
     if (next < count) return static_cast<const Stored*>(tile.key_rows[next]);

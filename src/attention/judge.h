@@ -26,7 +26,7 @@ inline DType naive_storage(AttentionProduct product) {
 struct JudgedRows {
   std::string about;
   DType query_dtype, out_dtype;
-  DType storage;   // the type of naive's steps
+  DType storage;   // the type that naive rounds to
   int64_t kv_len;  // most keys of a row
   std::vector<attention::ReferenceRow> reference, naive;
   double score_scale, typical_value;                 // the largest of the reference's; of |value|
@@ -80,7 +80,7 @@ struct JudgedRows {
     double largest = typical_value;
     for (const double x : reference_out) largest = std::isfinite(x) ? std::max(largest, std::fabs(x)) : largest;
     options.extra = 4 * accumulator_epsilon() * (1 + score_scale) * largest + flushed;
-    // Among subnormal numbers each step may lose half of the smallest one.
+    // Among subnormal numbers each operation may lose half of the smallest one.
     options.extra += static_cast<double>(kv_len) *
                      (query_dtype == DType::f64 ? std::numeric_limits<double>::denorm_min() : 0x1p-149);
     const double out_epsilon = epsilon(out_dtype);
@@ -140,7 +140,7 @@ struct JudgedGradient {
   const char* name;
   std::string about;
   DType query_dtype;
-  DType storage;                         // the type of naive's steps
+  DType storage;                         // the type that naive rounds to
   int64_t lengths;                       // the most keys and the most queries of a sequence, together
   double score_scale;                    // the largest of the reference's
   bool non_finite = false;               // some input element is NaN or infinite

@@ -7,7 +7,7 @@
 //   begin_block     copies the query rows, empties the running softmax
 //   attend          once or more, tiles ascending; or attend_in_place, attend_pages; or attend_standard, once, with the
 //                   block's rows of the score matrix
-//   finish_rows     over the states of all splits of the keys. Where all keys are one tile, attend may write the
+//   finish_rows     over the states of all parts of the keys. Where all keys are one tile, attend may write the
 //                   outputs itself (QueryBlock::finish)
 //
 // A "word" is what the product multiplies per lane: f32, f64, or a pair of bf16 (layouts: tile/pack.h). "Accumulator
@@ -89,7 +89,7 @@ struct KvTile {
 };
 
 struct FinishRows {
-  const RowState* parts;  // num_parts states of the same rows, one for each split of the keys, in key order
+  const RowState* parts;  // num_parts states of the same rows, in key order
   int64_t num_parts;
   int64_t rows;
   int64_t value_head_dim, acc_stride;

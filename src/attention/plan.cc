@@ -83,7 +83,7 @@ AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
 
 // Keys per tile. The tile's packed K and V should take a quarter of L2: the next tile is being fetched meanwhile, and
 // query, output and scores want room. The scores of one register tile may outgrow L1 a little, since they are written
-// and read once in order, and larger tiles have fewer softmax steps (bf16, head_dim 64: 512 keys 79.4 %, 768 keys
+// and read once in order, and larger tiles have fewer softmax passes (bf16, head_dim 64: 512 keys 79.4 %, 768 keys
 // 80.0 %, 1024 keys 80.9 % of peak).
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t key_bytes = ((Size(p.head_dim) + p.value_head_dim) * g.word_bytes).value() / g.step;
@@ -184,8 +184,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead =
       plan.kv_access == KvAccess::packed_per_task && tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  // Where blocks of rows are too few to share out, the keys that a block may see are split, each split beginning at a
-  // tile.
+  // Where blocks of rows are too few to share out, the keys that a block may see are split: parts of whole tiles.
   int64_t keys = p.kv_len;
   if (!p.has_prefix) {
     const int64_t queries = ceil_div(plan.block_q - 1, p.num_heads / p.num_kv_heads) + 1;

@@ -2,7 +2,7 @@
 // with them. For tests, benchmarks and tools.
 //
 //   reference_row   the equation in double (long double for f64 inputs)
-//   naive_row       its steps in f32 (double for f64), the result of each rounded to `storage`: what a plain
+//   naive_row       the same operations in f32 (double for f64), each result rounded to `storage`: what a plain
 //                   implementation in that type achieves, hence the unit that errors are judged in
 //
 // Rules of rows: a row that sees no key, or whose scores are all -inf, has out = 0, lse = max = -inf, sum = 0; a sink
