@@ -51,8 +51,8 @@ struct Layout {
   // Tiles handed to a kernel in one call; more only cost memory for their descriptions.
   static constexpr int64_t kTilesPerCall = 16;
 
-  int64_t query_stride;   // in words
-  int64_t acc_stride;     // in accumulators, like the next two
+  int64_t query_stride;  // in words
+  int64_t acc_stride;    // in accumulators, like the next two
   int64_t scores_stride;
   int64_t matrix_stride;
   int64_t key_tile_bytes, value_tile_bytes;
