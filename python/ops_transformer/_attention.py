@@ -85,6 +85,15 @@ def split_options(function: str, options: Dict[str, Any], known: Tuple[str, ...]
     return tensors, numbers
 
 
+def check_dropout(function: str, arrays: Dict[str, Any], numbers: Dict[str, Any]) -> None:
+    """Refuses what says which weights a seed would drop beside a mask that says so itself."""
+    if arrays.get("drop_mask") is None:
+        return
+    for name in ("seed", "offset", "first_query", "first_key", "first_head", "total_heads"):
+        if numbers.get(name, 0) != 0:
+            raise ValueError(f"{function}: {name} is {numbers[name]}, but drop_mask says which weights are kept: give one of them")
+
+
 def check_word(name: str, value: Any, shown: Optional[str] = None) -> None:
     words = _WORDS.get(name)
     if words is not None and value not in words:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, NamedTuple, Optional
 
 from ._arrays import default_context, empty, output, view_of_new
-from ._attention import Options, core_call, read, split_options, starts
+from ._attention import Options, check_dropout, core_call, read, split_options, starts
 from ._calls import public
 from ._core import UNBOUNDED, Context
 
@@ -37,6 +37,7 @@ def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_tab
                          actual_seq_qlen: Any, numbers: Dict[str, Any], options: Dict[str, Any], writes: bool):
     """(operator, tensors, numbers) of a call."""
     arrays, more = split_options("paged_attention", options, _OPTIONS)
+    check_dropout("paged_attention", arrays, more)
     arrays.update(query=query, key=key_cache, value=value_cache, block_table=block_table, kv_lengths=kv_lengths)
     if sinks is not None:
         arrays["sinks"] = sinks

@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional
 import numpy as np
 
 from ._arrays import Tagged, default_context, view
-from ._attention import core_call, is_torch, split_options, to_view
+from ._attention import check_dropout, core_call, is_torch, split_options, to_view
 from ._calls import public
 from ._core import Context
 
@@ -51,6 +51,7 @@ def attention_weights(q: Any, k: Any, causal: bool = False, *, stage: str = "wei
     if stage not in _STAGES:
         raise ValueError(f'stage is "{stage}", must be one of {", ".join(_STAGES)}')
     arrays, numbers = split_options("attention_weights", options, OPTIONS)
+    check_dropout("attention_weights", arrays, numbers)
     if causal:
         numbers["causal"] = True
     known = (*_STAGES[stage], "softmax_scale")

@@ -22,7 +22,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from ._arrays import Tagged, default_context, empty, view, view_of_new
-from ._attention import DIFFERENTIABLE, Options, check_mask, core_call, is_torch, read, split_options, starts
+from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, is_torch, read, split_options, starts
 from ._calls import public
 from ._core import UNBOUNDED, Context
 from ._dropout import dropout_mask, pack_drop_mask
@@ -94,6 +94,7 @@ class _Problem:
             more, more_numbers = split_options(function, options, _SCORE_OPTIONS)
             arrays.update(more)
             self.numbers.update(more_numbers)
+        check_dropout(function, arrays, self.numbers)
         if padding_mask is not None:
             arrays["mask"] = _visible(arrays.get("mask"), padding_mask)
         self.given = query, key, value
@@ -177,7 +178,7 @@ def flash_attention_score(
     TND takes actual_seq_qlen and actual_seq_kvlen: where each sequence ends (lengths 2, 0, 3 -> [2, 2, 5]).
 
     keep_prob < 1 drops weights: which ones is a function of `seed` and position (dropout_mask tells); or drop_mask says so
-    (pack_drop_mask of [batch, N, query_len, kv_len], true = keep).
+    (pack_drop_mask of [batch, N, query_len, kv_len], true = keep), and then a seed, an offset or first_.. beside it is refused.
 
     Further options, by the names of opst/attention.h:
 
@@ -328,6 +329,7 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
     numbers: Dict[str, Any] = {}
     if options:
         arrays, numbers = split_options("flash_attention", options, _PLAIN_OPTIONS)
+        check_dropout("flash_attention", arrays, numbers)
     if causal:
         numbers["causal"] = True
     operator, tensors = read({"query": q, "key": k, "value": v, **arrays}, autocast=True)

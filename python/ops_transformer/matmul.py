@@ -99,13 +99,16 @@ def matmul_int(x: Any, weight: PackedIntWeight, *, x_scales: Any = None, bias: A
     """x . value^T + bias with an integer weight: x int8 with x_scales [m] (quant.dynamic_quant), or x float.
 
     dtype of the result: "i32" (x int8, the bare sums, to which an int32 bias is added), "f32", "bf16" or "f16"; default f32
-    for int8, else that of x.
+    for int8, else that of x. The sums are exact; one that leaves 32 bits with its int32 bias wraps around, as those of
+    torch._int_mm(x, q) + bias do.
     """
     tensor = rank(view(x), x, 2, "[m, k]")
     if out is None:
         if dtype not in (None, "i32", "f32", "bf16", "f16"):
             raise ValueError(f'dtype is "{dtype}", must be one of i32, f32, bf16, f16')
         out = empty(x, (tensor.shape[0], weight.n), dtype or ("f32" if tensor.dtype == "i8" else tensor.dtype))
+    elif dtype is not None and dtype != view(out).dtype:
+        raise ValueError(f'dtype is "{dtype}", but out is {view(out).dtype}')
     _core.matmul_int(context or default_context(), tensor, weight, output(out), optional_view(x_scales), optional_view(bias))
     return out
 

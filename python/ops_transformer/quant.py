@@ -34,9 +34,12 @@ def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = Fals
     float32 [rows, groups]; zeros int8 likewise, None without zero_points. Rounded to nearest, ties to even.
 
     With `scales` (and `zeros`) given, any strides, these are taken: static quantisation, values beyond the range become
-    its ends. groups and zero_points then say nothing.
+    its ends. groups and zero_points are for scales that are made here.
     """
     given = scales is not None
+    if given and (groups != 1 or zero_points):
+        what = f"groups is {groups}" if groups != 1 else "zero_points is True"
+        raise ValueError(f"{what}, which says how scales are made, but scales are given")
     rank(view(x), x, 2, "[rows, cols]")
     q = _integers_for(x, bits)
     if not given:

@@ -27,6 +27,8 @@ def pages(**options):
     return paged_attention(X, cache, cache, [[0, 1]], [5], **options)
 
 
+BITS = pack_drop_mask(np.ones((1, 2, 3, 3), bool))
+
 REFUSED = {
     "seed_negative": (lambda: score(seed=-1), "flash_attention_score: seed is -1, must be from 0 to 18446744073709551615"),
     "seed_too_large": (lambda: flash_attention(X, X, X, seed=2**64), "flash_attention: seed is 18446744073709551616, must be from 0"),
@@ -66,6 +68,15 @@ REFUSED = {
     "lengths_decimal": (lambda: pages(prefix=[1.5]), "prefix must be integers"),
     "merge_dtype": (lambda: merge_attention(X, X[..., 0], dtype="bfloat16"), 'dtype is "bfloat16", must be one of f32, bf16'),
     "accumulate": (lambda: merge_attention(X, X[..., 0], accumulate=True), "accumulate adds to what out holds"),
+    "seed_and_mask": (lambda: score(seed=3, keep_prob=0.5, drop_mask=BITS),
+                      "flash_attention_score: seed is 3, but drop_mask says which weights are kept: give one of them"),
+    "seed_and_mask_plain": (lambda: flash_attention(X, X, X, drop_mask=BITS, seed=3), "flash_attention: seed is 3, but drop_mask says"),
+    "seed_and_mask_grad": (lambda: flash_attention_grad(X, X, X, X, X[..., 0], X[..., 0], X, input_layout="BNSD", drop_mask=BITS, seed=3),
+                           "flash_attention_grad: seed is 3, but drop_mask says"),
+    "seed_and_mask_paged": (lambda: pages(seed=3, drop_mask=BITS), "paged_attention: seed is 3, but drop_mask says"),
+    "seed_and_mask_weights": (lambda: attention_weights(X, X, seed=3, drop_mask=BITS), "attention_weights: seed is 3, but drop_mask"),
+    "offset_and_mask": (lambda: score(offset=2, drop_mask=BITS), "offset is 2, but drop_mask says"),
+    "place_and_mask": (lambda: score(first_key=2, drop_mask=BITS), "first_key is 2, but drop_mask says"),
     "pack": (lambda: pack_drop_mask(np.ones((1, 1, 2, 2))), "pack_drop_mask: keep has dtype float64, must be bool"),
 }
 
@@ -77,6 +88,11 @@ def test_what_is_refused_and_how(case):
         call()
     assert message in str(error.value)
     assert "incompatible function arguments" not in str(error.value)
+
+
+def test_defaults_beside_a_mask_of_dropped_weights_are_no_contradiction():
+    options = dict(seed=0, offset=0, first_query=0, first_key=0, first_head=0, total_heads=0)
+    assert (score(keep_prob=0.5, drop_mask=BITS, **options)[0] == score(keep_prob=0.5, drop_mask=BITS)[0]).all()
 
 
 LAYOUTS = {

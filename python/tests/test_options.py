@@ -65,3 +65,41 @@ def test_products_with_int8_results_and_packed_embeddings(rng):
     xq = rng.integers(-9, 9, (3, 32), dtype=np.int8)
     sums = matmul.matmul_int(xq, matmul.pack_int(eight), dtype="i32", bias=i32)
     assert (sums == xq.astype(np.int32) @ eight.T.astype(np.int32) + i32).all()
+
+
+def test_a_sum_that_leaves_32_bits_with_its_bias_wraps(rng):
+    x, q = (rng.integers(-128, 128, (rows, 64), dtype=np.int8) for rows in (20, 16))
+    bias = np.repeat(np.array([2**31 - 1, -(2**31)], np.int32), 8)
+    exact = x.astype(np.int64) @ q.T.astype(np.int64) + bias
+    assert (np.abs(exact) > 2**31).any()
+    sums = matmul.matmul_int(x, matmul.pack_int(q), dtype="i32", bias=bias)
+    assert (sums == exact.astype(np.int32)).all()  # NumPy's conversion wraps
+    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+    theirs = torch._int_mm(torch.from_numpy(x), torch.from_numpy(q.T.copy())) + torch.from_numpy(bias)
+    assert (sums == theirs.numpy()).all()
+
+
+def test_options_that_would_say_nothing_are_refused(rng):
+    x, q = random(rng, 4, 8), rng.integers(-9, 9, (2, 8), dtype=np.int8)
+    scales = quant.quantize(x, groups=2)[1]
+    with pytest.raises(ValueError, match="quantize: groups is 2, which says how scales are made, but scales are given"):
+        quant.quantize(x, scales=scales, groups=2)
+    with pytest.raises(ValueError, match="quantize: zero_points is True, which says how scales are made, but scales are given"):
+        quant.quantize(x, scales=scales, zero_points=True)
+    assert quant.quantize(x, scales=scales, groups=1, zero_points=False)[0].shape == (4, 8)
+    packed, out = matmul.pack_int(q), np.empty((4, 2), np.float32)
+    with pytest.raises(ValueError, match='matmul_int: dtype is "bf16", but out is f32'):
+        matmul.matmul_int(x, packed, dtype="bf16", out=out)
+    assert matmul.matmul_int(x, packed, dtype="f32", out=out) is out
+
+
+def test_norms_of_rows_whose_squares_overflow(rng):
+    x, w = np.full((1, 8), 1e20, np.float32), np.full(8, 2, np.float32)
+    x[0, 0] *= -1
+    assert (rowwise.rms_norm(x, w) == 0).all() and (rowwise.add_rms_norm(x, x, w)[0] == 0).all()
+    assert (rowwise.layer_norm(x, w, w) == 2).all()
+    assert all((gradient == 0).all() for gradient in rowwise.rms_norm_backward(np.ones_like(x), x, w))
+    assert all((gradient == 0).all() for gradient in rowwise.layer_norm_backward(np.ones_like(x), x, w)[:2])
+    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+    assert (torch.nn.functional.rms_norm(torch.from_numpy(x), (8,)) == 0).all()
+    assert torch.nn.functional.layer_norm(torch.from_numpy(x), (8,)).isnan().all()
