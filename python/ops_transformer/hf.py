@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,21 @@ def _is_all(padding: Tensor) -> bool:
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
+def _weights_are_wanted(module: torch.nn.Module, keywords: Dict[str, Any]) -> bool:
+    """Whether the model's caller wants attention weights, by whichever way the wish comes here: passed on as a keyword; in the
+    configuration, which models read themselves; or, where a model keeps the keyword to itself (GPT-2), by what transformers
+    collects at this moment."""
+    if "output_attentions" in keywords:
+        return bool(keywords["output_attentions"])
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():  # a graph must not depend on what is collected now
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
+
+
 def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor],
                       dropout: float = 0.0, scaling: Optional[float] = None, sliding_window: Optional[int] = None,
                       softcap: Optional[float] = None, is_causal: Optional[bool] = None, s_aux: Optional[Tensor] = None,
@@ -103,8 +118,7 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
     that name makes it, or a mask of the caller's own: bool (true: visible) or added to the scores. The rules of the layer (is_causal,
     or module.is_causal; sliding_window) hold where there is no mask, and beside one of [batch, 1, 1, kv_len].
     """
-    # The models that read it from their configuration do not pass it on.
-    if kwargs.get("output_attentions", getattr(getattr(module, "config", None), "output_attentions", False)):
+    if _weights_are_wanted(module, kwargs):
         warnings.warn("ops_transformer: attention weights are not kept, so output_attentions=True gives None for them; "
                       'attn_implementation="eager" has them', stacklevel=2)
     options: dict = {}

@@ -1,6 +1,8 @@
 """ops_transformer.hf: models of the package transformers with random weights, ours beside its eager attention: logits, gradients
 of all parameters, generated tokens; and no mask where a rule does."""
 
+import warnings
+
 import pytest
 from conftest import required
 
@@ -178,10 +180,18 @@ def test_dropout_repeats():
 
 
 def test_attention_weights_that_are_asked_for_and_not_kept_are_warned_of():
+    """GPT-2 takes the keyword away before the attention function sees it."""
     ids = torch.arange(6)[None]
-    for config, options in (({}, {"output_attentions": True}), ({"output_attentions": True}, {})):
-        config = transformers.LlamaConfig(**GROUPED, **config)
+    for name in ("Llama", "GPT2", "OPT", "GPTNeoX", "Mixtral"):
+        for config, options in (({}, {"output_attentions": True}), ({"output_attentions": True}, {})):
+            config = getattr(transformers, f"{name}Config")(**DECODERS[name], **config)
+            config._attn_implementation = "ops_transformer"
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+            with pytest.warns(UserWarning, match='output_attentions=True gives None for them; attn_implementation="eager" has them'):
+                model(ids, **options)
+        config = getattr(transformers, f"{name}Config")(**DECODERS[name])
         config._attn_implementation = "ops_transformer"
-        model = transformers.LlamaForCausalLM(config).eval()
-        with pytest.warns(UserWarning, match="output_attentions=True gives"):
-            model(ids, **options)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(ids, output_hidden_states=True)
