@@ -26,6 +26,9 @@ namespace opst {
 //   x, out  [.., features], rank 1 to 5, the same dtype
 //   weight  [features], f32 or the dtype of x
 // eps >= 0 lies inside the root.
+// Range: squares are summed in f32. A row whose sum of squares is above 3.4e38 (elements from about 1.8e19 on, which
+// f16 has not) has rstd = 0 and gives zeros, and zeros as gradients, as torch's rms_norm does; where in the backward
+// pass products of grad_out, weight and x overflow as well, grad_x is NaN.
 struct RmsNormOptions {
   double eps = 1e-5;
   std::optional<Tensor> rstd = {};  // f32 [..]: written as well
@@ -59,6 +62,8 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
 //   mean[..] = mean_j x[.., j],  rstd[..] = 1 / sqrt(mean_j (x[.., j] - mean[..])^2 + eps)
 //   x, out        [.., features], rank 1 to 5, the same dtype
 //   weight, bias  [features], f32 or the dtype of x; absent: 1 and 0
+// Range: a row whose sum of squared differences is above 3.4e38 has rstd = 0 and gives its bias, with gradients of x
+// and weight that are 0 (torch's layer_norm gives NaN); one whose sum is above it gives NaN.
 struct LayerNormOptions {
   double eps = 1e-5;
   std::optional<ConstTensor> weight = {};

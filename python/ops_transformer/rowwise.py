@@ -33,7 +33,11 @@ def _statistic(x: Any, wanted: bool) -> Any:
 @public(torch="_torch_rowwise")
 def rms_norm(x: Any, weight: Any, eps: float = 1e-5, *, return_rstd: bool = False, out: Any = None,
              context: Optional[Context] = None) -> Any:
-    """x / sqrt(mean(x^2) + eps) * weight. return_rstd: (out, rstd), rstd = 1 / sqrt(mean(x^2) + eps) float32 [..]."""
+    """x / sqrt(mean(x^2) + eps) * weight. return_rstd: (out, rstd), rstd = 1 / sqrt(mean(x^2) + eps) float32 [..].
+
+    Squares are summed in float32: a row whose sum is above 3.4e38 (elements from about 1.8e19 on) has rstd = 0 and gives
+    zeros, as torch's rms_norm does.
+    """
     out, rstd = _like(x, out), _statistic(x, return_rstd)
     _core.rms_norm(context or default_context(), view(x), view(weight), output(out), eps, optional_view(rstd))
     return (out, rstd) if return_rstd else out
@@ -53,7 +57,7 @@ def add_rms_norm(a: Any, b: Any, weight: Any, eps: float = 1e-5, *, return_rstd:
 def rms_norm_backward(grad_out: Any, x: Any, weight: Any, eps: float = 1e-5, *, grad_sum: Any = None,
                       context: Optional[Context] = None) -> Tuple[Any, Any]:
     """(grad_x, grad_weight). With x = a + b of add_rms_norm and grad_sum the gradient of that sum, grad_x is the gradient
-    of a and of b."""
+    of a and of b. Rows of rstd = 0 (rms_norm) give zeros, or NaN where products of grad_out, weight and x overflow as well."""
     grad_x, grad_weight = _like(x), _like(weight)
     _core.rms_norm_backward(context or default_context(), view(grad_out), view(x), view(weight), view(grad_x),
                             view(grad_weight), eps, optional_view(grad_sum))
@@ -64,7 +68,11 @@ def rms_norm_backward(grad_out: Any, x: Any, weight: Any, eps: float = 1e-5, *, 
 def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *, return_statistics: bool = False,
                out: Any = None, context: Optional[Context] = None) -> Any:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias. return_statistics: (out, mean, rstd), the latter float32 [..],
-    rstd = 1 / sqrt(var(x) + eps)."""
+    rstd = 1 / sqrt(var(x) + eps).
+
+    A row whose squared differences to the mean sum to more than 3.4e38 has rstd = 0 and gives its bias (torch's layer_norm:
+    NaN); one whose elements do gives NaN.
+    """
     out = _like(x, out)
     mean, rstd = _statistic(x, return_statistics), _statistic(x, return_statistics)
     _core.layer_norm(context or default_context(), view(x), optional_view(weight), optional_view(bias), output(out), eps,
