@@ -54,6 +54,10 @@ def _sampling(function: str, temperature: float, top_k: int, top_p: float, seed:
         raise ValueError(f"{function}: top_k is {top_k}, must be >= 0")
     if not 0 < option(function, "top_p", "float", top_p) <= 1:
         raise ValueError(f"{function}: top_p is {top_p}, must be in (0, 1]")
+    if temperature == 0:
+        for name, value, unused in (("top_k", top_k, 0), ("top_p", top_p, 1), ("seed", option(function, "seed", "int", seed), 0)):
+            if value != unused:
+                raise ValueError(f"{function}: {name} is {value}, but temperature is 0, which always takes the likeliest token")
     return (temperature == 0, option(function, "top_k", "int", top_k), option(function, "top_p", "float", top_p), temperature,
             option(function, "seed", "int", seed))
 
@@ -163,6 +167,8 @@ class Model:
         max_tokens = _max_tokens(name, max_tokens)
         ignore_end = option(name, "ignore_end", "bool", ignore_end)
         if option(name, "chat", "bool", chat):
+            if not option(name, "add_bos", "bool", add_bos):
+                raise ValueError(f"{name}: add_bos is False, but with chat=True the model's template says how a text begins")
             turns = [("system", _text(name, "system", system))] if system is not None else []
             ids = self._model.chat_ids(turns + [("user", _text(name, "prompt", prompt))])
         elif system is not None:

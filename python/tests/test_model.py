@@ -70,9 +70,17 @@ def test_options_are_refused_by_name(model):
         (ValueError, {"temperature": float("nan")}),
         (TypeError, {"chat": 1}),
         (ValueError, {"system": "x"}),
+        (ValueError, {"top_k": 40}),
+        (ValueError, {"top_p": 0.9, "temperature": 0.0}),
+        (ValueError, {"seed": 7}),
+        (ValueError, {"add_bos": False, "chat": True}),
     ]:
         with pytest.raises(error, match=next(iter(options))):
             model.generate("x", **options)
+
+
+def test_defaults_say_nothing_and_are_taken(model):
+    assert model.generate("x", max_tokens=1, temperature=0, top_k=0, top_p=1, seed=0) == model.generate("x", max_tokens=1)
 
 
 def test_what_is_no_prompt_is_refused(model):
