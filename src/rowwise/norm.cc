@@ -1,5 +1,6 @@
 // rms_norm, add_rms_norm, layer_norm and their gradients.
 #include <algorithm>
+#include <limits>
 
 #include "core/convert.h"
 #include "core/guarded.h"
@@ -37,6 +38,16 @@ void run_row(const NormCall& call, int64_t row) {
                                       call.x.shape[call.x.rank - 1], call.eps);
   if (call.mean != nullptr) *row_number(*call.mean, row) = moments.mean;
   if (call.rstd != nullptr) *row_number(*call.rstd, row) = moments.rstd;
+}
+
+// Of rows without elements: means of nothing, as 0 / 0 is.
+void fill_statistics_of_nothing(Context& context, const NormCall& call) {
+  if (call.x.shape[call.x.rank - 1] != 0 || (call.mean == nullptr && call.rstd == nullptr)) return;
+  for_each_row(context, num_rows(call.x), 1, [&](int64_t row) {
+    for (const Tensor* const numbers : {call.mean, call.rstd}) {
+      if (numbers != nullptr) *row_number(*numbers, row) = std::numeric_limits<float>::quiet_NaN();
+    }
+  });
 }
 
 struct NormBackwardCall {
@@ -157,6 +168,7 @@ Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weigh
         .eps = options.eps,
         .mean = nullptr,
         .rstd = address(options.rstd)};
+    fill_statistics_of_nothing(context, call);
     for_each_row(context, num_rows(x), check["features"], [&](int64_t row) { run_row(call, row); });
     return {};
   });
@@ -183,6 +195,7 @@ Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b
                                     .mean = nullptr,
                                     .rstd = address(options.rstd)};
     const int64_t features = check["features"];
+    fill_statistics_of_nothing(context, call);
     for_each_row(context, num_rows(a), features, [&](int64_t row) {
       add_rows(row_of(a, row), row_of(b, row), row_of(sum, row), features);
       run_row(call, row);
@@ -251,6 +264,7 @@ Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, con
         .eps = options.eps,
         .mean = address(options.mean),
         .rstd = address(options.rstd)};
+    fill_statistics_of_nothing(context, call);
     for_each_row(context, num_rows(x), check["features"], [&](int64_t row) { run_row(call, row); });
     return {};
   });

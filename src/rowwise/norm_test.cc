@@ -351,5 +351,24 @@ TEST(Norm, ZeroSizesAreLegalAndGiveZeroGradients) {
   EXPECT_TRUE(rms_norm_backward(context, narrow, narrow, nothing, {.x = narrow, .weight = nothing}).ok());
 }
 
+// They held what was there before.
+TEST(Norm, StatisticsOfRowsWithoutElementsAreNaN) {
+  Context& context = contexts_with_threads(2).back().context;
+  const Tensor narrow = Tensor::contiguous(DType::f32, {3, 0}, nullptr),
+               nothing = Tensor::contiguous(DType::f32, {0}, nullptr);
+  for (const Kind kind : {Kind::rms, Kind::add_rms, Kind::layer}) {
+    std::vector<float> means(3, 7.0f), rstds(3, 7.0f);
+    const Tensor mean = Tensor::contiguous(DType::f32, {3}, means.data()),
+                 rstd = Tensor::contiguous(DType::f32, {3}, rstds.data());
+    if (kind == Kind::rms) ASSERT_TRUE(rms_norm(context, narrow, nothing, narrow, {.rstd = rstd}).ok());
+    if (kind == Kind::add_rms) {
+      ASSERT_TRUE(add_rms_norm(context, narrow, narrow, nothing, narrow, narrow, {.rstd = rstd}).ok());
+    }
+    if (kind == Kind::layer) ASSERT_TRUE(layer_norm(context, narrow, narrow, {.mean = mean, .rstd = rstd}).ok());
+    for (const float r : rstds) EXPECT_TRUE(std::isnan(r));
+    for (const float m : means) EXPECT_EQ(std::isnan(m), kind == Kind::layer);
+  }
+}
+
 }  // namespace
 }  // namespace opst
