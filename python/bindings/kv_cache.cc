@@ -31,6 +31,7 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> page_shapes(const std::str
   const PageLayout parsed = parse_layout(layout);
   const DType type = parse_dtype(dtype);
   for (const auto& [name, size] : {std::pair{"num_blocks", num_blocks},
+                                   {"block_size", block_size},
                                    {"num_kv_heads", num_kv_heads},
                                    {"head_dim", head_dim},
                                    {"value_head_dim", value_head_dim}}) {

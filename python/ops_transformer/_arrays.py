@@ -71,6 +71,19 @@ class Tagged(NamedTuple):
     dtype: str
 
 
+def short(value: Any) -> str:
+    """A value as a message shows it. Not all have a text: integers of many thousand digits, foreign objects."""
+    try:
+        shape = getattr(value, "shape", None)
+        if shape is not None and not isinstance(value, np.generic):
+            return f"{type(value).__name__} {list(shape)}" if shape != () else f"{type(value).__name__} {value}"
+        text = repr(value)
+    except Exception:
+        many = type(value) is int
+        return f"an integer of {value.bit_length()} bits" if many else f"an object of {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def refusal(kind: type, value: Any, text: str, name: Optional[str] = None) -> Exception:
     """An error about `value`, `name text`. Where the name is not known here, `_calls.public` finds the argument that is
     `value` and names it."""
@@ -201,17 +214,23 @@ def integer_array(values: Any, name: Optional[str] = None) -> np.ndarray:
     shown = _unmasked(values, values, name)
     try:
         array = np.asarray(shown)
-    except (TypeError, ValueError, OverflowError) as error:
+    except MemoryError:
+        raise refusal(MemoryError, values, "holds more integers than memory does", name) from None
+    except Exception as error:  # NumPy's, or the object's own
         said = _ragged(values) or f"must be integers (int32 or int64): {error}"
-        raise refusal(type(error) if isinstance(error, (TypeError, ValueError)) else ValueError, values, said, name) from None
+        raise refusal(type(error) if type(error) in (TypeError, ValueError) else
+                      ValueError if isinstance(error, OverflowError) else TypeError, values, said, name) from None
     if isinstance(values, (list, tuple)):
         array = _checked_list(values, array, name)
-    if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
-        raise refusal(ValueError, values, f"holds {int(array.max())}, which int64 does not", name)
     if array.dtype.kind not in "iu":
         raise refusal(TypeError, values, f"must be integers (int32 or int64), but is {array.dtype}", name)
-    plain = array.dtype in (np.dtype(np.int32), np.dtype(np.int64)) and array.dtype.isnative
-    return array if plain else array.astype(np.int64)
+    if array.dtype in (np.dtype(np.int32), np.dtype(np.int64)) and array.dtype.isnative:
+        return array
+    # The copy first: a repeated element may be too many to be looked at, and then there is no memory for them.
+    copy = array.astype(np.int64)
+    if array.dtype.kind == "u" and array.itemsize == 8 and copy.size and int(copy.min()) < 0:
+        raise refusal(ValueError, values, f"holds {int(array.max())}, which int64 does not", name)
+    return copy
 
 
 def _checked_list(values: Sequence[Any], array: np.ndarray, name: Optional[str]) -> np.ndarray:
@@ -225,11 +244,11 @@ def _checked_list(values: Sequence[Any], array: np.ndarray, name: Optional[str])
             raise refusal(TypeError, values, f"must be integers, but its {place} is the bool {element}", name)
         try:
             number = element.__index__()
-        except (AttributeError, TypeError):
-            raise refusal(TypeError, values, f"must be integers, but its {place} is {element!r} ({_kind(element)})",
+        except Exception:  # of an object that is no integer, or of its own
+            raise refusal(TypeError, values, f"must be integers, but its {place} is {short(element)} ({_kind(element)})",
                           name) from None
         if not -(2**63) <= number < 2**63:
-            raise refusal(ValueError, values, f"holds {number} as {place}, which int64 does not", name)
+            raise refusal(ValueError, values, f"holds {short(number)} as {place}, which int64 does not", name)
     return array.astype(np.int64, copy=False)
 
 
@@ -245,9 +264,16 @@ def _ragged(values: Any) -> Optional[str]:
     return None
 
 
+def _shape_of(element: Any) -> Any:
+    try:
+        return getattr(element, "shape", ())
+    except Exception:  # the object's own
+        return ()
+
+
 def _elements(values: Sequence[Any], at: tuple = ()):
     for i, element in enumerate(values):
-        if isinstance(element, (list, tuple)) or (hasattr(element, "shape") and element.shape != ()):
+        if isinstance(element, (list, tuple)) or _shape_of(element) != ():
             yield from _elements(element, (*at, i))
         else:
             yield (*at, i), element
@@ -281,7 +307,7 @@ def _numpy_memory(memory: Any, dtype: Optional[str], value: Any, name: Optional[
     # The name of a dtype takes a microsecond to find, the kind of ml_dtypes' types none.
     if isinstance(memory, np.ndarray) and memory.dtype.kind == "V" and memory.dtype.name == "bfloat16" and dtype is None:
         return memory.view(np.uint16), "bf16"
-    if dtype is None and getattr(memory, "dtype", None) == np.uint16:
+    if dtype is None and isinstance(memory, (np.ndarray, np.generic)) and memory.dtype == np.uint16:
         raise refusal(ValueError, value, 'has dtype uint16, which says nothing about its elements: '
                       'ops_transformer.Tagged(array, "bf16") (or "f16") says what the 16 bits are', name)
     return memory, dtype

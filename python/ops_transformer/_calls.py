@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Optional, TypeVar
 
 import numpy as np
 
-from ._arrays import is_torch
+from ._arrays import is_torch, short
 from ._core import Context, PackedIntWeight, PackedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,12 +28,14 @@ class _Misfit(Exception):
 
 def _integer(name: str, value: Any) -> int:
     if type(value) is not int:
-        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        if isinstance(value, (bool, np.bool_)):
             raise _Misfit(TypeError, "an integer")
         try:
             value = value.__index__()
-        except TypeError:
+        except Exception:  # of an object that is no integer, or of its own
             raise _Misfit(TypeError, "an integer") from None
+        if not isinstance(value, int):
+            raise _Misfit(TypeError, "an integer")
     low, high = (0, 2**64) if name in _UNSIGNED else (-(2**63), 2**63)
     if not low <= value < high:
         raise _Misfit(ValueError, f"from {low} to {high - 1}")
@@ -45,13 +47,14 @@ def _number(name: str, value: Any) -> float:
         return value
     if is_torch(value):
         raise _Misfit(TypeError, f"a number (float({name})): no gradient flows through it")
-    if isinstance(value, (bool, np.bool_, str, bytes, complex)) or not (hasattr(value, "__float__")
-                                                                         or hasattr(value, "__index__")):
+    if isinstance(value, (bool, np.bool_, str, bytes, complex)):
         raise _Misfit(TypeError, "a number")
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise _Misfit(TypeError, "a number") from None
+        if hasattr(value, "__float__") or hasattr(value, "__index__"):
+            return float(value)
+    except Exception:  # the object's own
+        pass
+    raise _Misfit(TypeError, "a number")
 
 
 def _truth(name: str, value: Any) -> bool:
@@ -65,6 +68,11 @@ def _truth(name: str, value: Any) -> bool:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _Misfit(TypeError, "a text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _Misfit(ValueError, "a text of whole characters") from None
     return value
 
 
@@ -100,15 +108,6 @@ _KINDS: Dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _short(value: Any) -> str:
-    """A value as a message shows it."""
-    shape = getattr(value, "shape", None)
-    if shape is not None and not isinstance(value, np.generic):
-        return f"{type(value).__name__} {list(shape)}" if shape != () else f"{type(value).__name__} {value}"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _kind_of(annotation: Any):
     """(check, whether None is taken) of an annotation's text; None where it names no option."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
@@ -129,7 +128,7 @@ def checked(function: str, name: str, kind: Any, value: Any) -> Any:
         if is_torch(value):  # its values may be those of a compiler or a transform, which have no text
             raise kind(f"{function}: {name} is a torch tensor, must be {text}") from None
         none = " or None" if optional else ""
-        shown = f"{_short(value)} ({type(value).__name__})" if kind is TypeError and value is not None else _short(value)
+        shown = f"{short(value)} ({type(value).__name__})" if kind is TypeError and value is not None else short(value)
         raise kind(f"{function}: {name} is {shown}, must be {text}{none}") from None
 
 
@@ -151,10 +150,13 @@ def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Except
     if hasattr(error, "name_given"):
         found = [error.name_given] if error.name_given else [name for name, value in arguments.items() if value is error.value]
         return type(error)(f"{function}: {found[0] if found else 'an argument'} {error.text}")
-    # A kind of its own may be made of other things than a text, as UnicodeError is.
-    if type(error) not in (TypeError, ValueError, MemoryError) or text.startswith(function):
-        return error
-    return type(error)(f"{function}: {text}")
+    for kind in (TypeError, ValueError, MemoryError):
+        # NumPy and Python have narrower kinds, such as UnicodeError, which may be made of other things than a text.
+        if isinstance(error, kind) and not (type(error) is kind and text.startswith(function)):
+            return kind(f"{function}: {text}")
+    if type(error) is RuntimeError and not text.startswith(function):
+        return RuntimeError(f"{function}: {text}")
+    return error
 
 
 def _has_tensor(args: tuple, kwargs: Dict[str, Any]) -> bool:

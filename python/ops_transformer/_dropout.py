@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ._arrays import Tagged, refusal
 from ._calls import public
 
 _ROUNDS = 10
@@ -47,9 +48,15 @@ def dropout_mask(batch: int, num_heads: int, query_len: int, kv_len: int, keep_p
     return words < keep_prob * 2.0**32
 
 
+@public
 def pack_drop_mask(keep: Any) -> np.ndarray:
     """bool [batch, num_heads, query_len, kv_len], true = keep, as the packed bits that drop_mask takes."""
-    keep = np.asarray(keep)
-    if keep.dtype != np.bool_:
-        raise TypeError(f"pack_drop_mask: keep has dtype {keep.dtype}, must be bool (true: keep)")
-    return np.packbits(keep.reshape(-1), bitorder="little")
+    if isinstance(keep, Tagged) and keep.dtype == "bool":
+        keep = np.asarray(keep.array) != 0
+    try:
+        bits = np.asarray(keep)
+    except Exception as error:  # NumPy's, or the object's own
+        raise refusal(TypeError, keep, f"must be an array of bool (true: keep): {error}", "keep") from None
+    if bits.dtype != np.bool_:
+        raise refusal(TypeError, keep, f"has dtype {bits.dtype}, must be bool (true: keep)", "keep")
+    return np.packbits(bits.reshape(-1), bitorder="little")

@@ -47,6 +47,8 @@ def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_tab
     if len(shape) != rank:
         raise ValueError(f"query has {len(shape)} dimensions, must have {rank} {'with' if rank == 3 else 'without'} "
                          "actual_seq_qlen")
+    if not tensors["value"].shape:
+        raise ValueError("value_cache must be pages (kv_cache.new_pages), but its shape is []")
     if rank == 3:
         tensors["cu_seqlens_q"] = starts(operator, "actual_seq_qlen", actual_seq_qlen, "query", shape[0])
     numbers = {name: number for name, number in {**numbers, **more}.items() if number != Options._field_defaults[name]}

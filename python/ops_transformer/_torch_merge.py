@@ -13,6 +13,14 @@ _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "
 def merge(parts: Tensor, lse: Optional[Tensor], largest: Optional[Tensor], total: Optional[Tensor],
           dtype: Optional[str]) -> Tuple[Optional[Tensor], ...]:
     """(out, softmax_lse, None, None), or (out, None, softmax_max, softmax_sum)."""
+    if parts.dtype not in _DTYPES.values():
+        raise ValueError(f"attention_out is {parts.dtype}, must be float32, bfloat16, float16 or float64")
+    if not 2 <= parts.dim() <= 5:
+        raise ValueError(f"attention_out must be [parts, .., D] of at most 5 dimensions, but its shape is {list(parts.shape)}")
+    if not 1 <= parts.shape[0] <= 4096:
+        raise ValueError(f"attention_out dim 0 (parts) is {parts.shape[0]}, must be 1 to 4096")
+    if dtype is not None and (dtype == "f64") != (parts.dtype == torch.float64):
+        raise ValueError(f"dtype is {dtype}, but the parts are {parts.dtype}: float64 goes with float64 alone")
     real = torch.float64 if parts.dtype == torch.float64 else torch.float32
     wanted = parts.shape[:-1]
     for name, tensor in (("softmax_lse", lse), ("softmax_max", largest), ("softmax_sum", total)):

@@ -21,7 +21,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ._arrays import Tagged, default_context, empty, view, view_of_new
+from ._arrays import Tagged, default_context, empty, refusal, short, view, view_of_new
 from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, is_torch, read, split_options, starts
 from ._calls import public
 from ._core import UNBOUNDED, Context
@@ -263,10 +263,14 @@ def flash_attention_grad(
     if (softmax_lse is None) == (softmax_max is None) or (softmax_max is None) != (softmax_sum is None):
         raise ValueError("the statistics that flash_attention_score gave are needed: softmax_max and softmax_sum, or softmax_lse "
                          "in their place")
-    wanted = tuple(wanted)
+    try:
+        wanted = tuple(wanted)
+    except Exception:  # of an object that is no sequence, or of its own
+        raise refusal(TypeError, wanted, f"is {short(wanted)}, must be names among {', '.join(DIFFERENTIABLE)}", "wanted") from None
     for name in wanted:
-        if name not in DIFFERENTIABLE:
-            raise ValueError(f'wanted has "{name}", must be among {", ".join(DIFFERENTIABLE)}')
+        if not isinstance(name, str) or name not in DIFFERENTIABLE:
+            raise ValueError(f'wanted has "{name if isinstance(name, str) else short(name)}", must be among '
+                             f'{", ".join(DIFFERENTIABLE)}')
         if (name == "bias" and bias is None) or (name == "sinks" and sinks is None):
             raise ValueError(f'wanted has "{name}", but {name} is not given')
     problem = _Problem(
@@ -338,6 +342,8 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
     if len(rows) != (3 if varlen else 4):
         form = "[tokens, heads, head_dim] with cu_seqlens_q" if varlen else "[batch, heads, length, head_dim]"
         raise ValueError(f"q must be {form}, but its shape is {list(rows)}")
+    if not tensors["value"].shape:
+        raise ValueError("v must have the dimensions of k, but its shape is []")
     if operator is not None:
         out, lse, *_ = operator.attend(tensors, numbers, order="TND" if varlen else "BNSD", context=context)
         return (out, lse) if return_lse else out

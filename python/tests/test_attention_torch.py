@@ -372,3 +372,13 @@ def test_merge_of_torch_parts_is_the_same_with_and_without_gradients(torch):
         assert torch.allclose(a, b, atol=1e-6)
     grads = torch.autograd.grad(with_gradients.attention_out.sum() + with_gradients.softmax_lse[:4].sum(), [out, lse])
     assert all(torch.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("shape, kind, options", [
+    ((2, 3, 4), "float32", {"dtype": "f64"}), ((2, 3, 4), "float64", {"dtype": "f32"}), ((0, 3, 4), "float32", {}),
+    ((4,), "float32", {}), ((2, 1, 1, 1, 3, 4), "float32", {}), ((4097, 1, 2), "float32", {})])
+def test_merge_refuses_with_gradients_what_it_refuses_without(torch, shape, kind, options):
+    parts, lse = (torch.ones(size, dtype=getattr(torch, kind)) for size in (shape, shape[:-1]))
+    for out in (parts, parts.clone().requires_grad_()):
+        with pytest.raises(ValueError, match="^merge_attention: "):
+            merge_attention(out, lse, **options)

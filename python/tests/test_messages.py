@@ -159,3 +159,63 @@ def test_pages_that_nobody_can_count_are_refused(layout):
         with pytest.raises(MemoryError, match=f"new_pages: num_blocks {sizes[0]} .* block_size {sizes[1]} .* num_kv_heads {sizes[2]} "
                                               f".* head_dim {sizes[-1]} "):
             kv_cache.new_pages(*sizes, layout=layout)
+
+
+# ---- what the fuzz target found --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call, kind, words", [
+    (lambda: rowwise.rope_table([0], 10**5000), ValueError, "rope_table: half is an integer of 16610 bits"),
+    (lambda: rowwise.rope_table([10**5000], 2), ValueError, "rope_table: positions holds an integer of 16610 bits as element 0"),
+    (lambda: rowwise.softmax(X, 10**5000), TypeError, "softmax: scale is an integer of 16610 bits"),
+    (lambda: rowwise.rope(ROWS, TABLE, TABLE, style="\udc80"), ValueError, "rope: style is '\\udc80', must be a text of whole characters"),
+    (lambda: kv_cache.new_pages(4, -1, 1, 4), ValueError, "new_pages: block_size is -1, must not be negative"),
+    (lambda: kv_cache.new_pages(4, 0, 1, 4), RuntimeError, "new_pages: page layout norm: block_size is 0, but must be >= 1"),
+    (lambda: flash_attention.flash_attention(Q, Q, np.float32(1)), ValueError, "flash_attention: v must have the dimensions of k"),
+    (lambda: kv_cache.paged_attention(Q, *pages()[:1], np.float32(1), [[0]], [1]), ValueError, "paged_attention: value_cache must be pages"),
+    (lambda: flash_attention.pack_drop_mask([[True], [True, False]]), TypeError, "pack_drop_mask: keep must be an array of bool"),
+    (lambda: flash_attention.pack_drop_mask(X), TypeError, "pack_drop_mask: keep has dtype float32, must be bool"),
+    (lambda: flash_attention.flash_attention_grad(Q, Q, Q, Q, attention_out=Q, softmax_lse=Q[..., 0], wanted=3), TypeError,
+     "flash_attention_grad: wanted is 3, must be names"),
+    (lambda: flash_attention.flash_attention_grad(Q, Q, Q, Q, attention_out=Q, softmax_lse=Q[..., 0], wanted=(Q,)), ValueError,
+     "flash_attention_grad: wanted has"),
+    (lambda: flash_attention.dropout_mask(2**50, 1, 1, 1, 0.5), MemoryError, "dropout_mask: "),
+    (lambda: matmul.lookup_rows(matmul.pack(X), np.broadcast_to(np.int8(1), (2**59,))), MemoryError, "lookup_rows: "),
+    # The copy is asked for first: to look at them all would take years.
+    (lambda: matmul.lookup_rows(matmul.pack(X), np.broadcast_to(np.uint64(1), (2**59,))), MemoryError, "lookup_rows: "),
+    (lambda: matmul.lookup_rows(matmul.pack(X), range(2**62)), MemoryError, "lookup_rows: indices holds more integers than memory does"),
+    (lambda: matmul.lookup_rows(matmul.pack(X), np.array([0, 2**63], np.uint64)), ValueError, "lookup_rows: indices holds 9223372036854775808"),
+])
+def test_what_nobody_means_is_refused_in_words(call, kind, words):
+    with pytest.raises(kind) as error:
+        call()
+    assert type(error.value) is kind and str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize("member", ["dtype", "shape", "__array__", "__index__", "__float__", "__array_interface__"])
+@pytest.mark.parametrize("raised", [AssertionError, KeyError, RuntimeError, BufferError])
+def test_what_a_foreign_object_raises_is_refused_as_its_kind(member, raised):
+    def fail(self, *_, **__):
+        raise raised("a fault of its own")
+
+    method = member in ("__array__", "__index__", "__float__")
+    thing = type("Foreign", (), {member: fail if method else property(fail)})()
+    for call in (lambda: rowwise.softmax(thing), lambda: rowwise.softmax(X, thing), lambda: rowwise.rope_table(thing, 2),
+                 lambda: rowwise.rope_table([thing], 2), lambda: rowwise.rope_table([0], thing),
+                 lambda: flash_attention.flash_attention(Q, Q, Q, mask=thing), lambda: flash_attention.pack_drop_mask(thing),
+                 lambda: rowwise.softmax(X, out=thing), lambda: rowwise.rope(ROWS, TABLE, TABLE, inverse=thing)):
+        with pytest.raises(TypeError):
+            call()
+
+
+def test_tagged_bytes_are_packed_as_the_flags_that_they_are():
+    keep = np.arange(16).reshape(1, 1, 2, 8) % 3 == 0
+    want = flash_attention.pack_drop_mask(keep)
+    assert (flash_attention.pack_drop_mask(Tagged(keep.view(np.uint8), "bool")) == want).all()
+
+
+def test_statistics_of_rows_without_elements_are_nan():
+    x = np.ones((3, 0), np.float32)
+    for statistics in (rowwise.layer_norm(x, return_statistics=True)[1:], rowwise.rms_norm(x, x[0], return_rstd=True)[1:],
+                       rowwise.add_rms_norm(x, x, x[0], return_rstd=True)[2:]):
+        assert all(numbers.shape == (3,) and np.isnan(numbers).all() for numbers in statistics)
