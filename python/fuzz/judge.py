@@ -168,7 +168,7 @@ def check_refusal(call: Call, error: BaseException, operands: List[Tuple[str, Op
         if changed.size:
             raise BrokenPromise(f"a refused call wrote {changed.size} bytes of {name}: {type(error).__name__}: {error}")
     text = str(error)
-    refusals = _REFUSALS if call.names else (*_REFUSALS, IndexError)
+    refusals = _REFUSALS if call.names else (*_REFUSALS, IndexError, OverflowError)  # torch's own
     if type(error) not in refusals:
         raise BrokenPromise(f"a call ended as {type(error).__name__}: {text}") from error
     if not text:
