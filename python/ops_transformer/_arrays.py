@@ -121,6 +121,9 @@ def view(array: Any, name: Optional[str] = None) -> View:
 def _unreadable(error: Exception, memory: Any, value: Any, name: Optional[str]) -> Exception:
     """The error of the core about an array, which does not know NumPy's dtypes, in words that name this one."""
     dtype = memory.dtype if isinstance(memory, np.ndarray) else None
+    if dtype in _TAKEN and any(stride % dtype.itemsize for stride in memory.strides):
+        return refusal(ValueError, value, f"has strides of {list(memory.strides)} bytes, must be multiples of its elements' "
+                       f"{dtype.itemsize}; a copy has such strides", name)
     if dtype is None or dtype in _TAKEN:
         return refusal(type(error), value, f"cannot be taken: {error}", name)
     if not dtype.isnative and dtype.newbyteorder("=") in _TAKEN:

@@ -123,7 +123,8 @@ class Form:
             return self.operator(*[bound[name] for name in self.order])
 
     def _check(self, name: str, tensor: Tensor) -> None:
-        if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type not in ("cpu", "meta"):
+        if (tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided
+                or tensor.device.type not in ("cpu", "meta")):
             raise refusal(TypeError, tensor, f"is {door.why_no_bytes(tensor)}; a dense tensor of the host's memory is needed",
                           name)
 

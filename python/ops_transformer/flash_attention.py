@@ -75,8 +75,13 @@ def _visible(mask: Any, padding_mask: Any) -> Any:
         return visible
     if of_torch:
         check_mask(mask, str(mask.dtype))
-        return visible & mask
-    return visible & (_flags("mask", mask) != 0)
+        seen = mask
+    else:
+        seen = _flags("mask", mask) != 0
+    if any(a != b and 1 not in (a, b) for a, b in zip(visible.shape[::-1], seen.shape[::-1])):
+        raise ValueError(f"padding_mask {list(hidden.shape)} and mask {list(seen.shape)} are of different problems: both say "
+                         "batch and kv_len")
+    return visible & seen
 
 
 class _Problem:

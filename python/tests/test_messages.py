@@ -173,6 +173,8 @@ def test_pages_that_nobody_can_count_are_refused(layout):
     (lambda: kv_cache.new_pages(4, 0, 1, 4), RuntimeError, "new_pages: page layout norm: block_size is 0, but must be >= 1"),
     (lambda: flash_attention.flash_attention(Q, Q, np.float32(1)), ValueError, "flash_attention: v must have the dimensions of k"),
     (lambda: kv_cache.paged_attention(Q, *pages()[:1], np.float32(1), [[0]], [1]), ValueError, "paged_attention: value_cache must be pages"),
+    (lambda: flash_attention.flash_attention_score(Q, Q, Q, padding_mask=np.zeros((2, 1), bool), mask=np.ones((3, 1, 1, 1), bool)),
+     ValueError, "flash_attention_score: padding_mask [2, 1] and mask [3, 1, 1, 1] are of different problems"),
     (lambda: flash_attention.pack_drop_mask([[True], [True, False]]), TypeError, "pack_drop_mask: keep must be an array of bool"),
     (lambda: flash_attention.pack_drop_mask(X), TypeError, "pack_drop_mask: keep has dtype float32, must be bool"),
     (lambda: flash_attention.flash_attention_grad(Q, Q, Q, Q, attention_out=Q, softmax_lse=Q[..., 0], wanted=3), TypeError,

@@ -356,3 +356,11 @@ def test_pages_of_torch_that_no_memory_holds():
     for sizes in ((2**40, 2**20, 2**20, 1), (2**40, 32, 32, 64)):
         with pytest.raises(MemoryError, match=f"new_pages: .*{sizes[0]}"):
             kv_cache.new_pages(*sizes, like=torch.ones(1))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own quantised tensors
+def test_quantised_tensors_are_refused_by_what_they_are():
+    x = torch.quantize_per_tensor(torch.ones(2, 4), 0.1, 0, torch.qint8)
+    for call in (lambda: rowwise.softmax(x), lambda: rowwise.swiglu(x, swapped=True), lambda: matmul.matmul(x, torch.ones(3, 4))):
+        with pytest.raises(TypeError, match="is a quantised tensor"):
+            call()
