@@ -360,11 +360,11 @@ TEST(Norm, StatisticsOfRowsWithoutElementsAreNaN) {
     std::vector<float> means(3, 7.0f), rstds(3, 7.0f);
     const Tensor mean = Tensor::contiguous(DType::f32, {3}, means.data()),
                  rstd = Tensor::contiguous(DType::f32, {3}, rstds.data());
-    if (kind == Kind::rms) ASSERT_TRUE(rms_norm(context, narrow, nothing, narrow, {.rstd = rstd}).ok());
-    if (kind == Kind::add_rms) {
-      ASSERT_TRUE(add_rms_norm(context, narrow, narrow, nothing, narrow, narrow, {.rstd = rstd}).ok());
-    }
-    if (kind == Kind::layer) ASSERT_TRUE(layer_norm(context, narrow, narrow, {.mean = mean, .rstd = rstd}).ok());
+    const Status status = kind == Kind::rms ? rms_norm(context, narrow, nothing, narrow, {.rstd = rstd})
+                          : kind == Kind::add_rms
+                              ? add_rms_norm(context, narrow, narrow, nothing, narrow, narrow, {.rstd = rstd})
+                              : layer_norm(context, narrow, narrow, {.mean = mean, .rstd = rstd});
+    ASSERT_TRUE(status.ok()) << status.message();
     for (const float r : rstds) EXPECT_TRUE(std::isnan(r));
     for (const float m : means) EXPECT_EQ(std::isnan(m), kind == Kind::layer);
   }
