@@ -22,7 +22,7 @@ from ops_transformer import Tagged
 GUARD_BYTES = 64
 # Of an operand that a call may really go through, and whose values are compared.
 MOST_ELEMENTS = 200_000
-EXTREMES = (2**31, 2**40, 2**55, 2**60)
+EXTREMES = (2**33, 2**40, 2**55, 2**60)
 
 NUMPY = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "bf16": np.uint16, "i8": np.int8, "u8": np.uint8,
          "i32": np.int32, "i64": np.int64, "bool": np.bool_}

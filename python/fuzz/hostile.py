@@ -82,7 +82,7 @@ def _released() -> memoryview:
 
 
 # Where a number is expected. Whoever prints 10^5000 hears ValueError of Python itself.
-NUMBERS = (0, 1, -1, 2, 3, 1.0, 0.0, -1.0, 2.5, float("nan"), float("inf"), -float("inf"), 1e-300, 1e300, 2**31, 2**62, 2**63 - 1,
+NUMBERS = (0, 1, -1, 2, 3, 1.0, 0.0, -1.0, 2.5, float("nan"), float("inf"), -float("inf"), 1e-300, 1e300, 2**33, 2**62, 2**63 - 1,
            2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**400, 10**5000, True, False, np.bool_(True), np.int64(3),
            np.uint64(2**64 - 1), np.int8(-1), np.float32(0.5), np.float16(2), np.float64(1), np.array(3), np.array(0.5), np.array([3]),
            np.longdouble(1), 1j, None)

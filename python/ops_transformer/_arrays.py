@@ -124,7 +124,7 @@ def _unreadable(error: Exception, memory: Any, value: Any, name: Optional[str]) 
     if dtype in _TAKEN and any(stride % dtype.itemsize for stride in memory.strides):
         return refusal(ValueError, value, f"has strides of {list(memory.strides)} bytes, must be multiples of its elements' "
                        f"{dtype.itemsize}; a copy has such strides", name)
-    if dtype is None or dtype in _TAKEN:
+    if dtype is None or dtype in _TAKEN or isinstance(value, Tagged):
         return refusal(type(error), value, f"cannot be taken: {error}", name)
     if not dtype.isnative and dtype.newbyteorder("=") in _TAKEN:
         native = dtype.newbyteorder("=")

@@ -70,6 +70,21 @@ def test_case_b39_negative_strides_are_refused(rng):
         flash_attention(q[..., ::-1], q, q)
 
 
+def test_addresses_and_strides_between_elements_are_refused():
+    bytes_ = np.zeros(200, np.uint8)
+    for dtype in ("f4", "f8", "f2", "i4"):
+        between = np.ndarray((3, 4), dtype, bytes_, 1)
+        with pytest.raises(ValueError, match="an address that is no multiple of its elements' [248] bytes"):
+            View(between)
+        assert View(between[:0]).shape == (0, 4)  # nothing to read
+    with pytest.raises(ValueError, match="^softmax: x cannot be taken: the array lies at an address"):
+        ops_transformer.rowwise.softmax(np.ndarray((3, 4), "f4", bytes_, 1))
+    with pytest.raises(ValueError, match=r"^softmax: x has strides of \[22, 4\] bytes, must be multiples of its elements' 4"):
+        ops_transformer.rowwise.softmax(np.ndarray((3, 4), "f4", bytes_, 0, (22, 4)))
+    with pytest.raises(ValueError, match="address"):
+        ops_transformer.rowwise.softmax(Tagged(np.ndarray((3, 4), "u2", bytes_, 1), "bf16"))
+
+
 def test_errors_carry_the_text_of_the_core(rng):
     q, k = random(rng, 1, 2, 5, 8), random(rng, 1, 2, 5, 16)
     with pytest.raises(ValueError, match=r"flash_attention_forward: key dim 3 \(head_dim\) is 16.*8"):
