@@ -281,6 +281,9 @@ def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool, writes
         arrays = {**arrays, **dict(zip(("query", "key", "value"), _cast(arrays)))}
     given = [array for array in (*arrays.values(), *others) if isinstance(array, Tensor)]
     if is_needed(given):
+        empty = door.without_values_beside(given)
+        if empty is not None:
+            raise refusal(TypeError, empty, "is on the device meta, which holds no values, but another tensor is not")
         if not writes or door.is_watched() or door.records(*given):
             return True, {name: to_tensor(name, array) for name, array in arrays.items()}
         return False, {name: to_view(name, array) for name, array in arrays.items()}

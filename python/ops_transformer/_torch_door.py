@@ -16,7 +16,7 @@ replaces a torch function, or reads torch tensors through their memory, asks her
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Optional
+from typing import Any, Iterable, Iterator, Optional
 
 import torch
 from torch import Tensor
@@ -173,6 +173,14 @@ def why_no_bytes(tensor: Tensor) -> Optional[str]:
     if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
         return "inside a transform of torch.func"
     return None
+
+
+def without_values_beside(tensors: Iterable[Optional[Tensor]]) -> Optional[Tensor]:
+    """A tensor of the device meta beside one of the host: torch's dispatcher computes shapes then, and gives memory that nobody
+    has written."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    found = [tensor for tensor in given if tensor.device.type == "meta"]
+    return found[0] if found and len(found) < len(given) else None
 
 
 def bytes_of(tensor: Tensor, function: str, name: str) -> Tensor:

@@ -95,6 +95,9 @@ class Form:
         tensors = {name: value for name, value in bound.items() if isinstance(value, Tensor)}
         for name, tensor in tensors.items():
             self._check(name, tensor)
+        empty = door.without_values_beside(tensors.values())
+        if empty is not None:
+            raise refusal(TypeError, empty, "is on the device meta, which holds no values, but another tensor is not")
         if door.overridden(*tensors.values()):
             return torch.overrides.handle_torch_function(public_of(self.function), tuple(tensors.values()), *args, **kwargs)
         self._check_transform(tensors)

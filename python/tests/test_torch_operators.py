@@ -364,3 +364,12 @@ def test_quantised_tensors_are_refused_by_what_they_are():
     for call in (lambda: rowwise.softmax(x), lambda: rowwise.swiglu(x, swapped=True), lambda: matmul.matmul(x, torch.ones(3, 4))):
         with pytest.raises(TypeError, match="is a quantised tensor"):
             call()
+
+
+def test_tensors_without_values_beside_others_are_refused():
+    x, empty, q = torch.ones(2, 4), torch.ones(2, 4, device="meta"), torch.ones(1, 1, 4, 8)
+    for call in (lambda: rowwise.add(x, empty), lambda: rowwise.rms_norm(x, empty[0]), lambda: matmul.matmul(x, empty),
+                 lambda: flash_attention(q, q.to("meta"), q), lambda: flash_attention(q.requires_grad_(), q, q.to("meta"))):
+        with pytest.raises(TypeError, match="is on the device meta, which holds no values, but another tensor is not"):
+            call()
+    assert rowwise.add(empty, empty).device.type == "meta"
