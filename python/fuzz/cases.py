@@ -290,12 +290,14 @@ def dequantize_blocks(d: Draw) -> Call:
 def quantize(d: Draw) -> Call:
     rows, groups, bits = d.outward(1, 20), d.pick((1, 2, 4)), d.pick((4, 8))
     cols = groups * 2 * d.size(1, 20)
-    known = d.rarely(4)
-    return Call(quant.quantize, given(
-        x=d.array(d.real(), (rows, cols)), bits=d.option((bits,)), groups=d.option((groups,)), zero_points=d.option((False, True)),
-        scales=d.array("f32", (rows, groups)) if known else None,
-        zeros=d.maybe(lambda: d.array("i8", (rows, groups), low=-5, high=5)) if known else None), tolerance=0.0,
-        given_back=("scales", "zeros"))
+    arguments = given(x=d.array(d.real(), (rows, cols)), bits=d.option((bits,)))
+    if d.coin():
+        arguments.update(given(groups=d.option((groups,)), zero_points=d.option((False, True))))
+    else:  # static, where groups and zero_points may say what the arrays are
+        zeros = d.maybe(lambda: d.array("i8", (rows, groups), low=-5, high=5))
+        arguments.update(given(scales=d.array("f32", (rows, groups)), zeros=zeros, groups=d.maybe(lambda: d.option((1, groups)), 4),
+                               zero_points=d.maybe(lambda: d.option((False, zeros is not None)), 4)))
+    return Call(quant.quantize, arguments, tolerance=0.0, given_back=("scales", "zeros"))
 
 
 @case

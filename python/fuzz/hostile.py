@@ -114,7 +114,9 @@ _OBJECTS = (
     ctypes.py_object(3), Tagged(None, "bf16"), Tagged(np.zeros((2, 2), np.uint16), "f99"), Tagged(np.zeros((2, 2), np.uint16), 3),
     Tagged(np.zeros((2, 2), np.uint16), None), Tagged("text", "bf16"), Tagged([1, 2], "bf16"), Tagged(np.zeros(2, np.float32), "bf16"),
     Tagged(Tagged(np.zeros(2, np.uint16), "bf16"), "bf16"), Tagged(np.zeros((2, 2), np.float32), "f32"),
-    Tagged(np.zeros(2, np.uint8), "\udc80"), (np.zeros((2, 2), np.uint16), "bf16"), _NoAttributes(), _NoText(), Context(1), 0.5, 1, 2**64,
+    Tagged(None, "bool"), Tagged("text", "bool"), Tagged([[1], [1, 2]], "bool"), Tagged(np.zeros((2, 2)), "bool"),
+    Tagged(_raising("__array__", KeyError), "bool"), Tagged(np.zeros(2, np.uint8), "\udc80"),
+    (np.zeros((2, 2), np.uint16), "bf16"), _NoAttributes(), _NoText(), Context(1), 0.5, 1, 2**64,
 )
 
 

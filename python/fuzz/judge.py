@@ -155,6 +155,8 @@ def _near(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Op
         finite = np.where(np.isinf(got), want, got)
         at_the_end = np.abs(finite) >= (1 - tolerance) * _LARGEST.get(dtype, math.inf)
         same |= (tolerance > 0) & (np.isinf(got) != np.isinf(want)) & (np.sign(got) == np.sign(want)) & at_the_end
+    if tolerance == 0:  # 0.0 and -0.0 are equal, but other bits
+        same &= np.isnan(got) | (np.signbit(got) == np.signbit(want))
     if same.all():
         return None
     place = tuple(int(i) for i in np.argwhere(~same)[0])

@@ -2,7 +2,7 @@
 """The fuzz target of the Python package: calls every public function that takes arrays with arguments out of a seed.
 
     python python/fuzz/operators.py --seconds 60               # or --calls 1000; --seed 7: the first call's
-    python python/fuzz/operators.py --seed 12345 --calls 1     # one call again; --show prints it
+    python python/fuzz/operators.py --seed 12345 --calls 1     # one call again (with its --no-torch and --only); --show prints it
 
 Call number n has the seed `--seed` + n. judge.py says what a call must keep. The first broken promise is printed with its
 seed and its call, and ends the program with 1; so do a crash and a call of more than --timeout seconds.
@@ -16,6 +16,7 @@ import mmap
 import os
 import pathlib
 import resource
+import shlex
 import signal
 import struct
 import sys
@@ -50,6 +51,12 @@ def draw_call(seed: int, only: str = "", with_torch: bool = False):
     return name.rstrip("_"), CASES[name](draw)
 
 
+def again(options: argparse.Namespace, seed: int) -> str:
+    """The options that draw the call of a seed once more. Which case is drawn depends on --only, which arrays on torch."""
+    only = f" --only {shlex.quote(options.only)}" if options.only else ""
+    return f"--seed {seed} --calls 1{' --no-torch' if options.no_torch else ''}{only} --show repeats it"
+
+
 def run(options: argparse.Namespace, seed_now: mmap.mmap) -> int:
     import faulthandler
 
@@ -76,7 +83,7 @@ def run(options: argparse.Namespace, seed_now: mmap.mmap) -> int:
             verdict = judge(call)
         except BrokenPromise as promise:
             found += 1
-            print(f"seed {seed}: broken promise: {promise}\n{call.shown()}", flush=True)
+            print(f"seed {seed}: broken promise: {promise}\n{call.shown()}\n{again(options, seed)}", flush=True)
             if not options.go_on:
                 break
             continue
@@ -121,7 +128,7 @@ def main() -> int:
         return 1 if status else 0
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
     seed = struct.unpack("<q", seed_now[:])[0]
-    print(f"the call of seed {seed} ended the process with {how}: --seed {seed} --calls 1 --show repeats it")
+    print(f"the call of seed {seed} ended the process with {how}: {again(options, seed)}")
     return 1
 
 
