@@ -25,12 +25,7 @@ class Generation(NamedTuple):
 
 
 def _text(function: str, name: str, value: Any) -> str:
-    text = option(function, name, "str", value)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{function}: {name} is no text: character {error.start} is half of a surrogate pair") from None
-    return text
+    return option(function, name, "str", value)
 
 
 def _ids(function: str, name: str, values: Any) -> List[int]:
@@ -46,20 +41,19 @@ def _ids(function: str, name: str, values: Any) -> List[int]:
     return ids.tolist()
 
 
-def _sampling(function: str, temperature: float, top_k: int, top_p: float, seed: int) -> tuple:
-    temperature = option(function, "temperature", "float", temperature)
+def _sampling(function: str, temperature: Optional[float], top_k: Optional[int], top_p: Optional[float], seed: Optional[int]) -> tuple:
+    """(greedy, top_k, top_p, temperature, seed). As with `opst generate`: greedy where none is given, else temperature 1."""
+    greedy = temperature is None and top_k is None and top_p is None and seed is None
+    temperature = option(function, "temperature", "float", 1.0 if temperature is None else temperature)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"{function}: temperature is {temperature}, must be finite and >= 0")
-    if option(function, "top_k", "int", top_k) < 0:
+    top_k = option(function, "top_k", "int", 0 if top_k is None else top_k)
+    if top_k < 0:
         raise ValueError(f"{function}: top_k is {top_k}, must be >= 0")
-    if not 0 < option(function, "top_p", "float", top_p) <= 1:
+    top_p = option(function, "top_p", "float", 1.0 if top_p is None else top_p)
+    if not 0 < top_p <= 1:
         raise ValueError(f"{function}: top_p is {top_p}, must be in (0, 1]")
-    if temperature == 0:
-        for name, value, unused in (("top_k", top_k, 0), ("top_p", top_p, 1), ("seed", option(function, "seed", "int", seed), 0)):
-            if value != unused:
-                raise ValueError(f"{function}: {name} is {value}, but temperature is 0, which always takes the likeliest token")
-    return (temperature == 0, option(function, "top_k", "int", top_k), option(function, "top_p", "float", top_p), temperature,
-            option(function, "seed", "int", seed))
+    return greedy, top_k, top_p, temperature, option(function, "seed", "int", 0 if seed is None else seed)
 
 
 def _max_tokens(function: str, value: Any) -> int:
@@ -148,16 +142,20 @@ class Model:
         max_tokens: int = 256,
         chat: bool = False,
         system: Optional[str] = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
+        temperature: Optional[float] = None,
+        top_k: Optional[int] = None,
+        top_p: Optional[float] = None,
+        seed: Optional[int] = None,
         ignore_end: bool = False,
         on_text: Optional[Callable[[str], Any]] = None,
         add_bos: bool = True,
         parse_special: bool = True,
     ) -> Generation:
-        """Goes on behind a text or tokens. temperature 0 takes the likeliest. ignore_end goes on where the model ends.
+        """Goes on behind a text or tokens. ignore_end goes on where the model ends.
+
+        Each token is the likeliest one unless temperature, top_k, top_p or seed is given, as with `opst generate`: it is
+        drawn then, by default at temperature 1, out of all tokens, with the seed 0. At temperature 0 it is the likeliest one
+        whatever the others are.
 
         chat: the prompt is a user's message in the model's chat template, plain text whatever it contains, behind the
         system message if there is one. on_text gets the text as it grows.
@@ -183,13 +181,14 @@ class Model:
         self,
         *,
         system: Optional[str] = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
+        temperature: Optional[float] = None,
+        top_k: Optional[int] = None,
+        top_p: Optional[float] = None,
+        seed: Optional[int] = None,
     ) -> "Conversation":
         """Turns of a user and the model, each of which costs what is new in it. It has a cache of its own, as large as the
-        model's; any number of conversations, and the model's own calls, may go on side by side."""
+        model's; any number of conversations, and the model's own calls, may go on side by side. Tokens are chosen as
+        generate chooses them."""
         name = "Model.conversation"
         system = None if system is None else _text(name, "system", system)
         return Conversation(_core.Conversation(self._model, system, *_sampling(name, temperature, top_k, top_p, seed)))
