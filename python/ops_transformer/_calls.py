@@ -150,6 +150,8 @@ def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Except
     if hasattr(error, "name_given"):
         found = [error.name_given] if error.name_given else [name for name, value in arguments.items() if value is error.value]
         return type(error)(f"{function}: {found[0] if found else 'an argument'} {error.text}")
+    if type(error).__module__.partition(".")[0] not in ("builtins", "numpy"):
+        return error  # of the caller's own kind, such as what a signal's handler raises
     for kind in (TypeError, ValueError, MemoryError):
         # NumPy and Python have narrower kinds, such as UnicodeError, which may be made of other things than a text.
         if isinstance(error, kind) and not (type(error) is kind and text.startswith(function)):

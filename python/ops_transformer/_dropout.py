@@ -51,12 +51,15 @@ def dropout_mask(batch: int, num_heads: int, query_len: int, kv_len: int, keep_p
 @public
 def pack_drop_mask(keep: Any) -> np.ndarray:
     """bool [batch, num_heads, query_len, kv_len], true = keep, as the packed bits that drop_mask takes."""
-    if isinstance(keep, Tagged) and keep.dtype == "bool":
-        keep = np.asarray(keep.array) != 0
+    tagged = isinstance(keep, Tagged) and isinstance(keep.dtype, str) and keep.dtype == "bool"
     try:
-        bits = np.asarray(keep)
+        bits = np.asarray(keep.array if tagged else keep)
     except Exception as error:  # NumPy's, or the object's own
         raise refusal(TypeError, keep, f"must be an array of bool (true: keep): {error}", "keep") from None
+    if tagged and bits.dtype == np.uint8:
+        bits = bits != 0
+    elif tagged and bits.dtype != np.bool_:
+        raise refusal(TypeError, keep, f"has dtype {bits.dtype}, must be uint8 or bool where tagged \"bool\"", "keep")
     if bits.dtype != np.bool_:
         raise refusal(TypeError, keep, f"has dtype {bits.dtype}, must be bool (true: keep)", "keep")
     return np.packbits(bits.reshape(-1), bitorder="little")

@@ -103,9 +103,9 @@ def matmul_int(x: Any, weight: PackedIntWeight, *, x_scales: Any = None, bias: A
     torch._int_mm(x, q) + bias do.
     """
     tensor = rank(view(x), x, 2, "[m, k]")
+    if dtype not in (None, "i32", "f32", "bf16", "f16"):
+        raise ValueError(f'dtype is "{dtype}", must be one of i32, f32, bf16, f16')
     if out is None:
-        if dtype not in (None, "i32", "f32", "bf16", "f16"):
-            raise ValueError(f'dtype is "{dtype}", must be one of i32, f32, bf16, f16')
         out = empty(x, (tensor.shape[0], weight.n), dtype or ("f32" if tensor.dtype == "i8" else tensor.dtype))
     elif dtype is not None and dtype != view(out).dtype:
         raise ValueError(f'dtype is "{dtype}", but out is {view(out).dtype}')

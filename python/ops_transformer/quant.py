@@ -34,12 +34,15 @@ def quantize(x: Any, *, bits: int = 8, groups: int = 1, zero_points: bool = Fals
     float32 [rows, groups]; zeros int8 likewise, None without zero_points. Rounded to nearest, ties to even.
 
     With `scales` (and `zeros`) given, any strides, these are taken: static quantisation, values beyond the range become
-    its ends. groups and zero_points are for scales that are made here.
+    its ends. groups and zero_points, which say how scales are made, may say then what these are.
     """
     given = scales is not None
-    if given and (groups != 1 or zero_points):
-        what = f"groups is {groups}" if groups != 1 else "zero_points is True"
-        raise ValueError(f"{what}, which says how scales are made, but scales are given")
+    if given:
+        shape = view(scales).shape
+        if groups != 1 and len(shape) == 2 and groups != shape[1]:
+            raise ValueError(f"groups is {groups}, but scales are {list(shape)}")
+        if zero_points and zeros is None:
+            raise ValueError("zero_points is True, but scales are given without zeros")
     rank(view(x), x, 2, "[rows, cols]")
     q = _integers_for(x, bits)
     if not given:

@@ -82,14 +82,20 @@ def test_a_sum_that_leaves_32_bits_with_its_bias_wraps(rng):
 def test_options_that_would_say_nothing_are_refused(rng):
     x, q = random(rng, 4, 8), rng.integers(-9, 9, (2, 8), dtype=np.int8)
     scales = quant.quantize(x, groups=2)[1]
-    with pytest.raises(ValueError, match="quantize: groups is 2, which says how scales are made, but scales are given"):
-        quant.quantize(x, scales=scales, groups=2)
-    with pytest.raises(ValueError, match="quantize: zero_points is True, which says how scales are made, but scales are given"):
+    with pytest.raises(ValueError, match=r"quantize: groups is 4, but scales are \[4, 2\]"):
+        quant.quantize(x, scales=scales, groups=4)
+    with pytest.raises(ValueError, match="quantize: zero_points is True, but scales are given without zeros"):
         quant.quantize(x, scales=scales, zero_points=True)
     assert quant.quantize(x, scales=scales, groups=1, zero_points=False)[0].shape == (4, 8)
+    zeros = rng.integers(-5, 5, scales.shape, dtype=np.int8)
+    want = quant.quantize(x, scales=scales, zeros=zeros)[0]
+    assert (quant.quantize(x, scales=scales, zeros=zeros, groups=2, zero_points=True)[0] == want).all()
     packed, out = matmul.pack_int(q), np.empty((4, 2), np.float32)
     with pytest.raises(ValueError, match='matmul_int: dtype is "bf16", but out is f32'):
         matmul.matmul_int(x, packed, dtype="bf16", out=out)
+    for more in ({}, {"out": out}):
+        with pytest.raises(ValueError, match='matmul_int: dtype is "float32", must be one of i32, f32, bf16, f16'):
+            matmul.matmul_int(x, packed, dtype="float32", **more)
     assert matmul.matmul_int(x, packed, dtype="f32", out=out) is out
 
 
