@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import ctypes
 import importlib.util
 from typing import Any
@@ -123,8 +124,18 @@ _OBJECTS = (
 def draw(choose: Any) -> Any:
     """One of them; where the draw is one of torch tensors, also one that is more than its bytes."""
     if choose.with_torch and choose.coin():
-        return choose.pick(_tensors())
-    return choose.pick(choose.pick((_OBJECTS, _OBJECTS, _OBJECTS, _RAISING, _GIVING, NUMBERS)))
+        return _own(choose.pick(_tensors()))
+    return _own(choose.pick(choose.pick((_OBJECTS, _OBJECTS, _OBJECTS, _RAISING, _GIVING, NUMBERS))))
+
+
+def _own(value: Any) -> Any:
+    """A copy of what a call may write, so that no call finds what another one left."""
+    if type(value) is np.ndarray:
+        return value.copy() if value.flags.writeable else value
+    if torch is not None and type(value) is torch.Tensor:
+        plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_nested and not value.requires_grad
+        return value.clone() if plain and value.numel() < 1000 else value
+    return copy.deepcopy(value) if isinstance(value, (bytearray, array.array, ctypes.Array)) else value
 
 
 def dressed(choose: Any, view: np.ndarray) -> Any:

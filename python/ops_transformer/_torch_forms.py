@@ -96,6 +96,8 @@ class Form:
         for name, tensor in tensors.items():
             self._check(name, tensor)
         empty = door.without_values_beside(tensors.values())
+        if empty is None and any(isinstance(bound[name], np.ndarray) for name in self.arrays):
+            empty = next((tensor for tensor in tensors.values() if tensor.device.type == "meta"), None)
         if empty is not None:
             raise refusal(TypeError, empty, "is on the device meta, which holds no values, but another tensor is not")
         if door.overridden(*tensors.values()):

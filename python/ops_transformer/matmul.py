@@ -33,9 +33,9 @@ def pack_blocks(blocks: Any, format: str, rows: Any, cols: int, *, context: Opti
     context = context or default_context()
     if isinstance(blocks, (list, tuple)):
         counts = int64(rows, "rows")
-        counts = [int(count) for count in rows] if len(counts.shape) == 1 else []
-        if len(counts) != len(blocks):
+        if counts.shape != (len(blocks),):  # before they are looked at: a repeated element may be many
             raise ValueError(f"rows must be {len(blocks)} numbers, one for each of blocks")
+        counts = [int(count) for count in rows]
         parts = [view(part, f"blocks[{i}]") for i, part in enumerate(blocks)]
         return PackedWeight.pack_parts(context, parts, format, counts, cols)
     return PackedWeight.pack_blocks(context, view(blocks), format, option("pack_blocks", "rows", "int", rows), cols)

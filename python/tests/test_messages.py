@@ -191,6 +191,8 @@ HUGE = "an integer of 16610 bits" if 0 < getattr(sys, "get_int_max_str_digits", 
     (lambda: matmul.lookup_rows(matmul.pack(X), np.broadcast_to(np.int8(1), (2**59,))), MemoryError, "lookup_rows: "),
     # The copy is asked for first: to look at them all would take years.
     (lambda: matmul.lookup_rows(matmul.pack(X), np.broadcast_to(np.uint64(1), (2**59,))), MemoryError, "lookup_rows: "),
+    (lambda: matmul.pack_blocks([BLOCKS, BLOCKS], "q8_0", np.broadcast_to(np.int64(2), (2**59,)), 32), ValueError,
+     "pack_blocks: rows must be 2 numbers"),
     (lambda: matmul.lookup_rows(matmul.pack(X), range(2**62)), MemoryError, "lookup_rows: indices holds more integers than memory does"),
     (lambda: matmul.lookup_rows(matmul.pack(X), np.array([0, 2**63], np.uint64)), ValueError, "lookup_rows: indices holds 9223372036854775808"),
 ])
