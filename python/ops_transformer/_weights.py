@@ -64,6 +64,8 @@ def attention_weights(q: Any, k: Any, causal: bool = False, *, stage: str = "wei
     for name, array in arrays.items():
         if name in known:
             floats = name in ("bias", "alibi_slopes", "sinks")
+            if floats:
+                view(array, name)  # refuses what is no array
             tensors[name] = to_view(name, _double(array) if floats else array)
     batch, kv_heads, kv_len, _ = key.shape
     weights, lse = np.empty((*query.shape[:3], kv_len)), np.empty(query.shape[:3])

@@ -213,6 +213,7 @@ def test_what_a_foreign_object_raises_is_refused_as_its_kind(member, raised):
     for call in (lambda: rowwise.softmax(thing), lambda: rowwise.softmax(X, thing), lambda: rowwise.rope_table(thing, 2),
                  lambda: rowwise.rope_table([thing], 2), lambda: rowwise.rope_table([0], thing),
                  lambda: flash_attention.flash_attention(Q, Q, Q, mask=thing), lambda: flash_attention.pack_drop_mask(thing),
+                 lambda: flash_attention.attention_weights(Q, Q, sinks=thing),
                  lambda: rowwise.softmax(X, out=thing), lambda: rowwise.rope(ROWS, TABLE, TABLE, inverse=thing)):
         with pytest.raises(TypeError):
             call()
