@@ -46,6 +46,11 @@ def _out(d: Draw, like: Any, dtype: str, shape: List[int]) -> Any:
 _EPS = (1e-5, 1e-6, 0.0, 1, 0.1)
 
 
+def _keeps_digits(eps: Any) -> bool:
+    """Whether a row of equal elements has a result: without eps its variance, rounding alone, is divided by."""
+    return isinstance(eps, (int, float)) and eps > 1e-7
+
+
 def _norm(d: Draw):
     shape = [*_rows(d), d.size(1, 70)]
     x = d.real()
@@ -76,18 +81,20 @@ def rms_norm_backward(d: Draw) -> Call:
 
 @case
 def layer_norm(d: Draw) -> Call:
-    shape, x, w = _norm(d)
+    (shape, x, w), eps = _norm(d), d.option(_EPS)
     tensor = d.array(x, shape)
     return Call(rowwise.layer_norm, given(x=tensor, weight=d.maybe(lambda: d.array(w, shape[-1:])),
-                                          bias=d.maybe(lambda: d.array(w, shape[-1:])), eps=d.option(_EPS),
-                                          return_statistics=d.option((False, True)), out=_out(d, tensor, x, shape)))
+                                          bias=d.maybe(lambda: d.array(w, shape[-1:])), eps=eps,
+                                          return_statistics=d.option((False, True)), out=_out(d, tensor, x, shape)),
+                compared=_keeps_digits(eps))
 
 
 @case
 def layer_norm_backward(d: Draw) -> Call:
-    shape, x, w = _norm(d)
+    (shape, x, w), eps = _norm(d), d.option(_EPS)
     return Call(rowwise.layer_norm_backward, given(grad_out=d.array(x, shape), x=d.array(x, shape),
-                                                   weight=d.maybe(lambda: d.array(w, shape[-1:])), eps=d.option(_EPS)))
+                                                   weight=d.maybe(lambda: d.array(w, shape[-1:])), eps=eps),
+                compared=_keeps_digits(eps))
 
 
 @case
