@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import warnings
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -355,19 +354,23 @@ class Explanation(NamedTuple):
         return f"{self.path}: {self.reason}" + (f"\n{self.plan}" if self.plan else "")
 
 
-_SIGNATURE = inspect.signature(scaled_dot_product_attention)
-
-
-def explain(*args: Any, **keywords: Any) -> Explanation:
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Explanation:
     """Which path scaled_dot_product_attention takes with these arguments, why, and by which plan. Nothing is computed.
 
     The answer is for here and now: autocast, transforms, modes and sdpa_kernel(..) take part in the decision.
     """
-    call = _SIGNATURE.bind(*args, **keywords)
-    call.apply_defaults()
-    dropout_p, scale = call.arguments["dropout_p"], call.arguments["scale"]
     try:
-        decision = decide(**call.arguments)
+        decision = decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (RuntimeError, TypeError, ValueError) as error:
         return Explanation("refused", str(error))
     if decision.path != "ops_transformer":
@@ -381,6 +384,3 @@ def explain(*args: Any, **keywords: Any) -> Explanation:
     query, key, value, mask = (None if tensor is None else door.bytes_of(tensor, "explain", "a tensor") for tensor in tensors)
     plan = operator.attention_call(query, key, value, mask, 0, dropout_p, decision.causal, scale).plan(default_context())
     return Explanation("ops_transformer", covered, plan)
-
-
-explain.__signature__ = _SIGNATURE.replace(return_annotation="Explanation")

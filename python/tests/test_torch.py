@@ -1,5 +1,6 @@
 """ops_transformer.torch against torch's own scaled_dot_product_attention, and the reported cases of SDPA by number."""
 
+import inspect
 import mmap
 import os
 import threading
@@ -268,6 +269,14 @@ def test_the_switch_nests_and_is_taken_back(monkeypatch):
     with pytest.raises(KeyError), ot.sdpa():
         raise KeyError
     assert F.scaled_dot_product_attention is before
+
+
+def test_explain_is_called_as_what_it_explains():
+    told, asked = inspect.signature(ot.explain), inspect.signature(ours)
+    assert list(told.parameters.values()) == list(asked.parameters.values())
+    assert not hasattr(ot.explain, "__signature__")  # what a static checker reads is what there is
+    with pytest.raises(TypeError, match="explain.*missing.*'key'"):
+        ot.explain(heads(1, 1, 2, 8))
 
 
 def test_explain():
