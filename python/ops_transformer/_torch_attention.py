@@ -275,13 +275,23 @@ def to_tensor(name: str, array: Any) -> Tensor:
 _FLOATS = frozenset(("query", "key", "value", "bias", "sinks", "alibi_slopes"))
 
 
+def _without_values(arrays: Dict[str, Any], given: List[Tensor]) -> Optional[Tensor]:
+    """A tensor of the device meta that would leave the result or a gradient unwritten. The result lies where query does, a gradient
+    where its tensor does: beside a query of the device meta, lengths and masks of the host are no harm."""
+    query = arrays["query"]
+    if isinstance(query, Tensor) and query.device.type == "meta":
+        return door.without_values_beside([arrays[name] for name in DIFFERENTIABLE if isinstance(arrays.get(name), Tensor)])
+    found = [tensor for tensor in given if tensor.device.type == "meta"]
+    return found[0] if found else None
+
+
 def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool, writes: bool) -> Tuple[bool, Dict[str, Any]]:
     """_attention.read, of arrays with a torch tensor among them; whether the operator is needed comes first."""
     if autocast and torch.is_autocast_enabled("cpu"):
         arrays = {**arrays, **dict(zip(("query", "key", "value"), _cast(arrays)))}
     given = [array for array in (*arrays.values(), *others) if isinstance(array, Tensor)]
     if is_needed(given):
-        empty = door.without_values_beside(given)
+        empty = _without_values(arrays, given)
         if empty is not None:
             raise refusal(TypeError, empty, "is on the device meta, which holds no values, but another tensor is not")
         if not writes or door.is_watched() or door.records(*given):

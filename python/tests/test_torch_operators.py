@@ -373,3 +373,16 @@ def test_tensors_without_values_beside_others_are_refused():
         with pytest.raises(TypeError, match="is on the device meta, which holds no values, but another tensor is not"):
             call()
     assert rowwise.add(empty, empty).device.type == "meta"
+
+
+def test_shapes_of_attention_beside_lengths_and_masks_of_the_host():
+    q, lengths, mask = torch.ones(1, 1, 4, 8), torch.tensor([3]), torch.ones(4, 4, dtype=torch.bool)
+    empty = q.to("meta")
+    for options in (dict(kv_lengths=lengths), dict(mask=mask), dict(kv_lengths=lengths.numpy())):
+        out = flash_attention(empty, empty, empty, **options)
+        assert out.device.type == "meta" and out.shape == q.shape
+    # The result lies where the query does.
+    for call in (lambda: flash_attention(q, q, q, mask=mask.to("meta")), lambda: flash_attention(q.numpy(), empty, empty),
+                 lambda: flash_attention(q, q, q, kv_lengths=lengths.to("meta"))):
+        with pytest.raises(TypeError, match="is on the device meta, which holds no values, but another tensor is not"):
+            call()
