@@ -367,8 +367,9 @@ def _torch_view(tensor: Any, dtype: Optional[str], value: Any, name: Optional[st
     try:
         return View(_to_dlpack(memory), dtype)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise refusal(ValueError if isinstance(error, ValueError) else TypeError, value,
-                      f"has dtype {_dtype_name(tensor)}, which cannot be taken: {error}", name) from None
+        which = "" if door.between_elements(memory) else f"has dtype {_dtype_name(tensor)}, which "
+        raise refusal(ValueError if isinstance(error, ValueError) else TypeError, value, f"{which}cannot be taken: {error}",
+                      name) from None
 
 
 # ---- new arrays ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ._arrays import integer_tensor, refusal
 from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, shown, to_view
 from ._core import Context, View
 from ._torch_operator import (calling, context as context_of_call, given_context, map_one_by_one, no_second_derivative,
-                              one_by_one, statistics_dtype, using, view)
+                              one_by_one, statistics_dtype, using, view, view_of_input)
 
 _TENSORS = Tensors._fields
 _DEFAULTS = Options._field_defaults
@@ -100,8 +100,8 @@ def _backward(grad_out, grad_lse, out, lse, inputs, wanted, context=None) -> Tup
     gradients = _new_gradients(inputs, wanted)
     views = [view(gradient) if want else None for gradient, want in zip(gradients, wanted)]
     core_call(*_views(tuple(inputs))).backward(
-        context or context_of_call(), view(out), view(grad_out), view(lse),
-        grad_lse=None if grad_lse is None else view(grad_lse),
+        context or context_of_call(), view(out), view_of_input(grad_out), view(lse),
+        grad_lse=None if grad_lse is None else view_of_input(grad_lse),
         **{f"grad_{name}": gradient for name, gradient in zip(DIFFERENTIABLE, views)})
     return tuple(gradients)
 
@@ -255,10 +255,18 @@ def _refuse_without_values(name: str, tensor: Tensor) -> None:
         raise refusal(TypeError, tensor, f"is {reason}; a dense tensor of the host's memory is needed", shown(name))
 
 
+def _refuse_between_elements(name: str, array: Any, tensor: Tensor) -> None:
+    """ValueError, as without the operator, where the memory of `array`, which is the tensor's, cannot be read where it lies."""
+    if not torch.compiler.is_compiling() and door.between_elements(tensor):
+        with torch.no_grad():
+            to_view(name, array)
+
+
 def to_tensor(name: str, array: Any) -> Tensor:
     """An argument of the operator: torch's as they are, others as torch tensors of the same memory."""
     if isinstance(array, Tensor):
         _refuse_without_values(name, array)
+        _refuse_between_elements(name, array, array)
         if name == "mask":
             check_mask(array, str(array.dtype))
         return integer_tensor(array, name) if name in INTEGERS else array
@@ -267,7 +275,9 @@ def to_tensor(name: str, array: Any) -> Tensor:
     if isinstance(array, np.ndarray):
         if name == "mask":
             check_mask(array, str(array.dtype))
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        _refuse_between_elements(name, array, tensor)
+        return tensor
     raise refusal(TypeError, array, f"is a {type(array).__name__}, but must be a torch tensor or a NumPy array, as another "
                   "argument is a torch tensor that needs more than its bytes read (gradients, a compiler, ..)", shown(name))
 
@@ -300,7 +310,10 @@ def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool, writes
     views = {}
     for name, array in arrays.items():
         # What a tensor is was asked just now, but for lists of integers and masks.
-        views[name] = view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
+        try:
+            views[name] = view(array) if name in _FLOATS and isinstance(array, Tensor) else to_view(name, array)
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            views[name] = to_view(name, array)  # names it
     return False, views
 
 

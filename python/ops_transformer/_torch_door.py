@@ -10,6 +10,7 @@ replaces a torch function, or reads torch tensors through their memory, asks her
     is_plain(*tensors)          nobody, and the tensors are their bytes: the dispatcher may be left out
     records(*tensors)           autograd has to hear of it
     has_tangent(*tensors)       forward-mode autograd has to hear of it
+    between_elements(tensor)    it lies at an address that the core does not read
     bytes_of(tensor, ...)       the tensor whose memory holds these values; TypeError where there is none
 """
 
@@ -181,6 +182,12 @@ def without_values_beside(tensors: Iterable[Optional[Tensor]]) -> Optional[Tenso
     given = [tensor for tensor in tensors if tensor is not None]
     found = [tensor for tensor in given if tensor.device.type == "meta"]
     return found[0] if found and len(found) < len(given) else None
+
+
+def between_elements(tensor: Tensor) -> bool:
+    """Whether a tensor that is its bytes lies at an address between elements, such as torch.frombuffer(.., offset=1) gives. torch
+    computes with it; the core refuses it, as it is undefined behaviour to read."""
+    return has_plain_bytes(tensor) and tensor.numel() > 0 and tensor.data_ptr() % tensor.element_size() != 0
 
 
 def bytes_of(tensor: Tensor, function: str, name: str) -> Tensor:

@@ -21,7 +21,7 @@ from torch._C._functorch import TransformType
 
 from . import _torch_door as door
 from ._arrays import is_torch, refusal
-from ._torch_operator import calling, given_context, using
+from ._torch_operator import calling, given_context, readable, using
 
 library = torch.library.Library("ops_transformer", "FRAGMENT")
 _function_modes = torch._C._len_torch_function_stack
@@ -48,7 +48,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], sa
 
     def backward_with_context(ctx: Any, *gradients: Any) -> Any:
         with using(ctx.context):
-            return backward(ctx, *gradients)
+            return backward(ctx, *(readable(gradient) for gradient in gradients))
 
     library.impl(name, run, "CPU")
     torch.library.register_fake(f"ops_transformer::{name}", fake, lib=library)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._arrays import default_context
 from ._core import Context, View
+from ._torch_door import between_elements
 
 to_dlpack = torch.utils.dlpack.to_dlpack
 _of_thread = threading.local()
@@ -55,6 +56,19 @@ def calling(given: Optional[Context]) -> Any:
 def view(tensor: Tensor) -> View:
     """The core's view of a tensor that is its bytes."""
     return View(to_dlpack(tensor))
+
+
+def readable(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    """A gradient as it is, or a copy where it lies at an address between elements: torch computes with it."""
+    return tensor.clone() if tensor is not None and between_elements(tensor) else tensor
+
+
+def view_of_input(tensor: Tensor) -> View:
+    """The view of a gradient, or of an argument of a compiled call, wherever it lies."""
+    try:
+        return view(tensor)
+    except ValueError:
+        return view(readable(tensor.detach()))
 
 
 def statistics_dtype(query: Tensor) -> torch.dtype:

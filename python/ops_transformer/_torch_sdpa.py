@@ -180,6 +180,14 @@ def _reason_of_kinds(dtype, head_dim, value_head_dim, mask) -> Optional[str]:
     return None
 
 
+def _between_elements(*tensors: Optional[Tensor]) -> Optional[str]:
+    """The name of an argument that these kernels cannot read where it lies."""
+    for name, tensor in zip(("query", "key", "value", "attn_mask"), tensors):
+        if tensor is not None and door.between_elements(tensor):
+            return name
+    return None
+
+
 def _follows_query(tensors, shapes, mask, dropout_p, enable_gqa) -> bool:
     """Whether torch lays its result out as query is: its flash kernel does. Its math path and other ranks: row after row."""
     (query, key, value), (shape_q, shape_k, shape_v) = tensors, shapes
@@ -229,6 +237,9 @@ def decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         return Decision("torch's math", "a tensor carries a tangent of forward-mode autograd", tensors=theirs)
     if scale is not None and not compiling and not math.isfinite(scale):
         return Decision("torch's math", f"scale is {scale}", tensors=theirs)
+    misplaced = None if compiling else _between_elements(query, key, value, attn_mask)
+    if misplaced is not None:
+        return Decision("torch", f"{misplaced} lies at an address between elements", tensors=theirs)
     follow = _follows_query((query, key, value), shapes, attn_mask, dropout_p, enable_gqa)
     if enable_gqa and lead[1][-1:] != lead[2][-1:]:  # the kernels know one number of KV heads
         heads = lead[0][-1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ._arrays import default_context
 from ._core import AttentionCall
 from ._torch_door import is_plain, records
-from ._torch_operator import map_one_by_one, no_second_derivative, statistics_dtype, view
+from ._torch_operator import map_one_by_one, no_second_derivative, statistics_dtype, view, view_of_input
 
 # query [batch, num_heads, query_len, head_dim], key, value [batch, num_kv_heads, kv_len, ..]; mask broadcasts to
 # [batch, num_heads, query_len, kv_len]. seed: int64 [1], with dropout_p > 0. causal: 0 no, 1 from the top left, 2 from the
@@ -31,16 +31,16 @@ _library.define(
 
 
 def attention_call(query, key, value, mask, seed, dropout_p, causal, scale) -> AttentionCall:
-    call = AttentionCall(view(query), view(key), view(value))
+    call = AttentionCall(view_of_input(query), view_of_input(key), view_of_input(value))
     if scale is not None:
         call.softmax_scale = scale
     if causal:
         call.causal, call.alignment = True, _ALIGNMENT[causal]
     if mask is not None:
         if mask.dtype == torch.bool:
-            call.mask = view(mask)
+            call.mask = view_of_input(mask)
         else:
-            call.bias = view(mask)
+            call.bias = view_of_input(mask)
     if dropout_p > 0:
         call.keep_prob, call.seed = 1 - dropout_p, int(seed) & (2**64 - 1)
     return call
@@ -97,7 +97,7 @@ def _sdpa_backward(grad_out, query, key, value, mask, seed, out, lse, dropout_p,
         return tuple(gradient.zero_() for gradient in gradients)
     call = attention_call(query, key, value, mask, seed, dropout_p, causal, scale)
     views = [view(gradient) if want else None for gradient, want in zip(gradients, wanted)]
-    call.backward(default_context(), view(out), view(grad_out), view(lse), grad_query=views[0], grad_key=views[1],
+    call.backward(default_context(), view(out), view_of_input(grad_out), view(lse), grad_query=views[0], grad_key=views[1],
                   grad_value=views[2], grad_bias=views[3])
     return gradients
 

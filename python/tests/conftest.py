@@ -29,6 +29,16 @@ def pytest_configure(config):
                                     + ("at OPST_MODEL" if name == "model" else "installed"))
 
 
+def between_elements(tensor):
+    """A torch tensor of the same values at an address between elements."""
+    import torch
+
+    memory = bytearray(tensor.numel() * tensor.element_size() + 1)
+    found = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=1).view(tensor.shape).copy_(tensor)
+    assert found.data_ptr() % tensor.element_size() != 0
+    return found
+
+
 @pytest.fixture(scope="session")
 def torch():
     if required("torch"):

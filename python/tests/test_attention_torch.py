@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import between_elements
 
 from ops_transformer import kv_cache
 from ops_transformer.flash_attention import (dropout_mask, flash_attention, flash_attention_grad, flash_attention_score,
@@ -382,3 +383,17 @@ def test_merge_refuses_with_gradients_what_it_refuses_without(torch, shape, kind
     for out in (parts, parts.clone().requires_grad_()):
         with pytest.raises(ValueError, match="^merge_attention: "):
             merge_attention(out, lse, **options)
+
+
+def test_tensors_between_elements_are_refused_by_name(torch):
+    for gradients in (False, True):
+        q = torch.randn(1, 2, 4, 8).requires_grad_(gradients)
+        bad, address = between_elements(q.detach()), "cannot be taken: the array lies at an address"
+        for call, name in ((lambda: flash_attention(bad, q, q), "q"), (lambda: flash_attention(q, bad, q), "k"),
+                           (lambda: flash_attention(q, q, bad.numpy()), "v"),
+                           (lambda: flash_attention(q, q, q, bias=between_elements(torch.ones(4, 4))), "bias"),
+                           (lambda: flash_attention(q, q, q, kv_lengths=between_elements(torch.tensor([3]))), "kv_lengths")):
+            with pytest.raises(ValueError, match=f"^flash_attention: {name} {address}"):
+                call()
+    (got,), (want,) = (torch.autograd.grad(flash_attention(q, q, q), q, weight) for weight in (bad, bad.clone()))
+    assert torch.equal(got, want)

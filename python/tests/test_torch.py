@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import assert_near, attention_reference, required
+from conftest import assert_near, attention_reference, between_elements, required
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -315,6 +315,44 @@ def test_what_is_not_covered_goes_to_torch_with_one_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours(q, q, q)
+
+
+@pytest.mark.filterwarnings("ignore:ops_transformer.*lies at an address between elements")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("which", ["query", "key", "value", "attn_mask"])
+def test_tensors_between_elements_go_to_torch(dtype, which):
+    given = dict(zip(("query", "key", "value"), (heads(1, 2, 5, 8, dtype=dtype) for _ in "qkv")), attn_mask=heads(5, 5, dtype=dtype))
+    between = {**given, which: between_elements(given[which])}
+    told = ot.explain(**between)
+    assert (told.path, told.reason) == ("torch", f"{which} lies at an address between elements")
+    attention._warned.clear()
+    with pytest.warns(UserWarning, match=f"goes to torch: {which} lies at an address between elements"):
+        assert_same(ours(**between), theirs(**given))
+    with ot.sdpa():
+        assert_same(F.scaled_dot_product_attention(**between), theirs(**given))
+    for tensors in (given, between):
+        for tensor in tensors.values():
+            tensor.requires_grad_()
+    got = torch.autograd.grad(ours(**between).sum(), list(between.values()))
+    for gradient, want in zip(got, torch.autograd.grad(theirs(**given).sum(), list(given.values()))):
+        assert_same(gradient, want, factor=8.0)
+    if which != "attn_mask":  # the shortest way
+        between.pop("attn_mask"), given.pop("attn_mask")
+        with torch.no_grad():
+            assert_same(ours(**between), theirs(**given))
+    # Nothing is there to be read.
+    none = between_elements(heads(1, 2, 5, 8, dtype=dtype))[:0]
+    assert ot.explain(none, none, none).path == "ops_transformer"
+
+
+def test_tensors_between_elements_that_torch_chooses():
+    q, weight = heads(1, 2, 5, 8, grad=True), heads(1, 2, 5, 8)
+    (got,) = torch.autograd.grad(ours(q, q, q), q, between_elements(weight))
+    (want,) = torch.autograd.grad(ours(q, q, q), q, weight)
+    assert torch.equal(got, want)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    q, mask = q.detach(), heads(5, 5)
+    assert torch.equal(compiled(between_elements(q), q, q, between_elements(mask)), ours(q, q, q, mask))
 
 
 def test_threads_at_once_beside_torch_in_one_process():

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import between_elements
 
 from ops_transformer import Context, kv_cache, matmul, quant, rowwise
 from ops_transformer.flash_attention import flash_attention, flash_attention_score
@@ -373,6 +374,19 @@ def test_tensors_without_values_beside_others_are_refused():
         with pytest.raises(TypeError, match="is on the device meta, which holds no values, but another tensor is not"):
             call()
     assert rowwise.add(empty, empty).device.type == "meta"
+
+
+def test_tensors_between_elements():
+    x = needing(2, WIDTH)
+    bad = between_elements(x.detach())
+    for tensor in (x.detach(), x):
+        weight = between_elements(torch.ones(WIDTH))
+        with pytest.raises(ValueError, match="^rms_norm: weight cannot be taken: the array lies at an address"):
+            rowwise.rms_norm(tensor, weight)
+    with pytest.raises(ValueError, match="^softmax: x has dtype complex64, which cannot be taken"):
+        rowwise.softmax(x.detach().to(torch.complex64))
+    got, want = (torch.autograd.grad(rowwise.softmax(x), x, weight)[0] for weight in (bad, bad.clone()))
+    assert torch.equal(got, want)
 
 
 def test_shapes_of_attention_beside_lengths_and_masks_of_the_host():
