@@ -41,9 +41,12 @@ if find "$work/prefix" -type f | grep -vE '/include/opst/[a-z0-9_]+\.h$|/libopst
 fi
 
 if [ "${2:-}" = fetch ]; then
-  quiet cmake -S "$work/consumer" -B "$work/fetched" -DCMAKE_BUILD_TYPE=Release -DOPST_SOURCE="$root" \
+  # As deep below the root as build/release, so that the compiler cache knows the objects.
+  fetched=$root/build/fetched
+  rm -rf "$fetched"
+  quiet cmake -S "$work/consumer" -B "$fetched" -DCMAKE_BUILD_TYPE=Release -DOPST_SOURCE="$root" \
     -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)"
-  quiet cmake --build "$work/fetched" -j "${JOBS:-$(nproc)}"
-  "$work/fetched/attention" | cmp - "$work/expected"
+  quiet cmake --build "$fetched" -j "${JOBS:-$(nproc)}"
+  "$fetched/attention" | cmp - "$work/expected"
   echo "consumer: FetchContent"
 fi
