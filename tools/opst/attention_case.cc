@@ -102,7 +102,8 @@ void add_attention_options(CLI::App& command, AttentionArguments& a) {
   command.add_option("--softcap", a.softcap, "Bound of the scores, by tanh; 0: none")->check(number_between(0, 1e6));
   command.add_option("--dropout", a.dropout, "Share of the weights that is dropped, 0 to 0.999")
       ->check(number_between(0, 0.999));
-  command.add_option("--block-q", a.block_q, "Query rows of a task, 1 to 4096 (default: the plan's choice)")->check(block);
+  command.add_option("--block-q", a.block_q, "Query rows of a task, 1 to 4096 (default: the plan's choice)")
+      ->check(block);
   command.add_option("--block-kv", a.block_kv, "Keys of a tile, 1 to 4096 (default: the plan's choice)")->check(block);
   add_threads_option(command, a.num_threads);
   command.add_flag("--json", a.json, "Print one JSON object");
