@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "attention/attention_problem.h"
+#include "core/sanitizers.h"
 
 namespace opst::test {
 namespace {
@@ -410,9 +411,7 @@ TEST(AttentionCases, B54_OddHeadDims) {
 }
 
 TEST(AttentionCases, B87_ForkAfterUse) {
-#if defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "the thread sanitizer allows no new threads in a forked child";
-#endif
+  if (kThreadSanitizer) GTEST_SKIP() << "the thread sanitizer allows no new threads in a forked child";
   Random random(seed() + 12);
   ProblemOptions p;
   p.num_heads = p.num_kv_heads = 4, p.query_len = p.kv_len = 100, p.head_dim = p.value_head_dim = 32;

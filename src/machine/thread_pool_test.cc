@@ -17,14 +17,10 @@
 #include <thread>
 #include <vector>
 
+#include "core/sanitizers.h"
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
-#endif
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
 #endif
 
 namespace opst {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/sanitizers.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -135,9 +136,7 @@ TEST(Workspace, ConcurrentLeasesAreDistinct) {
 
 // Nothing under TSan, whose shadow of touched memory counts too and stays.
 int64_t resident_bytes() {
-#if defined(__SANITIZE_THREAD__)
-  return 0;
-#endif
+  if (kThreadSanitizer) return 0;
   long pages_total = 0;
   long pages_resident = 0;
   std::FILE* file = std::fopen("/proc/self/statm", "r");

@@ -3,20 +3,12 @@
 
 #include <cstdlib>
 
+#include "core/sanitizers.h"
+
 namespace opst::test {
 
 // Code under a sanitizer is about ten times as slow.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = false;
-#endif
-#else
-inline constexpr bool kSanitized = false;
-#endif
+inline constexpr bool kSanitized = kAddressSanitizer || kThreadSanitizer;
 
 // The share of the usual sample that is taken.
 inline constexpr double kEffort = kSanitized ? 0.15 : 1;

@@ -13,6 +13,7 @@
 
 #include <cerrno>
 
+#include "core/sanitizers.h"
 #include "opst/status.h"
 #include "testing/count_allocations.h"
 
@@ -82,7 +83,7 @@ int64_t fail_each_allocation(const Attempt& attempt) {
 }  // namespace opst::test
 
 // ThreadSanitizer must see every mapping itself: there they do not fail.
-#if !defined(__SANITIZE_THREAD__)
+#if !OPST_THREAD_SANITIZER
 [[gnu::noinline]] void* mmap(void* address, std::size_t size, int protection, int flags, int file,
                              off_t offset) noexcept {
   if (!opst::test::allocation_granted()) {

@@ -14,23 +14,15 @@
 #include "opst/attention.h"
 #include "opst/context.h"
 #include "opst/matmul.h"
+#include "testing/effort.h"
 #include "testing/random.h"
-
-#if defined(__has_feature)
-#define OPST_HAS(feature) __has_feature(feature)
-#else
-#define OPST_HAS(feature) 0
-#endif
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__) || OPST_HAS(address_sanitizer)
-// ThreadSanitizer allows no new threads in a forked child; AddressSanitizer's allocator stays locked there where
-// another thread was inside it.
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 
 namespace opst {
 namespace {
+
+// ThreadSanitizer allows no new threads in a forked child; AddressSanitizer's allocator stays locked there where another
+// thread was inside it.
+constexpr bool kForkFails = test::kSanitized;
 
 // Attention, and a product with a weight that is packed anew: scratch memory, weight memory and the threads.
 class Work {
@@ -94,7 +86,7 @@ void fork_under_load(const std::function<void()>& parent_work, const std::functi
 }
 
 TEST(Fork, AnotherThreadIsInsideACall) {
-  if (kSanitized) GTEST_SKIP() << "the sanitizer does not support it";
+  if (kForkFails) GTEST_SKIP() << "the sanitizer does not support it";
   ContextOptions options;
   options.num_threads = 2;
   Context context = std::move(Context::create(options).value());
@@ -120,7 +112,7 @@ TEST(Fork, AnotherThreadIsInsideACall) {
 }
 
 TEST(Fork, AnotherThreadMakesContexts) {
-  if (kSanitized) GTEST_SKIP() << "the sanitizer does not support it";
+  if (kForkFails) GTEST_SKIP() << "the sanitizer does not support it";
   const auto make_and_use = [work = std::make_shared<Work>()] {
     ContextOptions options;
     options.num_threads = 2;

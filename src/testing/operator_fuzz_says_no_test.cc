@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "core/sanitizers.h"
 #include "testing/operator_fuzz.h"
 #include "testing/random.h"
 
@@ -32,9 +33,7 @@ bool says_no(const std::vector<uint8_t>& bytes, PlantedFault fault) {
 }
 
 TEST(OperatorFuzz, SaysNoToEachPlantedFault) {
-#if defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "ThreadSanitizer allows no new threads in a forked child";
-#endif
+  if (kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer allows no new threads in a forked child";
   std::vector<std::vector<uint8_t>> accepted, refused;
   for (uint64_t seed = 1; seed < 5000 && (accepted.size() < 12 || refused.size() < 12); ++seed) {
     const std::vector<uint8_t> bytes = input(seed);
