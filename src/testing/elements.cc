@@ -17,7 +17,7 @@ T clamped(double value) {
   return static_cast<T>(std::nearbyint(value));
 }
 
-// Calls f with a null pointer to the C++ type of a dtype.
+// Calls f with a null pointer to the C++ type of a dtype; bytes of no dtype are u8.
 template <class F>
 auto with_type(DType dtype, const F& f) {
   switch (dtype) {
@@ -42,29 +42,6 @@ auto with_type(DType dtype, const F& f) {
   return f(static_cast<uint8_t*>(nullptr));
 }
 
-double load(DType dtype, const void* data, int64_t offset) {
-  return with_type(dtype, [&](auto* type) {
-    const auto value = static_cast<const std::remove_pointer_t<decltype(type)>*>(data)[offset];
-    if constexpr (std::is_arithmetic_v<std::remove_const_t<decltype(value)>>) {
-      return static_cast<double>(value);
-    } else {
-      return static_cast<double>(to_f32(value));
-    }
-  });
-}
-
-void store(DType dtype, void* data, int64_t offset, double value) {
-  with_type(dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    auto& element = static_cast<T*>(data)[offset];
-    if constexpr (std::is_integral_v<T>) {
-      element = clamped<T>(value);
-    } else {
-      element = convert<T>(value);
-    }
-  });
-}
-
 }  // namespace
 
 int64_t offset_of(const ConstTensor& tensor, int64_t index) {
@@ -76,12 +53,35 @@ int64_t offset_of(const ConstTensor& tensor, int64_t index) {
   return offset;
 }
 
+double get(DType dtype, const void* data, int64_t offset) {
+  return with_type(dtype, [&](auto* type) {
+    const auto value = static_cast<const std::remove_pointer_t<decltype(type)>*>(data)[offset];
+    if constexpr (std::is_arithmetic_v<std::remove_const_t<decltype(value)>>) {
+      return static_cast<double>(value);
+    } else {
+      return static_cast<double>(to_f32(value));
+    }
+  });
+}
+
+void set(DType dtype, void* data, int64_t offset, double value) {
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    auto& element = static_cast<T*>(data)[offset];
+    if constexpr (std::is_integral_v<T>) {
+      element = clamped<T>(value);
+    } else {
+      element = convert<T>(value);
+    }
+  });
+}
+
 double get(const ConstTensor& tensor, int64_t index) {
-  return load(tensor.dtype, tensor.data, offset_of(tensor, index));
+  return get(tensor.dtype, tensor.data, offset_of(tensor, index));
 }
 
 void set(const Tensor& tensor, int64_t index, double value) {
-  store(tensor.dtype, tensor.data, offset_of(tensor, index), value);
+  set(tensor.dtype, tensor.data, offset_of(tensor, index), value);
 }
 
 std::string index_text(const ConstTensor& tensor, int64_t index) {

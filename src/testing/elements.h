@@ -1,4 +1,4 @@
-// One element of any tensor as a double, by its row-major index. For tests and references: general, not fast.
+// One element of any dtype, or of any tensor by its row-major index, as a double. For tests and references: general, not fast.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,14 @@
 
 namespace opst::test {
 
+// The number at `data` plus `offset` elements. Of unknown dtypes: as of u8.
+double get(DType dtype, const void* data, int64_t offset);
+// Rounds to the dtype; integers are clamped to its range, NaN becomes 0 there.
+void set(DType dtype, void* data, int64_t offset, double value);
+
 // Where the element with this row-major index lies, in elements from the view's start.
 int64_t offset_of(const ConstTensor& tensor, int64_t index);
 double get(const ConstTensor& tensor, int64_t index);
-// Rounds to the tensor's dtype; integers are clamped to its range, NaN becomes 0 there.
 void set(const Tensor& tensor, int64_t index, double value);
 // "[1, 0, 37]"
 std::string index_text(const ConstTensor& tensor, int64_t index);

@@ -21,8 +21,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/convert.h"
 #include "opst/tensor.h"
+#include "testing/elements.h"
 #include "testing/guarded_buffer.h"
 #include "testing/random.h"
 
@@ -71,57 +71,6 @@ class Choices {
   const uint8_t* next_;
   const uint8_t* end_;
 };
-
-// One element as a double (exact for integers up to 2^53).
-inline double number_at(const void* p, DType dtype) {
-  const auto load = [&](auto value) {
-    std::memcpy(&value, p, sizeof value);
-    return value;
-  };
-  switch (dtype) {
-    case DType::f32:
-      return load(float{});
-    case DType::f64:
-      return load(double{});
-    case DType::bf16:
-      return to_f32(load(bf16{}));
-    case DType::f16:
-      return to_f32(load(f16{}));
-    case DType::i8:
-      return load(int8_t{});
-    case DType::u8:
-    case DType::boolean:
-      return load(uint8_t{});
-    case DType::i32:
-      return load(int32_t{});
-    case DType::i64:
-      return static_cast<double>(load(int64_t{}));
-  }
-  return 0;
-}
-
-inline void put_number(void* p, DType dtype, double x) {
-  const auto store = [&](auto value) { std::memcpy(p, &value, sizeof value); };
-  switch (dtype) {
-    case DType::f32:
-      return store(static_cast<float>(x));
-    case DType::f64:
-      return store(x);
-    case DType::bf16:
-      return store(to_bf16(x));
-    case DType::f16:
-      return store(to_f16(x));
-    case DType::i8:
-      return store(static_cast<int8_t>(x));
-    case DType::u8:
-    case DType::boolean:
-      return store(static_cast<uint8_t>(x));
-    case DType::i32:
-      return store(static_cast<int32_t>(x));
-    case DType::i64:
-      return store(static_cast<int64_t>(x));
-  }
-}
 
 // The largest finite number of a floating dtype; infinity where rounding never gives one.
 inline double largest_of(DType dtype) {
@@ -204,7 +153,7 @@ class Operands {
     size_t i = 0;
     if (o.elements() > kMostFuzzElements || size_bytes(o.view.dtype) == 0) return;
     o.for_each([&](int64_t at) {
-      if (i < values.size() && at >= 0) put_number(o.data() + at, o.view.dtype, static_cast<double>(values[i++]));
+      if (i < values.size() && at >= 0) set(o.view.dtype, o.data() + at, 0, static_cast<double>(values[i++]));
     });
     remember(o);
   }
@@ -301,16 +250,16 @@ class Operands {
   void plant(double relative) {
     for (const Operand& o : all_) {
       if (!o.is_output || o.elements() == 0) continue;
-      const double x = number_at(o.data(), o.view.dtype);
+      const double x = get(o.view.dtype, o.data(), 0);
       double scale = 1;
       o.for_each([&](int64_t at) {
-        const double y = std::fabs(number_at(o.data() + at, o.view.dtype));
+        const double y = std::fabs(get(o.view.dtype, o.data() + at, 0));
         if (std::isfinite(y)) scale = std::max(scale, y);
       });
       if (relative == 0) {
         *o.data() = static_cast<char>(*o.data() ^ 1);
       } else {
-        put_number(o.data(), o.view.dtype, x + relative * scale);
+        set(o.view.dtype, o.data(), 0, x + relative * scale);
       }
       return;
     }
@@ -362,11 +311,11 @@ class Operands {
       if (!a.is_output || a.view.data == nullptr) continue;
       std::vector<double> got, want;
       bool same_bits = true;
-      a.for_each([&](int64_t at) { got.push_back(number_at(a.data() + at, a.view.dtype)); });
+      a.for_each([&](int64_t at) { got.push_back(get(a.view.dtype, a.data() + at, 0)); });
       size_t i = 0;
       double scale = 1;
       b.for_each([&](int64_t at) {
-        want.push_back(number_at(b.data() + at, b.view.dtype));
+        want.push_back(get(b.view.dtype, b.data() + at, 0));
         const bool same = want[i] == got[i] || (std::isnan(want[i]) && std::isnan(got[i]));
         same_bits = same_bits && same;
         if (std::isfinite(want[i])) scale = std::max(scale, std::fabs(want[i]));
@@ -466,7 +415,7 @@ class Operands {
         x = random_.pick({std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity(),
                           std::numeric_limits<double>::quiet_NaN(), 0.0});
       }
-      put_number(o.bytes() + at, o.view.dtype, x);
+      set(o.view.dtype, o.bytes() + at, 0, x);
     }
     o.before.assign(o.bytes(), o.bytes() + bytes);
   }

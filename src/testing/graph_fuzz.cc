@@ -74,7 +74,8 @@ class Builder {
     if (c_.rarely(20) || results_.empty()) return x_[c_.byte() % x_.size()];
     return results_[results_.size() - 1 - c_.byte() % std::min<size_t>(results_.size(), 3)];
   }
-  std::string name(int n) { return c_.rarely(200) ? std::string() : "n" + std::to_string(n); }
+  // Appended to, not added up: g++ 12 warns without reason of "n" + std::to_string(n) (-Wrestrict).
+  std::string name(int n) { return c_.rarely(200) ? std::string() : std::string("n").append(std::to_string(n)); }
 
   void add_node(int n) {
     switch (c_.byte() % 11) {
@@ -88,7 +89,7 @@ class Builder {
       case 3: {
         const Value both = g_.matmul(name(n), any(), wide_);
         add(both);
-        return result(g_.swiglu(name(n) + "s", both, SwigluOptions{c_.coin()}));
+        return result(g_.swiglu(name(n).append("s"), both, SwigluOptions{c_.coin()}));
       }
       case 4:
         return result(g_.rms_norm(name(n), any(), c_.rarely(50) ? square_ : norm_));
@@ -144,7 +145,7 @@ Status build_and_run(Context& context, const Views& v, const Choices& choose, in
       if (r == builder.last() || r == builder.second() || builder.is_view(r)) continue;
       if (std::find(others.begin(), others.end(), r) != others.end()) continue;
       others.push_back(r);
-      graph.output("other" + std::to_string(others.size()), r);
+      graph.output(std::string("other").append(std::to_string(others.size())), r);
     }
   }
   Status status = graph.setup(context.machine());
