@@ -7,7 +7,7 @@
 //   EXPECT_EQ(data.judge(r, context, worst_ratio), "");
 #pragma once
 
-#include "attention/attention_draw.h"
+#include "attention/drawn_call.h"
 #include "opst/attention_backward.h"
 
 namespace opst::test {
@@ -64,13 +64,10 @@ class BackwardCallData {
     AttentionGradients tensors;
 
     std::string differs_from(const Outcome& other) const {
-      const AttentionGradients &a = tensors, &b = other.tensors;
-      for (const auto& [mine, theirs, name] :
-           {std::tuple(&a.grad_query, &b.grad_query, "grad_query"), std::tuple(&a.grad_key, &b.grad_key, "grad_key"),
-            std::tuple(&a.grad_value, &b.grad_value, "grad_value"), std::tuple(&a.grad_bias, &b.grad_bias, "grad_bias"),
-            std::tuple(&a.grad_sinks, &b.grad_sinks, "grad_sinks")}) {
-        if (mine->data == nullptr) continue;
-        const Comparison c = compare_bits(*mine, *theirs, {.name = name});
+      for (const attention::NamedGradient& g : attention::kNamedGradients) {
+        const Tensor &mine = tensors.*g.written, &theirs = other.tensors.*g.written;
+        if (mine.data == nullptr) continue;
+        const Comparison c = compare_bits(mine, theirs, {.name = g.name});
         if (!c.ok) return c.message;
       }
       return "";
@@ -141,26 +138,18 @@ class BackwardCallData {
     if (naive.query.empty()) {
       naive = attention::naive_gradients(in, grad_out_.tensor, grad_lse_.tensor, d.options, type);
     }
-    const AttentionGradients& g = r.tensors;
-    for (const auto& [got, part, name] : {std::tuple(&g.grad_query, &ReferenceGradients::query, "grad_query"),
-                                          std::tuple(&g.grad_key, &ReferenceGradients::key, "grad_key"),
-                                          std::tuple(&g.grad_value, &ReferenceGradients::value, "grad_value"),
-                                          std::tuple(&g.grad_bias, &ReferenceGradients::bias, "grad_bias"),
-                                          std::tuple(&g.grad_sinks, &ReferenceGradients::sinks, "grad_sinks")}) {
-      if (got->data == nullptr) continue;
-      const JudgedGradient judged{.name = name,
-                                  .about = about,
-                                  .query_dtype = d.query_dtype,
-                                  .storage = type,
-                                  .lengths = d.longest_keys() + d.longest_query(),
-                                  .score_scale = score_scale_,
-                                  .non_finite = d.non_finite,
-                                  .reference = reference_.*part,
-                                  .naive = naive.*part,
-                                  .magnitude = magnitude_.*part};
-      const Comparison c = judged.judge(*got);
-      worst_ratio = std::max(worst_ratio, c.max_error_ratio);
-      if (!c.ok) return c.message;
+    const JudgedGradients judged{.about = about,
+                                 .query_dtype = d.query_dtype,
+                                 .storage = type,
+                                 .lengths = d.longest_keys() + d.longest_query(),
+                                 .score_scale = score_scale_,
+                                 .non_finite = d.non_finite,
+                                 .reference = reference_,
+                                 .naive = naive,
+                                 .magnitude = magnitude_};
+    for (const JudgedGradients::Verdict& v : judged.judge(r.tensors)) {
+      worst_ratio = std::max(worst_ratio, v.comparison.max_error_ratio);
+      if (!v.comparison.ok) return v.comparison.message;
     }
     return "";
   }

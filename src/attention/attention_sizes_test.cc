@@ -165,6 +165,13 @@ class CallTensors {
     tensors_.push_back(t);
     return t;
   }
+  // Either as a function of dtype and shape.
+  auto inputs() {
+    return [this](DType dtype, std::initializer_list<int64_t> shape) { return input(dtype, shape); };
+  }
+  auto outputs() {
+    return [this](DType dtype, std::initializer_list<int64_t> shape) { return output(dtype, shape); };
+  }
   // One number for all, or what a correct call would have; i64.
   ConstTensor integers(int64_t count, int64_t each, bool ascending) {
     const bool repeat = count < 0 || count > 8 || random_.chance(0.3);
@@ -242,6 +249,23 @@ struct ExtremeCall {
   AttentionInputs in;
   AttentionOptions options;
 
+  // Tensors of query's, of key's and of a statistic's shape; `make` is tensors.inputs() or tensors.outputs().
+  template <class Make>
+  auto queries(const Make& make, int64_t dim) const {
+    return varlen_q ? make(dtype, {s.total_q, s.num_heads, dim})
+                    : make(dtype, {s.batch, s.num_heads, s.query_len, dim});
+  }
+  template <class Make>
+  auto keys(const Make& make, int64_t dim) const {
+    return paged      ? make(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, dim})
+           : varlen_k ? make(dtype, {s.total_k, s.num_kv_heads, dim})
+                      : make(dtype, {s.batch, s.num_kv_heads, s.kv_len, dim});
+  }
+  template <class Make>
+  auto statistic(const Make& make) const {
+    return varlen_q ? make(real, {s.num_heads, s.total_q}) : make(real, {s.batch, s.num_heads, s.query_len});
+  }
+
   ExtremeCall(CallTensors& tensors, Random& random)
       : s(some_sizes(random)),
         varlen_q(random.chance(0.3)),
@@ -250,8 +274,9 @@ struct ExtremeCall {
         dtype(random.pick({DType::f32, DType::bf16, DType::f16, DType::f64})),
         real(dtype == DType::f64 ? DType::f64 : DType::f32),
         options(some_options(random)) {
-    in.query = queries(tensors, s.head_dim);
-    in.key = keys(tensors, s.head_dim), in.value = keys(tensors, s.value_head_dim);
+    const auto input = tensors.inputs();
+    in.query = queries(input, s.head_dim);
+    in.key = keys(input, s.head_dim), in.value = keys(input, s.value_head_dim);
     const int64_t offsets = s.batch == INT64_MAX ? s.batch : s.batch + 1;
     if (varlen_q) in.cu_seqlens_q = tensors.integers(offsets, 0, true);
     if (varlen_k) in.cu_seqlens_k = tensors.integers(offsets, 0, true);
@@ -260,15 +285,6 @@ struct ExtremeCall {
     if (random.chance(0.2)) in.prefix = tensors.integers(s.batch, 1, false);
     if (random.chance(0.2)) in.drop_mask = tensors.input(DType::u8, {some_size(random, 4)});
     if (random.chance(0.2)) in.sinks = tensors.input(real, {s.num_heads});
-  }
-  ConstTensor queries(CallTensors& tensors, int64_t dim) const {
-    return varlen_q ? tensors.input(dtype, {s.total_q, s.num_heads, dim})
-                    : tensors.input(dtype, {s.batch, s.num_heads, s.query_len, dim});
-  }
-  ConstTensor keys(CallTensors& tensors, int64_t dim) const {
-    return paged      ? tensors.input(dtype, {s.num_blocks, s.block_size, s.num_kv_heads, dim})
-           : varlen_k ? tensors.input(dtype, {s.total_k, s.num_kv_heads, dim})
-                      : tensors.input(dtype, {s.batch, s.num_kv_heads, s.kv_len, dim});
   }
   ConstTensor table(CallTensors& tensors) const {
     ConstTensor t = tensors.integers(8, 0, false);
@@ -318,8 +334,7 @@ TEST(AttentionSizes, ForwardOfAnySizes) {
     const ExtremeCall c(tensors, random);
     const Sizes& s = c.s;
     AttentionOutputs out;
-    out.out = c.varlen_q ? tensors.output(c.dtype, {s.total_q, s.num_heads, s.value_head_dim})
-                         : tensors.output(c.dtype, {s.batch, s.num_heads, s.query_len, s.value_head_dim});
+    out.out = c.queries(tensors.outputs(), s.value_head_dim);
     const bool out_has_memory = product_of({c.varlen_q ? 1 : s.batch, s.num_heads, c.varlen_q ? s.total_q : s.query_len,
                                             s.value_head_dim}) <= kMostElements;
     if (out_has_memory && c.takes_too_long(tensors)) {
@@ -327,9 +342,7 @@ TEST(AttentionSizes, ForwardOfAnySizes) {
       continue;
     }
     for (Tensor* t : {&out.softmax_lse, &out.softmax_max, &out.softmax_sum}) {
-      if (random.chance(0.7)) continue;
-      *t = c.varlen_q ? tensors.output(c.real, {s.num_heads, s.total_q})
-                      : tensors.output(c.real, {s.batch, s.num_heads, s.query_len});
+      if (random.chance(0.3)) *t = c.statistic(tensors.outputs());
     }
     const Status status = flash_attention_forward(some_context(random), c.in, out, c.options);
     if (status.ok()) {
@@ -352,21 +365,18 @@ TEST(AttentionSizes, BackwardOfAnySizes) {
     const ExtremeCall c(tensors, random);
     const Sizes& s = c.s;
     AttentionSaved saved;
-    saved.out = c.queries(tensors, s.value_head_dim), saved.grad_out = c.queries(tensors, s.value_head_dim);
-    saved.softmax_lse = c.varlen_q ? tensors.input(c.real, {s.num_heads, s.total_q})
-                                   : tensors.input(c.real, {s.batch, s.num_heads, s.query_len});
+    const auto input = tensors.inputs();
+    saved.out = c.queries(input, s.value_head_dim), saved.grad_out = c.queries(input, s.value_head_dim);
+    saved.softmax_lse = c.statistic(input);
     if (c.takes_too_long(tensors)) {
       ++counts.skipped;
       continue;
     }
     AttentionGradients grads;
-    const auto like = [&](const ConstTensor& t) {
-      return t.rank == 3 ? tensors.output(c.dtype, {t.shape[0], t.shape[1], t.shape[2]})
-                         : tensors.output(c.dtype, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]});
-    };
-    if (random.chance(0.5)) grads.grad_query = like(c.in.query);
-    if (random.chance(0.5)) grads.grad_key = like(c.in.key);
-    if (random.chance(0.5)) grads.grad_value = like(c.in.value);
+    const auto output = tensors.outputs();
+    if (random.chance(0.5)) grads.grad_query = c.queries(output, s.head_dim);
+    if (random.chance(0.5)) grads.grad_key = c.keys(output, s.head_dim);
+    if (random.chance(0.5)) grads.grad_value = c.keys(output, s.value_head_dim);
     if (random.chance(0.3)) grads.grad_sinks = tensors.output(c.real, {s.num_heads});
     const Status status = flash_attention_backward(some_context(random), c.in, saved, grads, c.options);
     if (status.ok()) {

@@ -23,6 +23,20 @@ struct ReferenceGradients {
   std::vector<double> query, key, value, bias, sinks;
 };
 
+// Every gradient of a backward call: its name, where the operator writes it, and where the reference has it.
+struct NamedGradient {
+  const char* name;
+  Tensor AttentionGradients::*written;
+  std::vector<double> ReferenceGradients::*reference;
+};
+inline constexpr NamedGradient kNamedGradients[] = {
+    {"grad_query", &AttentionGradients::grad_query, &ReferenceGradients::query},
+    {"grad_key", &AttentionGradients::grad_key, &ReferenceGradients::key},
+    {"grad_value", &AttentionGradients::grad_value, &ReferenceGradients::value},
+    {"grad_bias", &AttentionGradients::grad_bias, &ReferenceGradients::bias},
+    {"grad_sinks", &AttentionGradients::grad_sinks, &ReferenceGradients::sinks},
+};
+
 namespace reference {
 
 // The tensor's shape, as if it were contiguous: to find places in a ReferenceGradients.

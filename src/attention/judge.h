@@ -135,25 +135,42 @@ inline DType gradient_storage(DType query, DType kv, DType out, const Machine& m
   return pairs && machine.bf16_product == Bf16Product::dot ? DType::bf16 : out;
 }
 
-// One gradient beside what it should be.
-struct JudgedGradient {
-  const char* name;
+// Gradients beside what they should be.
+struct JudgedGradients {
   std::string about;
   DType query_dtype;
-  DType storage;                         // the type that naive rounds to
-  int64_t lengths;                       // the most keys and the most queries of a sequence, together
-  double score_scale;                    // the largest of the reference's
-  bool non_finite = false;               // some input element is NaN or infinite
-  std::vector<double> reference, naive;  // row-major
-  std::vector<double> magnitude;         // the reference with nothing cancelling
+  DType storage;            // the type that naive rounds to
+  int64_t lengths;          // the most keys and the most queries of a sequence, together
+  double score_scale;       // the largest of the reference's
+  bool non_finite = false;  // some input element is NaN or infinite
+  const attention::ReferenceGradients &reference, &naive;
+  const attention::ReferenceGradients& magnitude;  // the reference with nothing cancelling
 
-  Comparison judge(const Tensor& got) const {
-    std::vector<double> ref = reference, plain = naive, values;
+  struct Verdict {
+    const char* name;
+    Comparison comparison;
+  };
+  // Of those that the call was asked for.
+  std::vector<Verdict> judge(const AttentionGradients& written) const {
+    std::vector<Verdict> verdicts;
+    for (const attention::NamedGradient& g : attention::kNamedGradients) {
+      const Tensor& got = written.*g.written;
+      if (got.data == nullptr) continue;
+      verdicts.push_back(
+          {g.name, judge(g.name, got, reference.*g.reference, naive.*g.reference, magnitude.*g.reference)});
+    }
+    return verdicts;
+  }
+
+ private:
+  Comparison judge(const char* name, const Tensor& got, std::vector<double> ref, std::vector<double> plain,
+                   const std::vector<double>& magnitudes) const {
+    std::vector<double> values;
     for (int64_t i = 0; i < got.num_elements(); ++i) values.push_back(get(got, i));
     double largest = 0;
     for (size_t i = 0; i < ref.size(); ++i) {
       plain[i] = attention::reference::rounded_to(got.dtype, plain[i]);
-      if (std::isfinite(magnitude[i])) largest = std::max(largest, magnitude[i]);
+      if (std::isfinite(magnitudes[i])) largest = std::max(largest, magnitudes[i]);
       // An infinite product may meet its negative in one order of a sum and not in another.
       if (non_finite) {
         for (double* x : {&ref[i], &values[i]}) *x = std::isfinite(*x) ? *x : std::numeric_limits<double>::quiet_NaN();

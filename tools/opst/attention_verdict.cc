@@ -71,25 +71,16 @@ std::vector<GradientVerdict> judge_gradients(const Context& context, const Atten
   for (const AttentionCase::RowIndex& r : forward.sampled_rows(400)) {
     score_scale = std::max(score_scale, attention::reference_row(in, p.options, r.batch, r.head, r.query).score_scale);
   }
-  using attention::ReferenceGradients;
-  const AttentionGradients& g = data.gradients();
+  const test::JudgedGradients judged{.about = {},
+                                     .query_dtype = p.query_dtype,
+                                     .storage = storage,
+                                     .lengths = p.kv_len + p.query_len,
+                                     .score_scale = score_scale,
+                                     .reference = exact,
+                                     .naive = naive,
+                                     .magnitude = magnitude};
   std::vector<GradientVerdict> verdicts;
-  for (const auto& [got, part, name] : {std::tuple(&g.grad_query, &ReferenceGradients::query, "grad_query"),
-                                        std::tuple(&g.grad_key, &ReferenceGradients::key, "grad_key"),
-                                        std::tuple(&g.grad_value, &ReferenceGradients::value, "grad_value"),
-                                        std::tuple(&g.grad_bias, &ReferenceGradients::bias, "grad_bias"),
-                                        std::tuple(&g.grad_sinks, &ReferenceGradients::sinks, "grad_sinks")}) {
-    if (got->data == nullptr) continue;
-    const test::JudgedGradient judged{.name = name,
-                                      .about = {},
-                                      .query_dtype = p.query_dtype,
-                                      .storage = storage,
-                                      .lengths = p.kv_len + p.query_len,
-                                      .score_scale = score_scale,
-                                      .reference = exact.*part,
-                                      .naive = naive.*part,
-                                      .magnitude = magnitude.*part};
-    const test::Comparison c = judged.judge(*got);
+  for (const auto& [name, c] : judged.judge(data.gradients())) {
     verdicts.push_back({name, c.ok, c.max_error, c.bound});
   }
   return verdicts;
