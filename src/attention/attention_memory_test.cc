@@ -5,9 +5,9 @@
 
 #include <cstdio>
 
-#include "attention/attention_draw.h"
 #include "attention/attention_problem.h"
 #include "attention/check.h"
+#include "attention/drawn_call.h"
 #include "attention/layout.h"
 #include "attention/sequences.h"
 #include "testing/count_allocations.h"

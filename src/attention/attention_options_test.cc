@@ -2,7 +2,7 @@
 // level, with two numbers of threads that must give the same bits.
 #include <gtest/gtest.h>
 
-#include "attention/attention_draw.h"
+#include "attention/drawn_call.h"
 
 namespace opst::test {
 namespace {
