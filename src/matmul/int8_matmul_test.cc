@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -330,6 +331,42 @@ TEST(IntMatmul, B80_ExtremesAreExactAtEveryLevel) {
       EXPECT_EQ(one_sum(t, m, 65536, -128, -128, 127), 255 * 128 * 65536);
       EXPECT_EQ(one_sum(t, m, 65536, -128, 127, -128), -255 * 128 * 65536);
       EXPECT_EQ(one_sum(t, m, 65536, 127, 127, 0), 127 * 127 * 65536);
+    }
+  }
+}
+
+// The one sum that can leave 32 bits is that with a bias: it wraps modulo 2^32, at any level, for few rows and many.
+TEST(IntMatmul, ASumWithItsBiasWraps) {
+  constexpr int64_t kK = 65536;
+  constexpr int32_t kSum = 1 << 30;  // -128 * -128 * 65536
+  const std::vector<int8_t> q(kK, -128);
+  const std::vector<int32_t> bias = {INT32_MAX - kSum, INT32_MAX - kSum + 1, INT32_MAX, INT32_MIN};
+  const std::vector<int32_t> expected = {INT32_MAX, INT32_MIN, INT32_MIN + kSum - 1, INT32_MIN + kSum};
+  const auto n = static_cast<int64_t>(bias.size());
+  const ConstTensor row = ConstTensor::contiguous(DType::i8, {1, kK}, q.data());
+  const auto repeated = [&](int64_t rows) {
+    ConstTensor t = row;
+    t.shape[0] = rows, t.strides[0] = 0;
+    return t;
+  };
+  for (const TestContext& t : contexts_with_threads(1)) {
+    const Result<PackedIntWeight> weight = PackedIntWeight::pack(t.context, repeated(n));
+    ASSERT_TRUE(weight.ok()) << weight.status().message();
+    for (int64_t m : {1, 16}) {
+      SCOPED_TRACE(t.name + ", m " + std::to_string(m));
+      std::vector<int32_t> out(static_cast<size_t>(m * n));
+      std::vector<float> floats(static_cast<size_t>(m * n));
+      const IntMatmulOptions options = {.bias = ConstTensor::contiguous(DType::i32, {n}, bias.data())};
+      ASSERT_TRUE(
+          matmul(t.context, repeated(m), weight.value(), Tensor::contiguous(DType::i32, {m, n}, out.data()), options)
+              .ok());
+      ASSERT_TRUE(
+          matmul(t.context, repeated(m), weight.value(), Tensor::contiguous(DType::f32, {m, n}, floats.data()), options)
+              .ok());
+      for (size_t i = 0; i < out.size(); ++i) {
+        EXPECT_EQ(out[i], expected[i % bias.size()]) << i;
+        EXPECT_EQ(floats[i], static_cast<float>(expected[i % bias.size()])) << i;
+      }
     }
   }
 }

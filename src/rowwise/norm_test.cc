@@ -335,6 +335,57 @@ TEST(Norm, NamesWhatIsWrong) {
             "layer_norm_backward: grad_out is bf16, but must be f32");
 }
 
+// Squares are summed in f32. What is above its range is infinite, and the row's rstd 0.
+TEST(Norm, RowsWhoseSquaresOverflowGiveZeros) {
+  constexpr int64_t kCols = 40;
+  const auto row = [](std::vector<float>& v) { return Tensor::contiguous(DType::f32, {1, kCols}, v.data()); };
+  const auto vec = [](std::vector<float>& v) { return Tensor::contiguous(DType::f32, {kCols}, v.data()); };
+  for (const TestContext& t : contexts_with_threads(1)) {
+    for (const float size : {1e18f, 1e20f, 1e30f, 3e38f}) {
+      SCOPED_TRACE(t.name + ", elements of " + std::to_string(size));
+      const bool fits = size < 2e18f;
+      const bool sum_fits = size < 1e37f;
+      std::vector<float> x(kCols), half(kCols), w(kCols, 2), bias(kCols, 3), g(kCols, 0), out(kCols), sum(kCols);
+      std::vector<float> grad(kCols), grad_weight(kCols), grad_bias(kCols), rstd(1);
+      for (size_t i = 0; i < kCols; ++i) x[i] = i % 4 == 1 ? -size : size, half[i] = x[i] / 2;
+      g[0] = 1;
+      const Tensor r = Tensor::contiguous(DType::f32, {1}, rstd.data());
+      const auto expect = [&](const std::vector<float>& got, float at_0, float at_1) {
+        EXPECT_NEAR(got[0], at_0, std::abs(at_0) * 1e-5);
+        EXPECT_NEAR(got[1], at_1, std::abs(at_1) * 1e-5);
+        for (size_t i = 0; i < kCols; ++i) EXPECT_EQ(got[i], got[i % 4 == 1 ? 1 : 0]) << i;
+      };
+      ASSERT_TRUE(rms_norm(t.context, row(x), vec(w), row(out), {.rstd = r}).ok());
+      expect(out, fits ? 2 : 0, fits ? -2 : 0);
+      EXPECT_NEAR(rstd[0], fits ? 1 / size : 0, 1e-23);
+      ASSERT_TRUE(add_rms_norm(t.context, row(half), row(half), vec(w), row(out), row(sum)).ok());
+      expect(out, fits ? 2 : 0, fits ? -2 : 0);
+      EXPECT_EQ(sum, x);
+      ASSERT_TRUE(
+          rms_norm_backward(t.context, row(g), row(x), vec(w), {.x = row(grad), .weight = vec(grad_weight)}).ok());
+      EXPECT_NEAR(grad[0], fits ? 2 / size * (1 - 1.0f / kCols) : 0, 1e-23);
+      EXPECT_NEAR(grad_weight[0], fits ? 1 : 0, 1e-5);
+
+      // mean = size / 2, differences size / 2 and -3/2 size. A mean above the range makes the row NaN.
+      ASSERT_TRUE(layer_norm(t.context, row(x), row(out), {.weight = vec(w), .bias = vec(bias), .rstd = r}).ok());
+      ASSERT_TRUE(layer_norm_backward(t.context, row(g), row(x),
+                                      {.x = row(grad), .weight = vec(grad_weight), .bias = vec(grad_bias)},
+                                      {.weight = vec(w)})
+                      .ok());
+      EXPECT_EQ(grad_bias, g);
+      if (sum_fits) {
+        expect(out, fits ? 3 + 2 / std::sqrt(3.0f) : 3, fits ? 3 - 2 * std::sqrt(3.0f) : 3);
+        EXPECT_NEAR(rstd[0], fits ? 2 / std::sqrt(3.0f) / size : 0, 1e-23);
+        EXPECT_NEAR(grad_weight[0], fits ? 1 / std::sqrt(3.0f) : 0, 1e-5);
+        EXPECT_EQ(grad[0] == 0, !fits);
+      } else {
+        for (const float y : out) EXPECT_TRUE(std::isnan(y));
+        for (const float y : grad) EXPECT_TRUE(std::isnan(y));
+      }
+    }
+  }
+}
+
 TEST(Norm, ZeroSizesAreLegalAndGiveZeroGradients) {
   Context& context = contexts_with_threads(2).back().context;
   std::vector<float> w(8, 1.0f), grad(8, 5.0f), grad_bias(8, 5.0f);
