@@ -1,4 +1,4 @@
-// Which call of attention to test: any combination of options and sizes, drawn at random, and how often each option was.
+// Which call of attention to test: any combination of options and sizes, drawn at random, and how often each was.
 // Forward and backward are tested on the same draws; drawn_call.h makes their tensors.
 #pragma once
 

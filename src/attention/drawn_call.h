@@ -1,5 +1,5 @@
-// The call that a Draw describes: its tensors behind guard pages, what belongs to nobody NaN, and the verdict on what the
-// operator wrote.
+// The call that a Draw describes: its tensors behind guard pages, what belongs to nobody NaN, and the verdict on what
+// the operator wrote.
 //
 //   const Draw d = draw(random);
 //   DrawnCall call(d, random);

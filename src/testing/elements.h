@@ -1,4 +1,5 @@
-// One element of any dtype, or of any tensor by its row-major index, as a double. For tests and references: general, not fast.
+// One element of any dtype, or of any tensor by its row-major index, as a double. General, not fast: for tests and
+// references.
 #pragma once
 
 #include <cstdint>

@@ -20,8 +20,8 @@
 namespace opst {
 namespace {
 
-// ThreadSanitizer allows no new threads in a forked child; AddressSanitizer's allocator stays locked there where another
-// thread was inside it.
+// ThreadSanitizer allows no new threads in a forked child; AddressSanitizer's allocator stays locked there where
+// another thread was inside it.
 constexpr bool kForkFails = test::kSanitized;
 
 // Attention, and a product with a weight that is packed anew: scratch memory, weight memory and the threads.
