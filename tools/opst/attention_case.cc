@@ -72,30 +72,28 @@ void add_attention_options(CLI::App& command, AttentionArguments& a) {
       ->check(dtypes)
       ->capture_default_str();
   command.add_option("--kv-dtype", a.kv_dtype, "Type of keys and values (default: as --dtype)")->check(dtypes);
-  command.add_option("--batch", a.batch, "Sequences")->check(count)->capture_default_str();
+  CLI::Option* batch = command.add_option("--batch", a.batch, "Sequences")->check(count)->capture_default_str();
   command.add_option("--heads", a.heads, "Query heads")->check(count)->capture_default_str();
   command.add_option("--kv-heads", a.kv_heads, "Key/value heads (default: as --heads)")->check(count);
-  command.add_option("--seq", a.seq, "Lengths of the keys, separated by commas")
-      ->delimiter(',')
-      ->check(tokens)
-      ->capture_default_str();
+  CLI::Option* seq =
+      add_list(command, "--seq", a.seq, "Lengths of the keys, separated by commas", tokens)->type_name("INT");
   command.add_option("--query-len", a.query_len, "Queries (default: as many as keys)")->check(tokens);
   command.add_option("--head-dim", a.head_dim, "Size of a query and a key, 1 to 768")
       ->check(dim)
       ->capture_default_str();
   command.add_option("--value-head-dim", a.value_head_dim, "Size of a value (default: as --head-dim)")->check(dim);
   command.add_flag("--causal", a.causal, "A query sees no later keys; the last query sees all");
-  command.add_flag("--top-left", a.top_left, "With --causal or --window: query i is at key i instead");
+  command.add_flag("--top-left", a.top_left, "With --causal, --window or --alibi: query i is at key i instead");
   command.add_option("--window", a.window,
                      "LEFT,RIGHT: a query sees so many keys before and after its own; all: no limit; negative: a band "
                      "away from its own, as in --window=-3,5");
   command.add_option("--prefix", a.prefix, "Keys at the front that every query sees, at most --seq")
       ->check(between(0, kMostTokens));
-  command
-      .add_option(
-          "--varlen", a.varlen,
-          "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)")
-      ->delimiter(',');
+  add_list(command, "--varlen", a.varlen,
+           "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)",
+           CLI::Validator(""))
+      ->excludes(seq)
+      ->excludes(batch);
   command.add_option("--mask", a.mask, "A random mask [1, 1, queries, keys]: bool or additive")
       ->check(one_of({"bool", "additive"}));
   command.add_flag("--alibi", a.alibi, "Linear position biases");
@@ -141,6 +139,9 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
   }
   p.head_dim = a.head_dim;
   p.value_head_dim = a.value_head_dim > 0 ? a.value_head_dim : a.head_dim;
+  if (a.top_left && !a.causal && a.window.empty() && !a.alibi) {
+    usage_error("--top-left says where the diagonal of --causal, --window or --alibi lies, but none of them is given");
+  }
   p.options.causal = a.causal;
   p.options.alignment = a.top_left ? CausalAlignment::top_left : CausalAlignment::bottom_right;
   p.options.path = parse_path(a.path);

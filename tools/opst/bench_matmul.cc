@@ -263,7 +263,7 @@ void add_bench_matmul(CLI::App& bench) {
   CLI::App* command =
       bench.add_subcommand("matmul", "Products with packed weights, and how close they come to the machine");
   const auto add_sizes = [&](const char* name, std::vector<int64_t>& sizes, const char* help) {
-    command->add_option(name, sizes, help)->delimiter(',')->check(at_least(1))->type_name("N")->capture_default_str();
+    add_list(*command, name, sizes, help, at_least(1))->type_name("N");
   };
   add_sizes("--m", options->m, "Rows of x, separated by commas");
   add_sizes("--n", options->n, "Outputs, separated by commas");
@@ -278,13 +278,10 @@ void add_bench_matmul(CLI::App& bench) {
     names.emplace_back(name);
     type_name += "|" + names.back();
   }
-  command
-      ->add_option("--dtype", options->dtypes,
-                   "Types of the weight, separated by commas. i8, i4: times x in int8; else x is f32, or the weight's")
-      ->delimiter(',')
-      ->check(one_of(names))
-      ->type_name(type_name)
-      ->capture_default_str();
+  add_list(*command, "--dtype", options->dtypes,
+           "Types of the weight, separated by commas. i8, i4: times x in int8; else x is f32, or the weight's",
+           one_of(names))
+      ->type_name(type_name);
   add_threads_option(*command, options->num_threads);
   command->add_flag("--json", options->json, "Print one JSON object");
   command->callback([options] { run(*options); });

@@ -268,16 +268,10 @@ void add_bench_model(CLI::App& bench) {
   CLI::App* command =
       bench.add_subcommand("model", "A model's tokens per second, and how close they come to the machine");
   command->add_option("-m,--model", options->model_path, "A GGUF file")->required()->type_name("FILE");
-  command->add_option("--prompt-tokens", options->prompt_tokens, "Lengths of prompts, separated by commas")
-      ->delimiter(',')
-      ->check(at_least(1))
-      ->type_name("N")
-      ->capture_default_str();
-  command->add_option("--context", options->contexts, "Keys that a decoded token sees, separated by commas")
-      ->delimiter(',')
-      ->check(at_least(1))
-      ->type_name("N")
-      ->capture_default_str();
+  add_list(*command, "--prompt-tokens", options->prompt_tokens, "Lengths of prompts, separated by commas", at_least(1))
+      ->type_name("N");
+  add_list(*command, "--context", options->contexts, "Keys that a decoded token sees, separated by commas", at_least(1))
+      ->type_name("N");
   add_threads_option(*command, options->num_threads);
   command->add_option("--kv-dtype", options->kv_dtype, "How keys and values are cached")
       ->check(one_of({"f32", "bf16", "f16"}))

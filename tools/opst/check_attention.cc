@@ -64,13 +64,16 @@ void add_check_attention(CLI::App& check) {
   CLI::App* command = check.add_subcommand(
       "attention", "Compare with float64: passes within twice the error of a plain implementation in the same type");
   add_attention_options(*command, options->problem);
-  command->add_option("--path", options->problem.path, "automatic, standard or flash")
-      ->check(one_of({"automatic", "standard", "flash"}))
-      ->capture_default_str();
-  command->add_option("--rows", options->rows, "Most rows to compare, spread over batch, heads and queries")
-      ->check(at_least(1))
-      ->capture_default_str();
-  command->add_flag("--backward", options->backward, "Check the gradients instead, all of them");
+  CLI::Option* path = command->add_option("--path", options->problem.path, "automatic, standard or flash")
+                          ->check(one_of({"automatic", "standard", "flash"}))
+                          ->capture_default_str();
+  CLI::Option* rows =
+      command->add_option("--rows", options->rows, "Most rows to compare, spread over batch, heads and queries")
+          ->check(at_least(1))
+          ->capture_default_str();
+  command->add_flag("--backward", options->backward, "Check the gradients instead, all of them")
+      ->excludes(path)
+      ->excludes(rows);
   command->add_flag(
       "--spoil", options->spoil,
       "Compute without one value of every 256, so that the verdict must be FAIL: whether the check notices");

@@ -72,6 +72,27 @@ CLI::Validator one_of(std::vector<std::string> words) {
   return {check, ""};
 }
 
+std::vector<std::string> list_items(const std::string& text) {
+  std::vector<std::string> items;
+  size_t begin = 0;
+  for (size_t comma; (comma = text.find(',', begin)) != std::string::npos; begin = comma + 1) {
+    items.push_back(text.substr(begin, comma - begin));
+  }
+  items.push_back(text.substr(begin));
+  return items;
+}
+
+CLI::Validator each(const CLI::Validator& item) {
+  const auto check = [item](std::string& text) {
+    for (std::string& word : list_items(text)) {
+      if (word.empty()) return "'" + text + "' has an empty item: values are separated by single commas";
+      if (std::string wrong = item(word); !wrong.empty()) return wrong;
+    }
+    return std::string();
+  };
+  return {check, ""};
+}
+
 void add_threads_option(CLI::App& command, int& num_threads) {
   command
       .add_option("-t,--threads", num_threads,

@@ -50,6 +50,26 @@ CLI::Validator between(int64_t least, int64_t most);       // an integer, both e
 CLI::Validator number_between(double least, double most);  // any number, both ends included; NaN is refused
 CLI::Validator one_of(std::vector<std::string> words);
 
+// The items of a list as users write it, "1,2,3"; CLI11 would leave out empty ones.
+std::vector<std::string> list_items(const std::string& text);
+// Every item of a list: not empty, and passed by `item`.
+CLI::Validator each(const CLI::Validator& item);
+
+// An option that takes several values, separated by commas; `item` passes every one.
+template <class T>
+CLI::Option* add_list(CLI::App& command, const std::string& name, std::vector<T>& values, const std::string& help,
+                      const CLI::Validator& item) {
+  const auto take = [&values](const std::vector<std::string>& lists) {
+    values.clear();
+    for (const std::string& list : lists) {
+      for (const std::string& text : list_items(list)) CLI::detail::lexical_cast(text, values.emplace_back());
+    }
+  };
+  CLI::Option* option = command.add_option_function<std::vector<std::string>>(name, take, help)->check(each(item));
+  if (!values.empty()) option->default_str(CLI::detail::to_string(values));
+  return option;
+}
+
 // --threads / -t. 0, the default: OPST_NUM_THREADS, else what affinity and cgroup quota give, at most OMP_NUM_THREADS.
 void add_threads_option(CLI::App& command, int& num_threads);
 // A Context with that many threads, at the level that OPST_ISA names or this processor's best.

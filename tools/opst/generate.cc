@@ -144,10 +144,11 @@ void add_generate(CLI::App& app) {
       ->check(one_of({"contiguous", "paged"}))
       ->type_name("contiguous|paged")
       ->capture_default_str();
-  command->add_option("--block-size", options->session.block_size, "Tokens in a block of a paged cache")
-      ->check(at_least(1))
-      ->type_name("N")
-      ->capture_default_str();
+  CLI::Option* block_size =
+      command->add_option("--block-size", options->session.block_size, "Tokens in a block of --cache paged")
+          ->check(at_least(1))
+          ->type_name("N")
+          ->capture_default_str();
   command
       ->add_option("-b,--prefill-chunk", options->session.prefill_chunk,
                    "Tokens of the prompt that go through the model together")
@@ -160,7 +161,12 @@ void add_generate(CLI::App& app) {
       ->type_name("FILE");
   command->add_flag("--json", options->json, "Print one JSON object at the end instead of the text as it grows");
   options->sampling.add_to(*command);
-  command->callback([options] { run(*options); });
+  command->callback([options, block_size] {
+    if (block_size->count() > 0 && options->cache != "paged") {
+      usage_error("--block-size is for --cache paged, but --cache is " + options->cache);
+    }
+    run(*options);
+  });
 }
 
 }  // namespace opst::tools

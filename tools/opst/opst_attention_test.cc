@@ -1,6 +1,8 @@
 // opst bench, check and plan attention with options, from outside.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "program.h"
 
 namespace opst::tools {
@@ -21,7 +23,10 @@ const std::vector<std::vector<std::string>> kOptions = {
 };
 
 nlohmann::json json_of(const std::string& command, std::vector<std::string> options) {
-  options.insert(options.begin(), {command, "attention", "--heads", "4", "--kv-heads", "2", "--seq", "90", "--json"});
+  if (std::find(options.begin(), options.end(), "--varlen") == options.end()) {
+    options.insert(options.end(), {"--seq", "90"});
+  }
+  options.insert(options.begin(), {command, "attention", "--heads", "4", "--kv-heads", "2", "--json"});
   const Outcome outcome = run_program(options);
   std::string line;
   for (const std::string& option : options) line += option + " ";
@@ -92,7 +97,7 @@ TEST(OpstAttention, RandomOptionsPass) {
   const auto draw = [&](uint32_t below) { return (state = state * 1664525u + 1013904223u) / 65536u % below; };
   const auto pick = [&](std::vector<std::string> words) { return words[draw(static_cast<uint32_t>(words.size()))]; };
   for (int n = 0; n < 60; ++n) {
-    std::vector<std::string> options = {"check", "attention", "--rows", "20"};
+    std::vector<std::string> options = {"check", "attention"};
     const auto add = [&](const char* name, const std::string& value) {
       options.emplace_back(name);
       if (!value.empty()) options.push_back(value);
@@ -111,8 +116,10 @@ TEST(OpstAttention, RandomOptionsPass) {
       if (draw(3) == 0) add("--query-len", pick({"1", "7", "150"}));
       add("--batch", pick({"1", "2"}));
     }
-    if (draw(2) == 0) add("--causal", "");
-    if (draw(4) == 0) add("--top-left", "");
+    if (draw(2) == 0) {
+      add("--causal", "");
+      if (draw(4) == 0) add("--top-left", "");
+    }
     if (draw(3) == 0) add("--window", pick({"20,0", "all,3", "-2,40", "9,-1", "0,0"}));
     if (draw(3) == 0) add("--mask", pick({"bool", "additive"}));
     if (draw(3) == 0) add("--alibi", "");
@@ -120,13 +127,32 @@ TEST(OpstAttention, RandomOptionsPass) {
     if (draw(4) == 0) add("--dropout", pick({"0.1", "0.7"}));
     if (draw(4) == 0) add("--block-kv", pick({"5", "64"}));
     if (draw(4) == 0) add("--block-q", pick({"3", "48"}));
-    if (draw(3) == 0) add("--backward", "");
+    if (draw(3) == 0) {
+      add("--backward", "");
+    } else {
+      add("--rows", "20");
+    }
     add("-t", pick({"1", "2"}));
     const Outcome outcome = run_program(options);
     std::string line;
     for (const std::string& option : options) line += option + " ";
     EXPECT_EQ(outcome.exit_code, 0) << line << "\n" << outcome.out << outcome.err;
   }
+}
+
+TEST(OpstAttention, ListsAreTakenInEveryForm) {
+  const auto lengths = [](std::vector<std::string> options) {
+    options.insert(options.begin(), {"plan", "attention", "--json"});
+    std::vector<int64_t> found;
+    for (const auto& row : run_program(options).json()["rows"]) found.push_back(row["kv_len"]);
+    return found;
+  };
+  const std::vector<int64_t> two = {5, 70};
+  EXPECT_EQ(lengths({"--seq", "5,70"}), two);
+  EXPECT_EQ(lengths({"--seq=5,70"}), two);
+  EXPECT_EQ(lengths({"--seq", "5", "70"}), two);
+  EXPECT_EQ(lengths({"--seq", "5", "--seq", "+70"}), two);
+  EXPECT_EQ(lengths({}), std::vector<int64_t>{1024});
 }
 
 TEST(OpstAttention, NaiveColumnIsMeasuredOrSaysWhyNot) {
@@ -157,6 +183,13 @@ TEST(OpstAttention, RefusesWhatMakesNoSense) {
       {{"--mask", "float"}, "--mask: 'float' is none of bool, additive"},
       {{"--varlen", "3,x"}, "--varlen: 'x' is neither a length nor QUERIES:KEYS"},
       {{"--varlen", "3", "--query-len", "2"}, "--query-len does not go with --varlen"},
+      {{"--varlen", "3", "--seq", "8"}, "--seq excludes --varlen"},
+      {{"--batch", "2", "--varlen", "3"}, "--batch excludes --varlen"},
+      {{"--top-left", "--prefix", "3"}, "--top-left says where the diagonal of --causal, --window or --alibi lies"},
+      {{"--seq", "1,,2"}, "--seq: '1,,2' has an empty item"},
+      {{"--seq", "8,"}, "--seq: '8,' has an empty item"},
+      {{"--seq="}, "--seq"},
+      {{"--varlen", ",8"}, "--varlen: ',8' has an empty item"},
       {{"--head-dim", "1000"}, "--head-dim: '1000' is not a whole number from 1 to 768"},
       {{"--value-head-dim", "0"}, "--value-head-dim: '0' is not a whole number from 1 to 768"},
       {{"--block-q", "100000"}, "--block-q: '100000' is not a whole number from 1 to 4096"},
@@ -182,10 +215,18 @@ TEST(OpstAttention, RefusesWhatMakesNoSense) {
       EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1) << outcome.err;
       EXPECT_LT(outcome.err.size(), 250u) << outcome.err;
     }
+    if (command != std::string("bench")) {  // which has no --path
+      const Outcome path = run_program({command, "attention", "--backward", "--path", "flash"});
+      EXPECT_EQ(path.exit_code, 2);
+      EXPECT_NE(path.err.find("--path excludes --backward"), std::string::npos) << path.err;
+    }
     const Outcome alone = run_program({command});
     EXPECT_EQ(alone.exit_code, 2);
     EXPECT_NE(alone.err.find("a subcommand is required: attention"), std::string::npos) << alone.err;
   }
+  const Outcome rows = run_program({"check", "attention", "--backward", "--rows", "9"});
+  EXPECT_EQ(rows.exit_code, 2);
+  EXPECT_NE(rows.err.find("--rows excludes --backward"), std::string::npos) << rows.err;
 }
 
 }  // namespace

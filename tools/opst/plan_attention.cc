@@ -122,11 +122,11 @@ void add_plan_attention(CLI::App& plan) {
   CLI::App* command =
       plan.add_subcommand("attention", "Tiles, what lives in which cache, bytes moved, and what bounds the time");
   add_attention_options(*command, *arguments);
-  command->add_option("--path", arguments->path, "automatic, standard or flash")
-      ->check(one_of({"automatic", "standard", "flash"}))
-      ->capture_default_str();
+  CLI::Option* path = command->add_option("--path", arguments->path, "automatic, standard or flash")
+                          ->check(one_of({"automatic", "standard", "flash"}))
+                          ->capture_default_str();
   auto backward = std::make_shared<bool>(false);
-  command->add_flag("--backward", *backward, "Plan the gradients instead");
+  command->add_flag("--backward", *backward, "Plan the gradients instead")->excludes(path);
   command->callback(
       [arguments, backward] { *backward ? plan_attention_backward_command(*arguments) : run(*arguments); });
 }
