@@ -606,7 +606,7 @@ const Function kFunctions[] = {
     {"exp2_bf16", &VerbTable<float>::exp2_bf16, [](double x) { return std::exp2(x); }, 0, 0x1p-13 * 0.8705},
     {"exp", &VerbTable<float>::exp, [](double x) { return std::exp(x); }, 1.5},
     {"tanh", &VerbTable<float>::tanh, [](double x) { return std::tanh(x); }, 2.5},
-    {"tanh_short", &VerbTable<float>::tanh_short, [](double x) { return std::tanh(x); }, 6},
+    {"tanh_short", &VerbTable<float>::tanh_short, [](double x) { return std::tanh(x); }, 6.5},
     {"erf", &VerbTable<float>::erf, [](double x) { return std::erf(x); }, 1.5},
 };
 constexpr size_t kNumFunctions = std::size(kFunctions);
