@@ -19,16 +19,6 @@ Result<Sampler> Sampler::create(const SamplingOptions& options) try {
     return Status::invalid_argument("temperature is " + std::to_string(options.temperature) +
                                     ", must be finite and >= 0");
   }
-  if (options.greedy || options.temperature == 0.0) {
-    const std::string idle = options.top_k != 0     ? "top_k is " + std::to_string(options.top_k)
-                             : options.top_p != 1.0 ? "top_p is " + std::to_string(options.top_p)
-                             : options.seed != 0    ? "seed is " + std::to_string(options.seed)
-                                                    : std::string();
-    if (!idle.empty()) {
-      return Status::invalid_argument(idle + ", but " + (options.greedy ? "greedy" : "temperature 0") +
-                                      " always takes the likeliest token");
-    }
-  }
   return Sampler(options);
 } catch (...) {
   return status_of_exception();

@@ -24,7 +24,6 @@ struct SamplingOptions {
 
 class Sampler {
  public:
-  // Refused: a number out of range; top_k, top_p or seed beside greedy or temperature 0, where they would say nothing.
   static Result<Sampler> create(const SamplingOptions& options);
 
   // Fails where a logit is not finite: something has overflowed, and no token is the right one then.
