@@ -144,7 +144,8 @@ TEST(OpstAttention, ListsAreTakenInEveryForm) {
   const auto lengths = [](std::vector<std::string> options) {
     options.insert(options.begin(), {"plan", "attention", "--json"});
     std::vector<int64_t> found;
-    for (const auto& row : run_program(options).json()["rows"]) found.push_back(row["kv_len"]);
+    const nlohmann::json report = run_program(options).json();
+    for (const auto& row : report["rows"]) found.push_back(row["kv_len"]);
     return found;
   };
   const std::vector<int64_t> two = {5, 70};
