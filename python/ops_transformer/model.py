@@ -24,10 +24,6 @@ class Generation(NamedTuple):
     finish_reason: str  # "stop", "length" or "context"
 
 
-def _text(function: str, name: str, value: Any) -> str:
-    return option(function, name, "str", value)
-
-
 def _ids(function: str, name: str, values: Any) -> List[int]:
     # Elements of bytes are integers, but nobody means them as tokens.
     if isinstance(values, (bytes, bytearray, memoryview)):
@@ -123,7 +119,7 @@ class Model:
 
     def tokenize(self, text: str, *, add_bos: bool = True, parse_special: bool = True) -> List[int]:
         """The ids of a text, those that generate, logits and perplexity take."""
-        return self._tokens("Model.tokenize", "text", _text("Model.tokenize", "text", text), add_bos, parse_special)
+        return self._tokens("Model.tokenize", "text", option("Model.tokenize", "text", "str", text), add_bos, parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         return self._model.detokenize(_ids("Model.detokenize", "tokens", tokens)).decode("utf-8", errors="replace")
@@ -132,7 +128,7 @@ class Model:
         add_bos = option(function, "add_bos", "bool", add_bos)
         parse_special = option(function, "parse_special", "bool", parse_special)
         if isinstance(prompt, str):
-            return self._model.tokenize(_text(function, name, prompt), add_bos, parse_special)
+            return self._model.tokenize(option(function, name, "str", prompt), add_bos, parse_special)
         return _ids(function, name, prompt)
 
     def generate(
@@ -167,8 +163,8 @@ class Model:
         if option(name, "chat", "bool", chat):
             if not option(name, "add_bos", "bool", add_bos):
                 raise ValueError(f"{name}: add_bos is False, but with chat=True the model's template says how a text begins")
-            turns = [("system", _text(name, "system", system))] if system is not None else []
-            ids = self._model.chat_ids(turns + [("user", _text(name, "prompt", prompt))])
+            turns = [("system", option(name, "system", "str", system))] if system is not None else []
+            ids = self._model.chat_ids(turns + [("user", option(name, "prompt", "str", prompt))])
         elif system is not None:
             raise ValueError(f"{name}: system is for chat=True")
         else:
@@ -190,7 +186,7 @@ class Model:
         model's; any number of conversations, and the model's own calls, may go on side by side. Tokens are chosen as
         generate chooses them."""
         name = "Model.conversation"
-        system = None if system is None else _text(name, "system", system)
+        system = None if system is None else option(name, "system", "str", system)
         return Conversation(_core.Conversation(self._model, system, *_sampling(name, temperature, top_k, top_p, seed)))
 
     def logits(self, prompt: Union[str, Sequence[int]], *, add_bos: bool = True, parse_special: bool = True) -> np.ndarray:
@@ -228,7 +224,7 @@ class Conversation:
         A message that has no room in the context raises ValueError and leaves the conversation as it was. After Ctrl-C the
         answer stays as far as it came; what on_text raises loses the history.
         """
-        message = _text("Conversation.answer", "message", message)
+        message = option("Conversation.answer", "message", "str", message)
         max_tokens = _max_tokens("Conversation.answer", max_tokens)
         return Generation(*self._conversation.answer(message, max_tokens, on_text))
 

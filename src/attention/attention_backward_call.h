@@ -179,15 +179,6 @@ class BackwardCallData {
   double score_scale_ = 0;
 };
 
-// For a test to change what an input holds.
-inline Tensor mutable_view(const ConstTensor& t) {
-  Tensor w = Tensor::contiguous(t.dtype, {}, const_cast<void*>(t.data));
-  w.rank = t.rank;
-  std::copy(t.shape, t.shape + kMaxRank, w.shape);
-  std::copy(t.strides, t.strides + kMaxRank, w.strides);
-  return w;
-}
-
 // Draws that have a backward pass: pages are norm ones.
 inline Draw draw_for_backward(Random& random) {
   Draw d = draw(random);

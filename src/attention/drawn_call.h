@@ -13,6 +13,15 @@
 
 namespace opst::test {
 
+// For a test to change what an input holds.
+inline Tensor mutable_view(const ConstTensor& t) {
+  Tensor w = Tensor::contiguous(t.dtype, {}, const_cast<void*>(t.data));
+  w.rank = t.rank;
+  std::copy(t.shape, t.shape + kMaxRank, w.shape);
+  std::copy(t.strides, t.strides + kMaxRank, w.strides);
+  return w;
+}
+
 class DrawnCall {
  public:
   DrawnCall(const Draw& d, Random& random) : d_(d) {
@@ -96,7 +105,7 @@ class DrawnCall {
     if (d.non_finite) {
       const ConstTensor& t = random.chance(0.7) ? inputs.value : inputs.key;
       const double x = random.pick({std::numeric_limits<double>::quiet_NaN(), HUGE_VAL, -HUGE_VAL});
-      if (t.num_elements() > 0) set(writable(t), random.integer(0, t.num_elements() - 1), x);
+      if (t.num_elements() > 0) set(mutable_view(t), random.integer(0, t.num_elements() - 1), x);
     }
     oracle_inputs = inputs;
     if (d.keys == Keys::panel_pages) {
@@ -181,16 +190,9 @@ class DrawnCall {
     views_.push_back(std::move(view));
     return views_.back().get();
   }
-  static Tensor writable(const ConstTensor& t) {
-    Tensor w = Tensor::contiguous(t.dtype, {}, const_cast<void*>(t.data));
-    w.rank = t.rank;
-    std::copy(t.shape, t.shape + kMaxRank, w.shape);
-    std::copy(t.strides, t.strides + kMaxRank, w.strides);
-    return w;
-  }
   template <class Change>
   static void change(const ConstTensor& t, const Change& to) {
-    for (int64_t i = 0; i < t.num_elements(); ++i) set(writable(t), i, to(get(t, i)));
+    for (int64_t i = 0; i < t.num_elements(); ++i) set(mutable_view(t), i, to(get(t, i)));
   }
   Tensor filled(DType dtype, int64_t a, int64_t b, int64_t c, int64_t e, Strides strides, Random& random) {
     const Tensor t = keep(std::make_unique<View>(dtype, a, b, c, e, strides))->tensor();
