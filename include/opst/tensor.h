@@ -35,7 +35,7 @@ struct BasicTensor {
   int rank = 0;
   int64_t shape[kMaxRank] = {};
   int64_t strides[kMaxRank] = {};  // in elements
-  Data data = nullptr;
+  Data data = nullptr;             // at a multiple of size_bytes(dtype), where there are elements
 
   BasicTensor() = default;
   // A mutable view may be read as a const one.

@@ -290,7 +290,10 @@ def _without_values(arrays: Dict[str, Any], given: List[Tensor]) -> Optional[Ten
     where its tensor does: beside a query of the device meta, lengths and masks of the host are no harm."""
     query = arrays["query"]
     if isinstance(query, Tensor) and query.device.type == "meta":
-        return door.without_values_beside([arrays[name] for name in DIFFERENTIABLE if isinstance(arrays.get(name), Tensor)])
+        beside = [arrays[name] for name in DIFFERENTIABLE if arrays.get(name) is not None]
+        if not all(isinstance(array, Tensor) for array in beside):
+            return query  # NumPy's arrays lie in the host's memory
+        return door.without_values_beside(beside)
     found = [tensor for tensor in given if tensor.device.type == "meta"]
     return found[0] if found else None
 

@@ -397,6 +397,7 @@ def test_shapes_of_attention_beside_lengths_and_masks_of_the_host():
         assert out.device.type == "meta" and out.shape == q.shape
     # The result lies where the query does.
     for call in (lambda: flash_attention(q, q, q, mask=mask.to("meta")), lambda: flash_attention(q.numpy(), empty, empty),
+                 lambda: flash_attention(empty, q.numpy(), q.numpy()), lambda: flash_attention(empty, empty, q.numpy()),
                  lambda: flash_attention(q, q, q, kv_lengths=lengths.to("meta"))):
         with pytest.raises(TypeError, match="is on the device meta, which holds no values, but another tensor is not"):
             call()

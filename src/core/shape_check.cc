@@ -82,6 +82,11 @@ int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t peri
   return span;
 }
 
+// Whether elements lie at multiples of their size, as C++ demands of whatever is read as that type.
+bool is_aligned(const ConstTensor& tensor, int64_t element_bytes) {
+  return reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(element_bytes) == 0;
+}
+
 // What the sizes and strides of a tensor of at most kMaxRank dimensions come to.
 struct Measures {
   // elements: repeated ones counted; a size of 0 counts as 1, since plans multiply the other sizes.
@@ -145,7 +150,8 @@ bool is_sound(const ConstTensor& tensor) {
   if (tensor.rank < 0 || tensor.rank > kMaxRank || element_bytes == 0) return false;
   const Measures m = measure(tensor);
   if (m.negative_size >= 0 || !(m.elements * element_bytes).within_limit()) return false;
-  return m.empty || (m.negative_stride < 0 && (m.span * element_bytes).within_limit() && tensor.data != nullptr);
+  return m.empty || (m.negative_stride < 0 && (m.span * element_bytes).within_limit() && tensor.data != nullptr &&
+                     is_aligned(tensor, element_bytes));
 }
 
 bool may_alias_itself(const ConstTensor& tensor) {
@@ -240,6 +246,10 @@ ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& 
     fail(prefix() + " " + to_string(tensor) + " spans more bytes than the limit of 2^56");
   } else if (tensor.data == nullptr && !empty) {
     fail(prefix() + " has null data, but " + std::to_string(tensor.num_elements()) + " elements: " + to_string(tensor));
+  } else if (!empty && !is_aligned(tensor, element_bytes)) {
+    const auto beyond = reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(element_bytes);
+    fail(prefix() + " " + to_string(tensor) + " lies " + std::to_string(beyond) + " beyond a multiple of " +
+         std::to_string(element_bytes) + " bytes, but elements must lie at multiples of their size");
   }
   if (num_seen_ == kMaxTensors) {
     fail(prefix() + " is one tensor more than a check holds");

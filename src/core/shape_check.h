@@ -43,8 +43,8 @@ class ShapeCheck {
     ConstTensor tensor_;
   };
 
-  // An input: rank, a known dtype, sizes and strides >= 0 and within kMaxBytes, non-null data unless it has no
-  // elements.
+  // An input: rank, a known dtype, sizes and strides >= 0 and within kMaxBytes; unless it has no elements, data that is
+  // not null and a multiple of an element's size.
   TensorCheck tensor(const char* name, const ConstTensor& tensor);
   // An output: the same, its elements at distinct addresses, and none of them in any tensor named before.
   TensorCheck output(const char* name, const ConstTensor& tensor);

@@ -119,6 +119,28 @@ TEST(ShapeCheck, NullData) {
   EXPECT_TRUE(check.ok()) << check.status().message();
 }
 
+// Elements between the addresses of their type: undefined behaviour to read, though most processors allow it.
+TEST(ShapeCheck, MisalignedData) {
+  ConstTensor key = view(DType::f32, {2, 3});
+  key.data = static_cast<const char*>(key.data) + 1;
+  expect_refused(
+      "op: key f32 [2, 3] lies 1 beyond a multiple of 4 bytes, but elements must lie at multiples of their size",
+      [&](ShapeCheck& check) { check.tensor("key", key); });
+  for (const DType dtype : {DType::f64, DType::i64, DType::f32, DType::i32, DType::bf16, DType::f16, DType::i8}) {
+    for (int64_t offset = 0; offset < 8; ++offset) {
+      ConstTensor some = view(dtype, {2, 3}), none = view(dtype, {2, 0});
+      some.data = none.data = static_cast<const char*>(some.data) + offset;
+      ShapeCheck check("op");
+      check.tensor("some", some);
+      EXPECT_EQ(check.ok(), offset % size_bytes(dtype) == 0) << to_string(dtype) << " " << offset;
+      EXPECT_EQ(is_sound(some), check.ok());
+      ShapeCheck empty("op");
+      empty.output("none", none);
+      EXPECT_TRUE(empty.ok()) << empty.status().message();
+    }
+  }
+}
+
 TEST(ShapeCheck, UnknownDType) {
   ConstTensor t = view(DType::f32, {2});
   t.dtype = static_cast<DType>(77);

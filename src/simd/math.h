@@ -6,8 +6,8 @@
 //   exp2_short  3.1                         2, exp2 itself     five coefficients: the softmax of f32
 //   exp2_bf16   2^-13.2, a relative error   -                  three coefficients: values that are rounded to bf16 next
 //   exp         1.5                         2
-//   tanh        2.5                         6
-//   tanh_short  6.5                         6, tanh itself     one division, no exponential: the softcap
+//   tanh        2.5                         7
+//   tanh_short  6.5                         7, tanh itself     one division, no exponential: the softcap
 //   erf         1.5                         -
 // Everywhere: NaN gives NaN, exp(-inf) = 0, exp(+inf) = +inf, and a result below the smallest normal number is 0:
 // subnormal results are slow on some processors, and a vector's tail must give what its body gives.

@@ -1,6 +1,7 @@
 // What no caller should pass, and may: sizes that no memory holds, which strides of 0 make legal for inputs, negative
-// ones, strides that mean nothing, ranks and enumerators that are none. Every tensor is honest: its elements lie in
-// memory between forbidden pages, so that a wild read or write is a fault, or its data is null.
+// ones, strides that mean nothing, ranks and enumerators that are none, addresses between elements. Every tensor is
+// honest: its elements lie in memory between forbidden pages, so that a wild read or write is a fault, or its data is
+// null.
 //
 //   Extremes draw(random);
 //   const int64_t m = draw.size(), n = draw.size();
@@ -113,6 +114,9 @@ class Extremes {
   template <class AnyTensor>
   AnyTensor disturbed(AnyTensor tensor) {
     if (random_.chance(0.01)) tensor.rank = static_cast<int>(random_.pick<int64_t>({-1, 0, 1, 2, 3, 6, 100}));
+    if (random_.chance(0.01) && size_bytes(tensor.dtype) > 1) {
+      tensor.data = static_cast<char*>(const_cast<void*>(static_cast<const void*>(tensor.data))) + 1;
+    }
     return tensor;
   }
 
