@@ -673,22 +673,6 @@ std::pair<size_t, size_t> extremes_of(const std::vector<float>& out, size_t n) {
   return {at_low, at_high};
 }
 
-// Whether no output is farther from its exact result than `error` times the bound. Said only of x of one sign in
-// ascending order of their bits, whose results are then monotone: every distance is compared with the bound of the
-// smallest of them.
-bool none_beyond(double error, const Function& function, const std::vector<float>& x, const std::vector<float>& out,
-                 const std::vector<double>& exact, size_t n) {
-  const auto [low, high] = std::minmax({std::abs(exact[0]), std::abs(exact[n - 1])});
-  const bool one_sign = std::signbit(x[0]) == std::signbit(x[n - 1]);
-  if (!one_sign || !(low > 2.0 * static_cast<double>(std::numeric_limits<float>::min()) && high < 0x1p127))
-    return false;
-  const double most =
-      error * (function.max_relative > 0 ? function.max_relative * low : function.max_ulp * ulp_of(low));
-  bool beyond = false;
-  for (size_t i = 0; i < n; ++i) beyond |= !(std::abs(static_cast<double>(out[i]) - exact[i]) <= most);
-  return !beyond;
-}
-
 struct Worst {
   double error = 0;
   float x = 0;
@@ -731,7 +715,6 @@ TEST(Math, F32StaysWithinItsBoundOverAllFloats) {
             for (const size_t i : {low, high}) w.take(kFlat + error_of(function, x[i], out[i], exact[0]), x[i]);
             continue;
           }
-          if (none_beyond(w.error, function, x, out, exact, n)) continue;
           for (size_t i = 0; i < n; ++i) w.take(error_of(function, x[i], out[i], exact[i]), x[i]);
         }
       }
@@ -868,7 +851,7 @@ TEST(Math, F64StaysWithinItsBound) {
   std::printf("f64: exp2 %.3f, exp %.3f, tanh %.3f ulp\n", worst[0], worst[1], worst[2]);
   EXPECT_LE(worst[0], 2);
   EXPECT_LE(worst[1], 2);
-  EXPECT_LE(worst[2], 7);  // 6.23 of 50 million
+  EXPECT_LE(worst[2], 7);  // 6.27 seen in 200 million
 }
 
 TEST(SimdBits, LanesByBitsAndBitsByBytes) {
