@@ -9,7 +9,9 @@ namespace {
 
 TEST(AttentionBackwardOptions, RandomCombinationsAgreeWithTheReference) {
   Random random(seed());
-  const int draws = exhaustive() ? 40000 : static_cast<int>(2000 * kEffort);
+  // A draw takes a second under ThreadSanitizer, whose question is the order of events, not shapes: a fifth of them.
+  const double effort = kThreadSanitizer ? kEffort / 5 : kEffort;
+  const int draws = exhaustive() ? 40000 : static_cast<int>(2000 * effort);
   DrawCounts counts;
   double worst_ratio = 0;
   int shared_pages = 0;
@@ -34,7 +36,9 @@ TEST(AttentionBackwardOptions, RandomCombinationsAgreeWithTheReference) {
   }
   counts.expect_shares(worst_ratio);
   std::printf("shared pages in %d\n", shared_pages);
-  EXPECT_GE(shared_pages, draws / 10);
+  if (draws >= 200) {
+    EXPECT_GE(shared_pages, draws / 10);
+  }
 }
 
 // 25 tensors: lengths in all three forms, everything that may be added to or hidden from scores, every statistic and
