@@ -361,6 +361,7 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     Interruption interruption(impl.interrupted, attention::multiply_adds(problem.value()));
     for (int g = 0; g < groups.count; ++g) {
       if (plans[g].num_tasks == 0) continue;
+      lease.value().renew();
       attention::ForwardCall(in, out, groups.group[g], plans[g], impl.machine, impl.pool.num_threads(),
                              lease.value().data(), interruption)
           .run(impl.pool);

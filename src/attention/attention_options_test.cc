@@ -31,6 +31,30 @@ TEST(AttentionOptions, RandomCombinationsAgreeWithTheReference) {
   counts.expect_shares(worst_ratio);
 }
 
+// Sequences of few and of many queries in one call: two plans take turns in one workspace, whose pieces lie elsewhere for
+// each.
+TEST(AttentionOptions, PlansOfShortAndLongSequencesShareAWorkspace) {
+  Random random(seed() + 3);
+  double worst_ratio = 0;
+  for (const AttentionPath path : {AttentionPath::standard, AttentionPath::flash}) {
+    for (const TestContext& t : contexts_with_threads(2)) {
+      for (int n = 0; n < 10; ++n) {
+        Draw d;
+        d.num_heads = d.num_kv_heads = 2, d.head_dim = d.value_head_dim = 16;
+        d.varlen_q = true, d.keys = Keys::varlen;
+        d.query_lens = {random.integer(30, 70), random.integer(1, 4)};
+        d.kv_lens = {random.integer(1, 40), random.integer(500, 900)};
+        d.options.path = path;
+        DrawnCall call(d, random);
+        const DrawnCall::Outputs out = call.make_outputs();
+        const Status status = flash_attention_forward(t.context, call.inputs, out.tensors, d.options);
+        ASSERT_TRUE(status.ok()) << status.message() << "\n  " << to_string(d);
+        ASSERT_EQ(judge(call, out, t.context, 20, worst_ratio), "") << t.name;
+      }
+    }
+  }
+}
+
 // Few queries of long sequences see a band of the keys, which is split.
 TEST(AttentionOptions, BandsOfLongSequencesAgreeWithTheReference) {
   Random random(seed() + 2);

@@ -23,7 +23,11 @@ int64_t rounded_size(int64_t size_bytes) {
 
 WorkspaceLease::WorkspaceLease(WorkspacePool* pool, Buffer buffer, int64_t size_bytes)
     : pool_(pool), buffer_(std::move(buffer)), size_bytes_(kWatched ? size_bytes : buffer_.size_bytes()) {
-  if (!kWatched || pool == nullptr) return;
+  renew();
+}
+
+void WorkspaceLease::renew() const {
+  if (!kWatched || pool_ == nullptr) return;
   allow(data(), buffer_.size_bytes());
   std::memset(data(), 0xff, static_cast<size_t>(size_bytes_));
   forbid(static_cast<char*>(data()) + size_bytes_, buffer_.size_bytes() - size_bytes_);

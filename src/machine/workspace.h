@@ -32,6 +32,9 @@ class WorkspaceLease {
 
   void* data() const { return buffer_.data(); }
   int64_t size_bytes() const { return size_bytes_; }
+  // Before the same memory is cut into pieces of other sizes: under AddressSanitizer the red zones of the pieces before
+  // are forgotten and every byte is 0xff again.
+  void renew() const;
 
  private:
   WorkspacePool* pool_;

@@ -220,5 +220,19 @@ TEST(Arena, OneElementTooFarIsReported) {
   EXPECT_DEATH(*static_cast<volatile float*>(left_over) = 1, "use-after-poison");
 }
 
+TEST(Arena, RenewedMemoryHasNoRedZonesOfBefore) {
+  if (!kWatched) GTEST_SKIP() << "only in a build with AddressSanitizer";
+  WorkspacePool pool;
+  const int64_t bytes = 3 * Arena::size_of<float>(1);
+  const WorkspaceLease memory = lease(pool, bytes);
+  auto* const all = static_cast<volatile unsigned char*>(memory.data());
+  Arena arena(memory);
+  for (int i = 0; i < 3; ++i) *arena.take<float>(1) = 1;
+  EXPECT_DEATH(all[4] = 1, "use-after-poison");
+  memory.renew();
+  for (int64_t i = 0; i < bytes; ++i) ASSERT_EQ(all[i], 0xff) << i;
+  EXPECT_DEATH(all[bytes] = 1, "use-after-poison");
+}
+
 }  // namespace
 }  // namespace opst
