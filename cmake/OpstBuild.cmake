@@ -1,7 +1,7 @@
 # How a room adds its parts to the build:
 #   opst_sources(attention.cc plan.cc)                 code for every processor
-#   opst_kernels(SOURCE kernels_isa.cc LEVELS ...)     the same file once per instruction set level; the objects join the
-#                                                      library, or TARGET name
+#   opst_kernels(SOURCE kernels_isa.cc FAMILY float)   the same file once per instruction set level of a family (below, and
+#                                                      machine/levels.h); the objects join the library, or TARGET name
 #   opst_test(attention_test SOURCES attention_test.cc LABELS attention)
 #   opst_bench(attention_bench SOURCES attention_bench.cc)
 #   opst_fuzz(gguf_fuzz SOURCES gguf_fuzz.cc LIBRARIES opst_model)
@@ -45,6 +45,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
 else()
   set(OPST_ISA_LEVELS generic)
 endif()
+# Families of levels, by what kernels use: as in src/machine/levels.h, which levels_test compares.
+set(OPST_FAMILY_float generic avx2 avx512)
+set(OPST_FAMILY_bf16 ${OPST_FAMILY_float} avx512_bf16)
+set(OPST_FAMILY_int8 ${OPST_FAMILY_float} avx512_vnni)
+set(OPST_FAMILY_all ${OPST_FAMILY_float} avx512_vnni avx512_bf16)
 
 # g++-12 warns about the deliberately undefined operands inside its own AVX-512 intrinsics.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
@@ -53,16 +58,16 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   set(OPST_WARNINGS_avx512_bf16 ${OPST_WARNINGS_avx512})
 endif()
 
-# Compiles SOURCE once for each of LEVELS, with OPST_ISA_NS defined as the level's name: all kernel code lives in
+# Compiles SOURCE once for each level of FAMILY (or of LEVELS), with OPST_ISA_NS defined as the level's name: all kernel code lives in
 # namespace opst::OPST_ISA_NS, so that the linker can never exchange code between levels.
 function(opst_kernels)
-  cmake_parse_arguments(ARG "" "SOURCE;TARGET" "LEVELS" ${ARGN})
+  cmake_parse_arguments(ARG "" "SOURCE;TARGET;FAMILY" "LEVELS" ${ARGN})
   if(NOT ARG_TARGET)
     set(ARG_TARGET opst)
   endif()
   get_filename_component(room ${CMAKE_CURRENT_SOURCE_DIR} NAME)
   get_filename_component(stem ${ARG_SOURCE} NAME_WE)
-  foreach(level IN LISTS ARG_LEVELS)
+  foreach(level IN LISTS ARG_LEVELS OPST_FAMILY_${ARG_FAMILY})
     if(NOT level IN_LIST OPST_ISA_LEVELS)
       continue()
     endif()

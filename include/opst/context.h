@@ -19,7 +19,8 @@
 
 namespace opst {
 
-// Instruction set levels, a chain: a level may use everything that the ones before it may.
+// Instruction set levels. A level may use everything that its base may: generic <- avx2 <- avx512 <- avx512_vnni <-
+// avx512_bf16.
 //   generic      the compiler's baseline (x86-64-v1)
 //   avx2         AVX2, FMA, F16C, BMI2 (x86-64-v3)
 //   avx512       AVX-512 F, BW, DQ, VL, CD (x86-64-v4)
@@ -27,6 +28,28 @@ namespace opst {
 //   avx512_bf16  + pairwise bf16 dot products
 enum class Isa : uint8_t { generic, avx2, avx512, avx512_vnni, avx512_bf16 };
 inline constexpr int kNumIsaLevels = 5;
+
+// The level to whose instructions `isa` adds its own. generic, the root of the tree, is its own base.
+constexpr Isa base_of(Isa isa) {
+  switch (isa) {
+    case Isa::avx512_bf16:
+      return Isa::avx512_vnni;
+    case Isa::avx512_vnni:
+      return Isa::avx512;
+    case Isa::avx512:
+      return Isa::avx2;
+    case Isa::avx2:
+    case Isa::generic:
+      break;
+  }
+  return Isa::generic;
+}
+// Whether a processor of level `isa` runs the code of `level`. (Comparing the two numbers would call any level of
+// another architecture higher or lower.)
+constexpr bool includes(Isa isa, Isa level) {
+  while (isa != level && isa != Isa::generic) isa = base_of(isa);
+  return isa == level;
+}
 
 const char* to_string(Isa isa);
 std::optional<Isa> parse_isa(const std::string& name);

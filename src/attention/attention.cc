@@ -171,7 +171,7 @@ class ForwardCall {
   // Rows further apart would meet in few sets of L1.
   static constexpr int64_t kNearBytes = 2048;
   bool in_accumulator_type(DType dtype) const {
-    return kernels_.step == 1 && size_bytes(dtype) == kernels_.accumulator_bytes;
+    return kernels_.geometry.step == 1 && size_bytes(dtype) == kernels_.geometry.accumulator_bytes;
   }
   // Whether the product may read queries where they are.
   bool readable_in_place(const StackedRows& queries) const {
@@ -198,7 +198,7 @@ class ForwardCall {
   // Whether the product may write outputs.
   bool writable_in_place(const StackedRows& out) const {
     return in_accumulator_type(out.dtype) && out.dim_stride == 1 && out.evenly_spaced() &&
-           p_.value_head_dim % kernels_.lanes == 0;
+           p_.value_head_dim % kernels_.geometry.lanes == 0;
   }
   // Whether the product of the block may read values where they are. Where some are hidden it must not meet an Inf
   // among them; t.values_finite tells.
@@ -329,7 +329,7 @@ class ForwardCall {
 
 // Rows behind the last sequence are rows that see no key.
 void clear_rows_behind(const ConstTensor& cu_seqlens, int64_t batch, const AttentionOutputs& out, ThreadPool& pool) {
-  const int64_t first = integer_at(cu_seqlens, batch * cu_seqlens.strides[0]);
+  const int64_t first = index_at(cu_seqlens, batch);
   fill_rows(out.out, first, 0, pool);
   fill_rows(out.softmax_lse, first, -HUGE_VAL, pool);
   fill_rows(out.softmax_max, first, -HUGE_VAL, pool);

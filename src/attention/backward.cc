@@ -53,41 +53,22 @@
 #include "core/guarded.h"
 #include "machine/context_impl.h"
 #include "machine/interruption.h"
+#include "machine/levels.h"
 #include "opst/attention_backward.h"
 
 namespace opst {
 
-#define OPST_DECLARE_LEVEL(level)                                   \
-  namespace level::attention {                                      \
-  extern const opst::attention::BackwardKernelTable kBackwardTable; \
-  }
-OPST_DECLARE_LEVEL(generic)
-#if defined(__x86_64__)
-OPST_DECLARE_LEVEL(avx2)
-OPST_DECLARE_LEVEL(avx512)
-OPST_DECLARE_LEVEL(avx512_bf16)
-#endif
-#undef OPST_DECLARE_LEVEL
+OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, attention, BackwardKernelTable, kBackwardTable, backward_table)
 
 namespace attention {
 
 namespace {
 
-const BackwardKernelTable& table_for(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512_bf16) return avx512_bf16::attention::kBackwardTable;
-  if (isa >= Isa::avx512) return avx512::attention::kBackwardTable;
-  if (isa >= Isa::avx2) return avx2::attention::kBackwardTable;
-#endif
-  (void)isa;
-  return generic::attention::kBackwardTable;
-}
-
 const BackwardKernels& backward_kernels_for(Isa isa, AttentionProduct product, DType kv_dtype) {
-  if (product == AttentionProduct::f64) return generic::attention::kBackwardTable.f64_product;
-  const BackwardKernelTable& table = table_for(isa);
+  if (product == AttentionProduct::f64) return backward_table(Isa::generic).f64_product;
+  const BackwardKernelTable& table = backward_table(isa);
   if (product == AttentionProduct::bf16_dot) return table.bf16_dot;
-  return table.f32_product[kv_dtype == DType::bf16 ? 1 : kv_dtype == DType::f16 ? 2 : 0];
+  return table.f32_product[float_index(kv_dtype)];
 }
 
 // Who adds to an element of the bias's gradient, and so what keeps the order of the additions.
@@ -766,9 +747,7 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data(), interruption)
         .run(impl.pool);
     if (interruption.happened()) return interruption.status("flash_attention_backward");
-    const auto end_of = [&](const ConstTensor& offsets) {
-      return attention::integer_at(offsets, p.batch * offsets.strides[0]);
-    };
+    const auto end_of = [&](const ConstTensor& offsets) { return index_at(offsets, p.batch); };
     if (p.varlen_q) attention::fill_rows(to.grad_query, end_of(inputs.cu_seqlens_q), 0, impl.pool);
     if (p.varlen_k) {
       attention::fill_rows(to.grad_key, end_of(inputs.cu_seqlens_k), 0, impl.pool);

@@ -34,6 +34,7 @@
 #include "simd/math.h"
 #include "tile/gemm_accumulate.h"
 #include "tile/pack.h"
+#include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -45,6 +46,8 @@ using opst::attention::PackKeys;
 using opst::attention::PackQueries;
 using opst::attention::QueryRows;
 using opst::attention::StackedRows;
+using tile::RowTile;
+using tile::RowTiles;
 
 template <class P>
 struct Backward {
@@ -52,44 +55,27 @@ struct Backward {
   using S = typename V::Scalar;
   using Word = typename P::Word;
   static constexpr int kLanes = V::kLanes;
-  static constexpr int kPanel = tile::kTileVecs * kLanes;
+  static constexpr int kPanel = P::kTileVecs * kLanes;
   static constexpr int kStep = P::kStep;
-  static constexpr int kTileRows = tile::kTileRows;
+  static constexpr int kTileRows = P::kTileRows;
   using Ops = ScoreOps<V>;
 
-  static OPST_INLINE int64_t words(int64_t elements) { return (elements + kStep - 1) / kStep; }
-  static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
   static OPST_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
   static OPST_INLINE S* accumulators(void* base) { return static_cast<S*>(base); }
 
-  // The rows (or keys) of a register tile. Tiles of nearly equal height, in multiples of `unit`: query rows have
-  // unit = kStep, so that words of the column forms stay whole.
-  struct Part {
-    int64_t first;
-    int rows;
-  };
-  static OPST_INLINE int64_t num_parts(int64_t rows, int unit) {
-    const int64_t units = (rows + unit - 1) / unit, most = kTileRows / unit;
-    return (units + most - 1) / most;
-  }
-  static OPST_INLINE Part part(int64_t rows, int unit, int64_t index) {
-    const int64_t units = (rows + unit - 1) / unit, n = num_parts(rows, unit);
-    const int64_t height = units / n, taller = units % n;
-    const int64_t first = (index * height + smaller(index, taller)) * unit;
-    const int64_t count = (height + (index < taller ? 1 : 0)) * unit;
-    return {first, static_cast<int>(smaller(count, rows - first))};
-  }
+  // The query rows of a block by register tiles, in whole words of the column forms.
+  static OPST_INLINE RowTiles tiles_of(const QueryRows& q) { return RowTiles(q.rows, kTileRows, kStep); }
 
   // Keys of the KV tile that some row of a register tile sees: columns [begin, end), begin at the start of a panel, and
   // `width`, the columns from begin on in whole vectors.
   struct Span {
     int64_t begin = 0, end = 0, width = 0;
   };
-  static OPST_INLINE Span span_of(const GradBlock& b, const GradTile& t, Part part) {
+  static OPST_INLINE Span span_of(const GradBlock& b, const GradTile& t, RowTile rt) {
     int64_t low = 0, high = t.count;
     if (b.partial) {
       low = t.count, high = 0;
-      for (int64_t r = part.first; r < part.first + part.rows; ++r) {
+      for (int64_t r = rt.first; r < rt.first + rt.rows; ++r) {
         const Span row = columns_of_row(b, t, r);
         if (row.begin >= row.end) continue;
         low = smaller(low, row.begin);
@@ -124,18 +110,18 @@ struct Backward {
   };
   static OPST_INLINE Columns columns(const void* row_form, int64_t row_stride, const void* column_form, int64_t rows,
                                      int64_t length) {
-    return {static_cast<const Word*>(kStep == 1 ? row_form : column_form), row_stride, words(rows), length};
+    return {static_cast<const Word*>(kStep == 1 ? row_form : column_form), row_stride, tile::words<P>(rows), length};
   }
 
   // ---- S and dP, P and dS
 
-  static OPST_INLINE void multiply(Part part, Span span, const GradTile& t, const void* rows, int64_t row_stride,
+  static OPST_INLINE void multiply(RowTile rt, Span span, const GradTile& t, const void* rows, int64_t row_stride,
                                    int64_t length, const void* panels, S* out, int64_t out_stride,
                                    const char*& prefetch) {
-    const int64_t depth = words(length);
-    const Word* a = static_cast<const Word*>(rows) + part.first * row_stride;
+    const int64_t depth = tile::words<P>(length);
+    const Word* a = static_cast<const Word*>(rows) + rt.first * row_stride;
     const Word* b = static_cast<const Word*>(panels) + span.begin * depth;
-    const auto full = tile::product_for<P, tile::kTileVecs>(part.rows);
+    const auto full = tile::product_for<P, P::kTileVecs>(rt.rows);
     int64_t j = 0;
     for (; j + kPanel <= span.width; j += kPanel) {
       full(depth, a, row_stride, b + j * depth, kPanel, out + j, out_stride, prefetch);
@@ -143,24 +129,28 @@ struct Backward {
     }
     if (j < span.width) {  // one vector, of a whole panel or of a last one that is only as wide
       const int64_t ldb = t.count - (span.begin + j) > kLanes ? kPanel : kLanes;
-      tile::product_for<P, 1>(part.rows)(depth, a, row_stride, b + j * depth, ldb, out + j, out_stride, prefetch);
+      tile::product_for<P, 1>(rt.rows)(depth, a, row_stride, b + j * depth, ldb, out + j, out_stride, prefetch);
     }
   }
 
   // Hidden pairs, and padding: score -inf, dP = 0.
-  static OPST_NOINLINE void hide(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores, S* grads,
+  static OPST_NOINLINE void hide(const GradBlock& b, const GradTile& t, RowTile rt, Span span, S* scores, S* grads,
                                  int64_t stride) {
     const V hidden = V::set1(-__builtin_inff()), zero = V::zero();
-    for (int64_t i = 0; i < part.rows; ++i) {
+    for (int64_t i = 0; i < rt.rows; ++i) {
       Span seen = {0, t.count, 0};
-      if (b.partial) seen = columns_of_row(b, t, part.first + i);
+      if (b.partial) seen = columns_of_row(b, t, rt.first + i);
       const int64_t begin = seen.begin - span.begin, end = seen.end - span.begin;
       for (int64_t j = 0; j < span.width; j += kLanes) {
         if (begin <= j && j + kLanes <= end) continue;
         S* s = scores + i * stride + j;
         S* g = grads + i * stride + j;
-        simd::blend_n(clamp_lanes(begin - j), hidden, simd::blend_n(clamp_lanes(end - j), V::load(s), hidden)).store(s);
-        simd::blend_n(clamp_lanes(begin - j), zero, simd::blend_n(clamp_lanes(end - j), V::load(g), zero)).store(g);
+        simd::blend_n(simd::clamp_lanes<V>(begin - j), hidden,
+                      simd::blend_n(simd::clamp_lanes<V>(end - j), V::load(s), hidden))
+            .store(s);
+        simd::blend_n(simd::clamp_lanes<V>(begin - j), zero,
+                      simd::blend_n(simd::clamp_lanes<V>(end - j), V::load(g), zero))
+            .store(g);
       }
     }
   }
@@ -217,10 +207,10 @@ struct Backward {
   };
 
   // S of a register tile by the rules; hidden pairs -inf.
-  static OPST_NOINLINE void shape(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores, S* slopes) {
+  static OPST_NOINLINE void shape(const GradBlock& b, const GradTile& t, RowTile rt, Span span, S* scores, S* slopes) {
     const int64_t origin = t.first_key + span.begin, count = span.end - span.begin;
-    for (int64_t i = 0; i < part.rows; ++i) {
-      const int64_t r = part.first + i;
+    for (int64_t i = 0; i < rt.rows; ++i) {
+      const int64_t r = rt.first + i;
       S* s = scores + i * b.scores_stride;
       if (accumulators(b.queries.weight)[r] == 0) {
         for (int64_t j = 0; j < span.width; j += kLanes) V::set1(-__builtin_inff()).store(s + j);
@@ -234,10 +224,10 @@ struct Backward {
       Ops::hide(*b.rules, row, origin, count, span.width, begin, end, s);
     }
   }
-  static OPST_INLINE Ruled ruled(const GradBlock& b, Part part, Span span, const KeepBits* bits) {
+  static OPST_INLINE Ruled ruled(const GradBlock& b, RowTile rt, Span span, const KeepBits* bits) {
     const ScoreRules& o = *b.rules;
     S* bias_grads = accumulators(b.bias_grads);
-    if (bias_grads != nullptr) bias_grads += part.first * b.scores_stride + span.begin;
+    if (bias_grads != nullptr) bias_grads += rt.first * b.scores_stride + span.begin;
     return {V::set1(static_cast<S>(b.exponent_scale)),
             V::set1(static_cast<S>(1 / b.keep_prob)),
             o.drops(),
@@ -253,11 +243,11 @@ struct Backward {
 
   // S -> P and dP -> dS, in place.
   template <class Rule>
-  static OPST_NOINLINE void differentiate_rows(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores,
+  static OPST_NOINLINE void differentiate_rows(const GradBlock& b, const GradTile& t, RowTile rt, Span span, S* scores,
                                                S* grads, const Rule& rule, KeepBits* bits) {
-    for (int64_t i = 0; i < part.rows; ++i) {
-      const Row row = row_of(b.queries, part.first + i);
-      find_kept(b, t, part.first + i, span, *bits);
+    for (int64_t i = 0; i < rt.rows; ++i) {
+      const Row row = row_of(b.queries, rt.first + i);
+      find_kept(b, t, rt.first + i, span, *bits);
       const int64_t first = i * b.scores_stride;
       S* p = scores + first;
       S* ds = grads + first;
@@ -282,11 +272,11 @@ struct Backward {
   // S, dP -> P by columns, dS by rows and by columns, rounded to bf16. Two rows at a time, whose elements make the
   // words of the column forms.
   template <class Rule>
-  static OPST_NOINLINE void differentiate_pairs(const GradBlock& b, const GradTile& t, Part part, Span span,
+  static OPST_NOINLINE void differentiate_pairs(const GradBlock& b, const GradTile& t, RowTile rt, Span span,
                                                 const S* scores, const S* grads, const Rule& rule, KeepBits* bits) {
-    for (int64_t i = 0; i < part.rows; i += 2) {
-      const int64_t r = part.first + i;
-      const bool has_odd = i + 1 < part.rows;
+    for (int64_t i = 0; i < rt.rows; i += 2) {
+      const int64_t r = rt.first + i;
+      const bool has_odd = i + 1 < rt.rows;
       const Row even = row_of(b.queries, r), odd = row_of(b.queries, has_odd ? r + 1 : r);
       find_kept(b, t, r, span, bits[0]);
       if (has_odd) find_kept(b, t, r + 1, span, bits[1]);
@@ -320,20 +310,20 @@ struct Backward {
     return reinterpret_cast<bf16*>(static_cast<uint32_t*>(b.grad_scores) + r * (b.scores_stride / kStep));
   }
   template <class Rule>
-  static OPST_INLINE void differentiate(const GradBlock& b, const GradTile& t, Part part, Span span, S* scores,
+  static OPST_INLINE void differentiate(const GradBlock& b, const GradTile& t, RowTile rt, Span span, S* scores,
                                         S* grads, const Rule& rule, KeepBits* bits) {
     if constexpr (kStep == 1) {
-      differentiate_rows(b, t, part, span, scores, grads, rule, bits);
+      differentiate_rows(b, t, rt, span, scores, grads, rule, bits);
     } else {
 #if defined(__AVX512BF16__)
-      differentiate_pairs(b, t, part, span, scores, grads, rule, bits);
+      differentiate_pairs(b, t, rt, span, scores, grads, rule, bits);
 #endif
     }
   }
 
   // Columns [begin, end) of the column forms of P and dS become 0 for the rows of a register tile.
-  static OPST_INLINE void clear(const GradBlock& b, Part part, int64_t begin, int64_t end) {
-    for (int64_t w = part.first / kStep; w < words(part.first + part.rows); ++w) {
+  static OPST_INLINE void clear(const GradBlock& b, RowTile rt, int64_t begin, int64_t end) {
+    for (int64_t w = rt.first / kStep; w < tile::words<P>(rt.first + rt.rows); ++w) {
       S* p = reinterpret_cast<S*>(static_cast<Word*>(b.probability_columns) + w * b.scores_stride);
       S* ds = reinterpret_cast<S*>(static_cast<Word*>(b.grad_score_columns) + w * b.scores_stride);
       for (int64_t j = begin; j < end; j += kLanes) {
@@ -346,21 +336,21 @@ struct Backward {
   // ---- Sums over rows: dV and dK
 
   // Spans of all register tiles of a block against one KV tile.
-  static constexpr int kMaxParts = 4096 / kTileRows + 1;
-  struct PartSpans {
+  static constexpr int kMaxRowTiles = 4096 / kTileRows + 1;
+  struct TileSpans {
     int64_t count = 0;
-    int32_t begin[kMaxParts], end[kMaxParts];
+    int32_t begin[kMaxRowTiles], end[kMaxRowTiles];
   };
 
   // acc[key] += sum over rows of A[row][key] * B[row].
-  static OPST_INLINE void add_columns(const GradBlock& b, const GradTile& t, const PartSpans& spans, const void* a,
+  static OPST_INLINE void add_columns(const GradBlock& b, const GradTile& t, const TileSpans& spans, const void* a,
                                       const Columns& from, void* acc, int64_t acc_stride, const char*& prefetch) {
-    const int64_t key_parts = num_parts(t.count, 1);
+    const RowTiles key_tiles(t.count, kTileRows), row_tiles = tiles_of(b.queries);
     const auto add = [&](const auto& function_for, int64_t column) OPST_INLINE_LAMBDA {
       const Word* panel = from.panel(column);
       const int64_t ldb = from.stride(column);
-      for (int64_t k = 0; k < key_parts; ++k) {
-        const Part keys = part(t.count, 1, k);
+      for (int64_t k = 0; k < key_tiles.count(); ++k) {
+        const RowTile keys = key_tiles[k];
         int64_t first = 0, end = b.queries.rows;
         if (b.partial) {
           int64_t low = 0, high = spans.count;
@@ -370,11 +360,11 @@ struct Backward {
           while (low < high && apart(low)) ++low;
           while (low < high && apart(high - 1)) --high;
           if (low == high) continue;
-          first = part(b.queries.rows, kStep, low).first;
-          const Part last = part(b.queries.rows, kStep, high - 1);
+          first = row_tiles[low].first;
+          const RowTile last = row_tiles[high - 1];
           end = last.first + last.rows;
         }
-        const int64_t from_word = first / kStep, depth = words(end) - from_word;
+        const int64_t from_word = first / kStep, depth = tile::words<P>(end) - from_word;
         function_for(keys.rows)(depth, static_cast<const Word*>(a) + from_word * b.scores_stride + keys.first,
                                 b.scores_stride, panel + from_word * ldb, ldb,
                                 accumulators(acc) + keys.first * acc_stride + column, acc_stride, prefetch);
@@ -383,7 +373,7 @@ struct Backward {
     };
     for (int64_t column = 0; column < from.length; column += kPanel) {
       if (from.wide(column)) {
-        add([](int rows) { return tile::accumulate_transposed_for<P, tile::kTileVecs>(rows); }, column);
+        add([](int rows) { return tile::accumulate_transposed_for<P, P::kTileVecs>(rows); }, column);
       } else {
         add([](int rows) { return tile::accumulate_transposed_for<P, 1>(rows); }, column);
       }
@@ -391,13 +381,13 @@ struct Backward {
   }
 
   // Where S and dP of a register tile are computed.
-  static OPST_INLINE S* part_scores(const GradBlock& b, Part rows, Span span) {
+  static OPST_INLINE S* tile_scores(const GradBlock& b, RowTile rows, Span span) {
     if constexpr (kStep == 1)
       return static_cast<S*>(b.probability_columns) + rows.first * b.scores_stride + span.begin;
     else
       return static_cast<S*>(b.raw);
   }
-  static OPST_INLINE S* part_grads(const GradBlock& b, Part rows, Span span) {
+  static OPST_INLINE S* tile_grads(const GradBlock& b, RowTile rows, Span span) {
     if constexpr (kStep == 1)
       return static_cast<S*>(b.grad_scores) + rows.first * b.scores_stride + span.begin;
     else
@@ -407,12 +397,13 @@ struct Backward {
   static void add_statistics(const GradBlock& b, const GradTile& t, void* max, void* sum) {
     const V c = V::set1(static_cast<S>(b.exponent_scale));
     const char* prefetch = b.prefetch;
-    for (int64_t i = 0; i < num_parts(b.queries.rows, kStep); ++i) {
-      const Part rows = part(b.queries.rows, kStep, i);
+    const RowTiles row_tiles = tiles_of(b.queries);
+    for (int64_t i = 0; i < row_tiles.count(); ++i) {
+      const RowTile rows = row_tiles[i];
       const Span span = span_of(b, t, rows);
       if (span.width == 0) continue;
-      S* scores = part_scores(b, rows, span);
-      S* grads = part_grads(b, rows, span);
+      S* scores = tile_scores(b, rows, span);
+      S* grads = tile_grads(b, rows, span);
       multiply(rows, span, t, b.queries.query, b.sizes.query_stride, b.sizes.head_dim, t.keys, scores, b.scores_stride,
                prefetch);
       if (b.rules == nullptr)
@@ -449,12 +440,13 @@ struct Backward {
     const BackwardSizes& sizes = b.sizes;
     const QueryRows& q = b.queries;
     const char* prefetch = b.prefetch;
-    PartSpans spans;
+    TileSpans spans;
     KeepBits bits[kStep];
-    spans.count = num_parts(q.rows, kStep);
+    const RowTiles row_tiles = tiles_of(q);
+    spans.count = row_tiles.count();
     const int64_t width = (t.count + kLanes - 1) / kLanes * kLanes;
     for (int64_t i = 0; i < spans.count; ++i) {
-      const Part rows = part(q.rows, kStep, i);
+      const RowTile rows = row_tiles[i];
       const Span span = span_of(b, t, rows);
       spans.begin[i] = static_cast<int32_t>(span.begin);
       spans.end[i] = static_cast<int32_t>(span.end);
@@ -463,8 +455,8 @@ struct Backward {
         clear(b, rows, span.begin + span.width, width);
       }
       if (span.width == 0) continue;
-      S* scores = part_scores(b, rows, span);
-      S* grads = part_grads(b, rows, span);
+      S* scores = tile_scores(b, rows, span);
+      S* grads = tile_grads(b, rows, span);
       multiply(rows, span, t, q.query, sizes.query_stride, sizes.head_dim, t.keys, scores, b.scores_stride, prefetch);
       multiply(rows, span, t, q.grad_out, sizes.value_stride, sizes.value_head_dim, t.values, grads, b.scores_stride,
                prefetch);
@@ -501,15 +493,16 @@ struct Backward {
     }
     const BackwardSizes& sizes = b.sizes;
     const Columns keys = columns(t.key_columns, sizes.query_stride, t.key_columns, t.count, sizes.head_dim);
-    const int64_t stride = b.scores_stride / kStep, parts = num_parts(b.queries.rows, kStep);
+    const RowTiles row_tiles = tiles_of(b.queries);
+    const int64_t stride = b.scores_stride / kStep;
     const char* prefetch = static_cast<const char*>(t.keys);
     const auto add = [&](const auto& function_for, int64_t column) OPST_INLINE_LAMBDA {
       const int64_t ldb = keys.stride(column);
-      for (int64_t i = 0; i < parts; ++i) {
-        const Part rows = part(b.queries.rows, kStep, i);
+      for (int64_t i = 0; i < row_tiles.count(); ++i) {
+        const RowTile rows = row_tiles[i];
         const Span span = span_of(b, t, rows);
         if (span.width == 0) continue;
-        const int64_t first = span.begin / kStep, depth = words(span.end) - first;
+        const int64_t first = span.begin / kStep, depth = tile::words<P>(span.end) - first;
         function_for(rows.rows)(depth, static_cast<const Word*>(b.grad_scores) + rows.first * stride + first, stride,
                                 keys.panel(column) + first * ldb, ldb,
                                 accumulators(b.queries.grad_query) + rows.first * sizes.acc_stride + column,
@@ -518,7 +511,7 @@ struct Backward {
     };
     for (int64_t column = 0; column < sizes.head_dim; column += kPanel) {
       if (keys.wide(column)) {
-        add([](int rows) { return tile::accumulate_for<P, tile::kTileVecs>(rows); }, column);
+        add([](int rows) { return tile::accumulate_for<P, P::kTileVecs>(rows); }, column);
       } else {
         add([](int rows) { return tile::accumulate_for<P, 1>(rows); }, column);
       }
@@ -530,15 +523,16 @@ struct Backward {
   static void add_grad_bias(const GradBlock& b, const GradTile& t, void* const* targets, int64_t first_target,
                             int64_t stride, double factor) {
     const V f = V::set1(static_cast<S>(factor));
-    for (int64_t i = 0; i < num_parts(b.queries.rows, kStep); ++i) {
-      const Part rows = part(b.queries.rows, kStep, i);
+    const RowTiles row_tiles = tiles_of(b.queries);
+    for (int64_t i = 0; i < row_tiles.count(); ++i) {
+      const RowTile rows = row_tiles[i];
       const Span span = span_of(b, t, rows);
       for (int64_t r = rows.first; r < rows.first + rows.rows && span.width > 0; ++r) {
         const S* ds = static_cast<const S*>(b.bias_grads) + r * b.scores_stride;
         S* target = accumulators(targets[r]) + (t.first_key - first_target) * stride;
         V total = V::zero();
         for (int64_t j = span.begin; j < span.end; j += kLanes) {
-          const int64_t n = clamp_lanes(span.end - j);
+          const int64_t n = simd::clamp_lanes<V>(span.end - j);
           const V x = V::load_n(ds + j, n) * f;
           if (stride == 1) {
             (V::load_n(target + j, n) + x).store_n(target + j, n);
@@ -721,7 +715,7 @@ struct Backward {
       alignas(64) Word panel[(kMaxDim + kStep - 1) / kStep * kLanes];
       alignas(64) S products[kDeltaRows * kLanes];
       tile::pack_columns<P, T>({out_rows, dim_stride}, rows, length, panel);
-      tile::product_for<P, 1>(rows)(words(length), packed, stride, panel, kLanes, products, kLanes,
+      tile::product_for<P, 1>(rows)(tile::words<P>(length), packed, stride, panel, kLanes, products, kLanes,
                                     reinterpret_cast<const char*>(packed));
       for (int r = 0; r < rows; ++r) delta[r] = products[r * kLanes + r];
     }
@@ -896,7 +890,7 @@ struct Backward {
       const V factor = V::set1(static_cast<S>(f.factor));
       for (int64_t d = 0; d < f.length; d += kLanes) {
         const V x = V::load(acc + d) * factor;
-        const int64_t n = clamp_lanes(f.length - d);
+        const int64_t n = simd::clamp_lanes<V>(f.length - d);
         if (f.out.dim_stride == 1) {
           n == kLanes ? x.store(out + d) : x.store_n(out + d, n);
         } else {

@@ -108,8 +108,7 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
 
 int64_t key_rows_of(const AttentionInputs& in, int64_t b) {
   if (in.cu_seqlens_k.data == nullptr) return in.key.shape[2];
-  const int64_t stride = in.cu_seqlens_k.strides[0];
-  return integer_at(in.cu_seqlens_k, (b + 1) * stride) - integer_at(in.cu_seqlens_k, b * stride);
+  return index_at(in.cu_seqlens_k, b + 1) - index_at(in.cu_seqlens_k, b);
 }
 
 }  // namespace opst::attention

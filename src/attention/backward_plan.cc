@@ -24,7 +24,7 @@ AttentionProduct choose_product(const AttentionBackwardProblem& b, const Machine
   const AttentionProblem& p = b.forward;
   if (p.query_dtype == DType::f64) return AttentionProduct::f64;
   const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16 && b.grad_out_dtype == DType::bf16;
-  const bool dot = m.isa >= Isa::avx512_bf16 && m.bf16_product == Bf16Product::dot;
+  const bool dot = includes(m.isa, Isa::avx512_bf16) && m.bf16_product == Bf16Product::dot;
   return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
 }
 

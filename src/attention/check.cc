@@ -133,7 +133,7 @@ template <class Capacity, class What>
 void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, int64_t batch, const Capacity& capacity,
                    const What& what) {
   for (int64_t b = 0; check.ok() && b < std::max(batch, distinct(t, 0)); ++b) {
-    const int64_t x = integer_at(t, b * t.strides[0]), most = capacity(b);
+    const int64_t x = index_at(t, b), most = capacity(b);
     check.require(x >= 0 && x <= most, [&] {
       return std::string(name) + "[" + str(b) + "] is " + str(x) + ", must be 0 to " + str(most) + " (" + what(b) + ")";
     });
@@ -144,7 +144,7 @@ void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, in
 void check_offsets(ShapeCheck& check, const char* name, const ConstTensor& t, const char* tensor, int64_t total) {
   int64_t previous = 0;
   for (int64_t b = 0; check.ok() && b < distinct(t, 0); ++b) {
-    const int64_t x = integer_at(t, b * t.strides[0]);
+    const int64_t x = index_at(t, b);
     check.require(b > 0 || x == 0, [&] { return std::string(name) + "[0] is " + str(x) + ", must be 0"; });
     check.require(x >= previous, [&] {
       return std::string(name) + "[" + str(b) + "] is " + str(x) + ", less than " + name + "[" + str(b - 1) +
@@ -161,9 +161,9 @@ void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num
   const ConstTensor& table = in.block_table;
   const int64_t batch = std::max(distinct(table, 0), distinct(in.kv_lengths, 0));
   for (int64_t b = 0; check.ok() && b < batch; ++b) {
-    const int64_t used = ceil_div(integer_at(in.kv_lengths, b * in.kv_lengths.strides[0]), block_size);
+    const int64_t used = ceil_div(index_at(in.kv_lengths, b), block_size);
     for (int64_t i = 0; check.ok() && i < std::min(used, distinct(table, 1)); ++i) {
-      const int64_t block = integer_at(table, b * table.strides[0] + i * table.strides[1]);
+      const int64_t block = index_at(table, b, i);
       if (block >= 0 && block < num_blocks) continue;
       check.require(false, "block_table[" + str(b) + "][" + str(i) + "] is " + str(block) + ", but the cache has " +
                                str(num_blocks) + " blocks");

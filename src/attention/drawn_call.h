@@ -10,17 +10,9 @@
 #include <numeric>
 
 #include "attention/attention_draw.h"
+#include "core/elements.h"
 
 namespace opst::test {
-
-// For a test to change what an input holds.
-inline Tensor mutable_view(const ConstTensor& t) {
-  Tensor w = Tensor::contiguous(t.dtype, {}, const_cast<void*>(t.data));
-  w.rank = t.rank;
-  std::copy(t.shape, t.shape + kMaxRank, w.shape);
-  std::copy(t.strides, t.strides + kMaxRank, w.strides);
-  return w;
-}
 
 class DrawnCall {
  public:
@@ -287,7 +279,7 @@ inline std::string judge(const DrawnCall& call, const DrawnCall::Outputs& out, c
   const bool bf16 = d.query_dtype == DType::bf16 && d.kv_dtype == DType::bf16;
   const DType storage =
       d.query_dtype == DType::f64 ? DType::f64
-      : bf16 && context.machine().isa >= Isa::avx512_bf16 && context.machine().bf16_product == Bf16Product::dot
+      : bf16 && includes(context.machine().isa, Isa::avx512_bf16) && context.machine().bf16_product == Bf16Product::dot
           ? DType::bf16
           : DType::f32;
   JudgedRows judged{.about = about,

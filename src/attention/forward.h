@@ -30,6 +30,7 @@
 #include "simd/math.h"
 #include "tile/gemm_tile.h"
 #include "tile/pack.h"
+#include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -39,22 +40,8 @@ using opst::attention::QueryBlock;
 using opst::attention::RowsAhead;
 using opst::attention::RowState;
 using opst::attention::StackedRows;
-using tile::kTileRows;
-using tile::kTileVecs;
-
-// Rows [first, first + rows) of a block that share a register tile.
-struct RowBlock {
-  int64_t first;
-  int rows;
-};
-
-// The block's rows in register tiles of nearly equal height: 64 rows are 6 tiles of 11, 11, 11, 11, 10, 10.
-OPST_INLINE int64_t num_row_blocks(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
-OPST_INLINE RowBlock row_block(int64_t rows, int64_t index) {
-  const int64_t n = num_row_blocks(rows), height = rows / n, taller = rows % n;
-  const int64_t first = index * height + (index < taller ? index : taller);
-  return {first, static_cast<int>(height + (index < taller ? 1 : 0))};
-}
+using tile::RowTile;
+using tile::RowTiles;
 
 // Keys of a tile that some row of a register tile sees: columns [begin, end) of the tile, begin at the start of a
 // panel. Scores are computed for `width` columns from begin on, whole vectors. All rows see the columns
@@ -90,18 +77,18 @@ struct Forward {
   using Word = typename P::Word;
   using Ops = ScoreOps<V>;
   static constexpr int kLanes = V::kLanes;
+  static constexpr int kTileRows = P::kTileRows, kTileVecs = P::kTileVecs;
   static constexpr int kPanel = kTileVecs * kLanes;
 
-  static OPST_INLINE int64_t words(int64_t elements) { return (elements + P::kStep - 1) / P::kStep; }
   static OPST_INLINE S* row_of(void* base, int64_t row, int64_t stride) { return static_cast<S*>(base) + row * stride; }
 
-  static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowBlock rb, const KvTile& tile) {
+  static OPST_INLINE KeySpan key_span(const QueryBlock& q, RowTile rt, const KvTile& tile) {
     int64_t low = 0, high = tile.count, common_low = 0, common_high = tile.count;
     if (tile.partial) {
-      const RowKeys first = keys_of_row(q, tile, rb.first), last = keys_of_row(q, tile, rb.first + rb.rows - 1);
+      const RowKeys first = keys_of_row(q, tile, rt.first), last = keys_of_row(q, tile, rt.first + rt.rows - 1);
       // Both ends only grow from row to row, unless there is a prefix, which every row sees.
       low = first.begin, high = last.end, common_low = last.begin, common_high = first.end;
-      if (q.rules != nullptr && q.rules->prefix > 0) with_prefix(q, rb, tile, low, high, common_low, common_high);
+      if (q.rules != nullptr && q.rules->prefix > 0) with_prefix(q, rt, tile, low, high, common_low, common_high);
       if (low >= high) return {};
     }
     KeySpan span;
@@ -116,12 +103,12 @@ struct Forward {
     span.whole_end = whole_end < span.whole_begin ? span.whole_begin : whole_end;
     return span;
   }
-  static OPST_NOINLINE void with_prefix(const QueryBlock& q, RowBlock rb, const KvTile& tile, int64_t& low,
+  static OPST_NOINLINE void with_prefix(const QueryBlock& q, RowTile rt, const KvTile& tile, int64_t& low,
                                         int64_t& high, int64_t& common_low, int64_t& common_high) {
     low = tile.count, high = 0, common_low = 0, common_high = tile.count;
     if (q.rules->prefix > tile.first_key) low = 0, high = q.rules->prefix - tile.first_key;
     if (high > tile.count) high = tile.count;
-    for (int64_t r = rb.first; r < rb.first + rb.rows; ++r) {
+    for (int64_t r = rt.first; r < rt.first + rt.rows; ++r) {
       const auto [begin, end] = keys_of_row(q, tile, r);
       common_low = begin > common_low ? begin : common_low;
       common_high = end < common_high ? end : common_high;
@@ -136,31 +123,31 @@ struct Forward {
   // With rules, masks and biases are fetched meanwhile: their rows lie pages apart, and nothing else foresees them (a
   // bool mask of 4096 x 4096: 1.33 times the time of no mask without fetching, 1.05 times with; f32: 1.26 and 1.08).
   template <bool kRules = false>
-  static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+  static OPST_INLINE void score(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, S* scores,
                                 int64_t stride, S* row_max, const char*& prefetch) {
-    const int64_t depth = words(q.head_dim);
-    const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
+    const int64_t depth = tile::words<P>(q.head_dim);
+    const Word* a = static_cast<const Word*>(q.query) + rt.first * q.query_stride;
     const Word* b = static_cast<const Word*>(tile.keys) + span.begin * depth;
-    for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
+    for (int i = 0; i < rt.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
     alignas(64) S unused[kTileRows * kLanes];
     if (span.whole_end - span.whole_begin < span.width) {
-      for (int i = 0; i < rb.rows; ++i) V::zero().store(unused + i * kLanes);
+      for (int i = 0; i < rt.rows; ++i) V::zero().store(unused + i * kLanes);
     }
     const auto maxima_to = [&](int64_t from, int64_t to)
                                OPST_INLINE_LAMBDA { return span.whole(from, to) ? row_max : unused; };
-    const auto full = tile::product_with_max_for<P, kTileVecs>(rb.rows);
+    const auto full = tile::product_with_max_for<P, kTileVecs>(rt.rows);
     int64_t j = 0;
     for (; j + kPanel <= span.width; j += kPanel) {
       if constexpr (kRules) {
         const int64_t key = tile.first_key + span.begin + j;
-        for (int i = 0; i < rb.rows; ++i) Ops::prefetch(*q.rules, q.rules->rows[rb.first + i], key);
+        for (int i = 0; i < rt.rows; ++i) Ops::prefetch(*q.rules, q.rules->rows[rt.first + i], key);
       }
       full(depth, a, q.query_stride, b + j * depth, kPanel, scores + j, stride, maxima_to(j, j + kPanel), prefetch);
       prefetch += depth / 4 * 64;
     }
     if (j < span.width) {  // one vector, of a whole panel or of a last one that is only as wide
       const int64_t ldb = tile.count - (span.begin + j) > kLanes ? kPanel : kLanes;
-      tile::product_with_max_for<P, 1>(rb.rows)(depth, a, q.query_stride, b + j * depth, ldb, scores + j, stride,
+      tile::product_with_max_for<P, 1>(rt.rows)(depth, a, q.query_stride, b + j * depth, ldb, scores + j, stride,
                                                 maxima_to(j, j + kLanes), prefetch);
     }
   }
@@ -175,23 +162,23 @@ struct Forward {
   }
 
   // Scores of keys that a row does not see, and of padding, become -inf; the others join row_max.
-  static OPST_NOINLINE void hide(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+  static OPST_NOINLINE void hide(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, S* scores,
                                  int64_t stride, S* row_max) {
     const V hidden = V::set1(-__builtin_inff());
     const int64_t origin = tile.first_key + span.begin;
-    for (int i = 0; i < rb.rows; ++i) {
+    for (int i = 0; i < rt.rows; ++i) {
       int64_t begin = 0, end = span.end - span.begin;
       if (tile.partial) {
-        begin = q.visible_begin[rb.first + i] - origin;
-        const int64_t row_end = q.visible_end[rb.first + i] - origin;
+        begin = q.visible_begin[rt.first + i] - origin;
+        const int64_t row_end = q.visible_end[rt.first + i] - origin;
         end = row_end < end ? row_end : end;
       }
       S* row = scores + i * stride;
       V top = V::load(row_max + i * kLanes);
       const auto mask = [&](int64_t from, int64_t to) OPST_INLINE_LAMBDA {
         for (int64_t j = from; j < to; j += kLanes) {
-          V s = simd::blend_n(clamp_lanes(end - j), V::load(row + j), hidden);
-          s = simd::blend_n(clamp_lanes(begin - j), hidden, s);
+          V s = simd::blend_n(simd::clamp_lanes<V>(end - j), V::load(row + j), hidden);
+          s = simd::blend_n(simd::clamp_lanes<V>(begin - j), hidden, s);
           s.store(row + j);
           top = simd::max(top, s);
         }
@@ -203,11 +190,11 @@ struct Forward {
   }
 
   // As score and hide, where there are rules: raw scores become S.
-  static OPST_NOINLINE void shape(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+  static OPST_NOINLINE void shape(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, S* scores,
                                   int64_t stride, S* row_max) {
     const int64_t origin = tile.first_key + span.begin, count = span.end - span.begin;
-    for (int i = 0; i < rb.rows; ++i) {
-      const int64_t r = rb.first + i;
+    for (int i = 0; i < rt.rows; ++i) {
+      const int64_t r = rt.first + i;
       const RowRules& row = q.rules->rows[r];
       S* s = scores + i * stride;
       Ops::shape(*q.rules, row, origin, count, span.width, s, nullptr);
@@ -217,11 +204,11 @@ struct Forward {
     }
   }
   // Weights that dropout does not keep become 0; sums have been taken.
-  static OPST_NOINLINE void drop(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+  static OPST_NOINLINE void drop(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, S* scores,
                                  int64_t stride) {
     KeepBits bits;
-    for (int i = 0; i < rb.rows; ++i) {
-      Ops::keep(*q.rules, q.rules->rows[rb.first + i], tile.first_key + span.begin, span.end - span.begin, bits);
+    for (int i = 0; i < rt.rows; ++i) {
+      Ops::keep(*q.rules, q.rules->rows[rt.first + i], tile.first_key + span.begin, span.end - span.begin, bits);
       if constexpr (P::kStep == 1) {
         Ops::drop(bits, span.width, scores + i * stride);
       } else {
@@ -231,8 +218,6 @@ struct Forward {
       }
     }
   }
-
-  static OPST_INLINE int64_t clamp_lanes(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
 
   // The exponents of a row are c (s - max), subtracted first. (One multiply-add, c s - (c max as rounded), would be an
   // instruction less per vector of scores, which no bench shows, but is not 0 at the maximum.)
@@ -259,13 +244,13 @@ struct Forward {
 
   // Raises the rows' maxima. kOnly: they have seen no key before, and there is nothing to rescale.
   template <bool kOnly>
-  static OPST_INLINE void raise_maxima(const QueryBlock& q, RowBlock rb, const S* row_max, Exponents& e) {
-    S* max = row_of(q.state.max, rb.first, 1);
+  static OPST_INLINE void raise_maxima(const QueryBlock& q, RowTile rt, const S* row_max, Exponents& e) {
+    S* max = row_of(q.state.max, rt.first, 1);
     const V zero = V::zero(), unseen = V::set1(-__builtin_inff());
     const V c = V::set1(static_cast<S>(q.exponent_scale));
     OPST_UNROLL for (int i = 0; i < kTileRows; i += kLanes) {
-      const int64_t n = clamp_lanes(rb.rows - i);
-      V top = maxima_of(row_max, i, rb.rows);
+      const int64_t n = simd::clamp_lanes<V>(rt.rows - i);
+      V top = maxima_of(row_max, i, rt.rows);
       const V old = kOnly ? unseen : V::load_n(max + i, n);
       if (!kOnly) top = simd::max(old, top);                  // a NaN row stays NaN: its sum is NaN already
       const V used = simd::select(top == unseen, zero, top);  // -inf - (-inf) would be NaN
@@ -276,12 +261,12 @@ struct Forward {
   }
   // scores[i][0 .. width) -> P, as words in place; adds to the rows' sums.
   template <bool kOnly>
-  static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowBlock rb, int64_t width, S* scores, int64_t stride,
+  static OPST_NOINLINE void exponentiate(const QueryBlock& q, RowTile rt, int64_t width, S* scores, int64_t stride,
                                          const Exponents& e) {
     const V c = V::set1(static_cast<S>(q.exponent_scale));
-    for (int i = 0; i < rb.rows; ++i) {
+    for (int i = 0; i < rt.rows; ++i) {
       S* row = scores + i * stride;
-      S* sums = row_of(q.state.sums, rb.first + i, kLanes);
+      S* sums = row_of(q.state.sums, rt.first + i, kLanes);
       const V max = V::set1(e.max[i]);
       V sum0 = kOnly ? V::zero() : V::load(sums) * V::set1(e.alpha[i]);
       V sum1 = V::zero();
@@ -320,19 +305,19 @@ struct Forward {
   }
 
   // O = alpha O + P V over columns [span.begin, span.end) of the tile.
-  static OPST_INLINE void weigh(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, const S* scores,
+  static OPST_INLINE void weigh(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, const S* scores,
                                 int64_t stride, const S* alpha, const char*& prefetch) {
-    const int64_t tile_words = words(tile.count);
-    const int64_t first = span.begin / P::kStep, depth = words(span.end) - first;
+    const int64_t tile_words = tile::words<P>(tile.count);
+    const int64_t first = span.begin / P::kStep, depth = tile::words<P>(span.end) - first;
     const Word* p = reinterpret_cast<const Word*>(scores);
-    S* out = row_of(q.state.acc, rb.first, q.acc_stride);
-    const auto full = tile::scaled_accumulate_for<P, kTileVecs>(rb.rows);
+    S* out = row_of(q.state.acc, rt.first, q.acc_stride);
+    const auto full = tile::scaled_accumulate_for<P, kTileVecs>(rt.rows);
     for (int64_t column = 0; column < q.value_head_dim; column += kPanel) {
       const Word* panel = static_cast<const Word*>(tile.values) + column * tile_words;
       if (q.value_head_dim - column > kLanes) {
         full(depth, p, stride, panel + first * kPanel, kPanel, out + column, q.acc_stride, alpha, prefetch);
       } else {
-        tile::scaled_accumulate_for<P, 1>(rb.rows)(depth, p, stride, panel + first * kLanes, kLanes, out + column,
+        tile::scaled_accumulate_for<P, 1>(rt.rows)(depth, p, stride, panel + first * kLanes, kLanes, out + column,
                                                    q.acc_stride, alpha, prefetch);
       }
       prefetch += depth / 4 * 64;
@@ -341,11 +326,11 @@ struct Forward {
 
   // The same for a tile with non-finite values of which some are hidden: each row over the keys that reach it, one key
   // at a time.
-  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span,
                                           const S* scores, int64_t stride, const S* alpha) {
-    const int64_t tile_words = words(tile.count);
-    for (int i = 0; i < rb.rows; ++i) {
-      const int64_t r = rb.first + i;
+    const int64_t tile_words = tile::words<P>(tile.count);
+    for (int i = 0; i < rt.rows; ++i) {
+      const int64_t r = rt.first + i;
       S* out = row_of(q.state.acc, r, q.acc_stride);
       for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
         const V factor = V::set1(alpha[i]);
@@ -401,63 +386,63 @@ struct Forward {
     }
   }
 
-  static OPST_INLINE void weigh_tile(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
-                                     const S* scores, int64_t stride, const S* alpha, const char*& prefetch) {
+  static OPST_INLINE void weigh_tile(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, const S* scores,
+                                     int64_t stride, const S* alpha, const char*& prefetch) {
     if (!tile.values_finite && (tile.partial || (q.rules != nullptr && q.rules->hides()))) {
-      weigh_visible(q, rb, tile, span, scores, stride, alpha);
+      weigh_visible(q, rt, tile, span, scores, stride, alpha);
     } else {
-      weigh(q, rb, tile, span, scores, stride, alpha, prefetch);
+      weigh(q, rt, tile, span, scores, stride, alpha, prefetch);
     }
   }
 
   // A register tile's outputs where all keys are one tile: O = (P V) / sum. Leaves finish_rows nothing to do for it.
-  static OPST_NOINLINE void weigh_and_finish(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+  static OPST_NOINLINE void weigh_and_finish(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span,
                                              const S* scores, int64_t stride, const char*& prefetch) {
     const FinishRows& f = *q.finish;
     const bool hides = tile.partial || (q.rules != nullptr && q.rules->hides());
     if (span.width == 0 || (hides && !tile.values_finite)) {
-      S* acc = row_of(q.state.acc, rb.first, q.acc_stride);
-      for (int64_t i = 0; i < rb.rows * q.acc_stride; i += kLanes) V::zero().store(acc + i);
+      S* acc = row_of(q.state.acc, rt.first, q.acc_stride);
+      for (int64_t i = 0; i < rt.rows * q.acc_stride; i += kLanes) V::zero().store(acc + i);
       const S alpha[kTileRows] = {};
-      if (span.width > 0) weigh_visible(q, rb, tile, span, scores, stride, alpha);
-      finish_some(f, rb.first, rb.first + rb.rows);
+      if (span.width > 0) weigh_visible(q, rt, tile, span, scores, stride, alpha);
+      finish_some(f, rt.first, rt.first + rt.rows);
       return;
     }
     S scale[(kTileRows + kLanes - 1) / kLanes * kLanes];
-    const S* const sums = row_of(q.state.sums, rb.first, kLanes);
+    const S* const sums = row_of(q.state.sums, rt.first, kLanes);
     bool empty = false;
     if (f.writes_statistics() || f.sinks != nullptr) {
-      for (int i = 0; i < rb.rows; ++i) {
+      for (int i = 0; i < rt.rows; ++i) {
         S weight;
-        const int64_t row = f.first_row + rb.first + i;
-        const RowEnd end = end_row(f, rb.first + i, row / f.out.group, row % f.out.group, &weight);
+        const int64_t row = f.first_row + rt.first + i;
+        const RowEnd end = end_row(f, rt.first + i, row / f.out.group, row % f.out.group, &weight);
         scale[i] = end.scale;
         empty |= end.empty;
       }
     } else {
       OPST_UNROLL for (int i = 0; i < kTileRows; i += kLanes) {
-        const V sum = sums_of(sums, i, rb.rows);
+        const V sum = sums_of(sums, i, rt.rows);
         const auto none = sum == V::zero();
         simd::select(none, V::zero(), V::set1(1) / (sum * V::set1(static_cast<S>(f.keep_prob)))).store(scale + i);
         empty |= simd::any(none);  // or of a lane beyond the rows, which costs a look
       }
     }
     const int64_t out_stride = f.out.row_stride();
-    S* out = static_cast<S*>(f.out.data) + (f.first_row + rb.first) * out_stride;
+    S* out = static_cast<S*>(f.out.data) + (f.first_row + rt.first) * out_stride;
     const int64_t first = span.begin, depth = span.end - first;
     const Word* p = reinterpret_cast<const Word*>(scores);
     const Word* values = static_cast<const Word*>(tile.values);
-    const auto full = tile::scaled_product_for<P, kTileVecs>(rb.rows);
+    const auto full = tile::scaled_product_for<P, kTileVecs>(rt.rows);
     for (int64_t column = 0; column < q.value_head_dim; column += kPanel) {
       const bool wide = q.value_head_dim - column > kLanes;
       const int64_t width = wide ? kPanel : kLanes;
       const int64_t ldb = tile.values_stride > 0 ? tile.values_stride : width;
       const Word* b = values + (tile.values_stride > 0 ? column : column * tile.count) + first * ldb;
-      const auto product = wide ? full : tile::scaled_product_for<P, 1>(rb.rows);
+      const auto product = wide ? full : tile::scaled_product_for<P, 1>(rt.rows);
       product(depth, p, stride, b, ldb, out + column, out_stride, scale, prefetch);
       prefetch += depth / 4 * 64;
     }
-    for (int i = 0; empty && i < rb.rows; ++i) {  // 0 * Inf among their values
+    for (int i = 0; empty && i < rt.rows; ++i) {  // 0 * Inf among their values
       if (simd::hsum(V::load(sums + i * kLanes)) != 0) continue;
       for (int64_t d = 0; d < q.value_head_dim; d += kLanes) V::zero().store(out + i * out_stride + d);
     }
@@ -484,38 +469,38 @@ struct Forward {
   // kOnly: there is one tile, and the outputs are written at once.
   template <bool kRules, bool kOnly>
   static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
+    const RowTiles row_tiles(q.rows, kTileRows);
     S* scores = static_cast<S*>(q.scores);
     alignas(64) S row_max[kTileRows * kLanes];
     Exponents e;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
       const char* prefetch = static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys);
-      const int64_t num_blocks = num_row_blocks(q.rows);
-      for (int64_t b = 0; b < num_blocks; ++b) {
-        const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tile);
-        if constexpr (kOnly) fetch(q.next_keys, b, num_blocks);
+      for (int64_t b = 0; b < row_tiles.count(); ++b) {
+        const RowTile rt = row_tiles[b];
+        const KeySpan span = key_span(q, rt, tile);
+        if constexpr (kOnly) fetch(q.next_keys, b, row_tiles.count());
         if (span.width == 0) {
-          if constexpr (kOnly) weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
+          if constexpr (kOnly) weigh_and_finish(q, rt, tile, span, scores, q.scores_stride, prefetch);
           continue;
         }
-        score<kRules>(q, rb, tile, span, scores, q.scores_stride, row_max, prefetch);
+        score<kRules>(q, rt, tile, span, scores, q.scores_stride, row_max, prefetch);
         if constexpr (kRules) {
-          shape(q, rb, tile, span, scores, q.scores_stride, row_max);
+          shape(q, rt, tile, span, scores, q.scores_stride, row_max);
         } else {
-          if (span.ragged()) hide(q, rb, tile, span, scores, q.scores_stride, row_max);
+          if (span.ragged()) hide(q, rt, tile, span, scores, q.scores_stride, row_max);
         }
-        if constexpr (kOnly) fetch(q.next_query, b, num_blocks);
-        raise_maxima<kOnly>(q, rb, row_max, e);
-        exponentiate<kOnly>(q, rb, span.width, scores, q.scores_stride, e);
+        if constexpr (kOnly) fetch(q.next_query, b, row_tiles.count());
+        raise_maxima<kOnly>(q, rt, row_max, e);
+        exponentiate<kOnly>(q, rt, span.width, scores, q.scores_stride, e);
         if constexpr (kRules) {
-          if (q.rules->drops()) drop(q, rb, tile, span, scores, q.scores_stride);
+          if (q.rules->drops()) drop(q, rt, tile, span, scores, q.scores_stride);
         }
         if constexpr (kOnly) {
-          fetch(q.next_values, b, num_blocks);
-          weigh_and_finish(q, rb, tile, span, scores, q.scores_stride, prefetch);
+          fetch(q.next_values, b, row_tiles.count());
+          weigh_and_finish(q, rt, tile, span, scores, q.scores_stride, prefetch);
         } else {
-          weigh_tile(q, rb, tile, span, scores, q.scores_stride, e.alpha, prefetch);
+          weigh_tile(q, rt, tile, span, scores, q.scores_stride, e.alpha, prefetch);
         }
       }
     }
@@ -525,45 +510,47 @@ struct Forward {
   // column t * (a tile's padded width) of the matrix.
   static void attend_standard(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, void* matrix,
                               int64_t matrix_stride) {
+    const RowTiles row_tiles(q.rows, kTileRows);
     alignas(64) S row_max[kTileRows * kLanes];
     Exponents e;
     const int64_t tile_width = num_tiles > 0 ? (tiles[0].count + kPanel - 1) / kPanel * kPanel : 0;
     const char* prefetch = static_cast<const char*>(q.query);
     for (int64_t t = 0; t < num_tiles; ++t) {
-      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
-        const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tiles[t]);
-        S* scores = row_of(matrix, rb.first, matrix_stride) + t * tile_width;
+      for (int64_t b = 0; b < row_tiles.count(); ++b) {
+        const RowTile rt = row_tiles[b];
+        const KeySpan span = key_span(q, rt, tiles[t]);
+        S* scores = row_of(matrix, rt.first, matrix_stride) + t * tile_width;
         if (span.width > 0) {
-          score(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max, prefetch);
+          score(q, rt, tiles[t], span, scores + span.begin, matrix_stride, row_max, prefetch);
           if (q.rules != nullptr)
-            shape(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
+            shape(q, rt, tiles[t], span, scores + span.begin, matrix_stride, row_max);
           else if (span.ragged())
-            hide(q, rb, tiles[t], span, scores + span.begin, matrix_stride, row_max);
+            hide(q, rt, tiles[t], span, scores + span.begin, matrix_stride, row_max);
         }
-        fill_hidden(rb.rows, scores, matrix_stride, 0, span.begin);
-        fill_hidden(rb.rows, scores, matrix_stride, span.begin + span.width, tile_width);
+        fill_hidden(rt.rows, scores, matrix_stride, 0, span.begin);
+        fill_hidden(rt.rows, scores, matrix_stride, span.begin + span.width, tile_width);
       }
     }
     const int64_t width = num_tiles * tile_width;
-    for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
-      const RowBlock rb = row_block(q.rows, b);
-      S* scores = row_of(matrix, rb.first, matrix_stride);
-      take_maxima(rb.rows, width, scores, matrix_stride, row_max);
-      raise_maxima<false>(q, rb, row_max, e);
-      exponentiate<false>(q, rb, width, scores, matrix_stride, e);
+    for (int64_t b = 0; b < row_tiles.count(); ++b) {
+      const RowTile rt = row_tiles[b];
+      S* scores = row_of(matrix, rt.first, matrix_stride);
+      take_maxima(rt.rows, width, scores, matrix_stride, row_max);
+      raise_maxima<false>(q, rt, row_max, e);
+      exponentiate<false>(q, rt, width, scores, matrix_stride, e);
     }
     for (S& factor : e.alpha) factor = 1;
     for (int64_t t = 0; t < num_tiles; ++t) {
-      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
-        const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = key_span(q, rb, tiles[t]);
+      for (int64_t b = 0; b < row_tiles.count(); ++b) {
+        const RowTile rt = row_tiles[b];
+        const KeySpan span = key_span(q, rt, tiles[t]);
         if (span.width == 0) continue;
         // P's words are as far into the row as its elements.
-        Word* p = reinterpret_cast<Word*>(row_of(matrix, rb.first, matrix_stride)) + words(t * tile_width + span.begin);
+        Word* p = reinterpret_cast<Word*>(row_of(matrix, rt.first, matrix_stride)) +
+                  tile::words<P>(t * tile_width + span.begin);
         S* scores = reinterpret_cast<S*>(p);
-        if (q.rules != nullptr && q.rules->drops()) drop(q, rb, tiles[t], span, scores, matrix_stride);
-        weigh_tile(q, rb, tiles[t], span, scores, matrix_stride, e.alpha, prefetch);
+        if (q.rules != nullptr && q.rules->drops()) drop(q, rt, tiles[t], span, scores, matrix_stride);
+        weigh_tile(q, rt, tiles[t], span, scores, matrix_stride, e.alpha, prefetch);
       }
     }
   }
@@ -612,7 +599,7 @@ struct Forward {
   template <class T>
   static OPST_INLINE void copy_query(const T* row, int64_t dim_stride, int64_t length, double sign, Word* out) {
     if constexpr ((sizeof(T) == 8) == (sizeof(S) == 8)) {  // f64 queries have f64 kernels only
-      const int64_t padded = words(length) * P::kStep;
+      const int64_t padded = tile::words<P>(length) * P::kStep;
       if (is_stored_type(row) && sign == 1 && dim_stride == 1) {
         T* elements = reinterpret_cast<T*>(out);
         __builtin_memcpy(elements, row, static_cast<size_t>(length) * sizeof(T));
@@ -621,7 +608,7 @@ struct Forward {
       }
       const V factor = V::set1(static_cast<S>(sign));
       for (int64_t d = 0; d < padded; d += kLanes) {
-        store_query(tile::load_row<V>(row, dim_stride, d, length) * factor, out, d, clamp_lanes(padded - d));
+        store_query(tile::load_row<V>(row, dim_stride, d, length) * factor, out, d, simd::clamp_lanes<V>(padded - d));
       }
     }
   }
@@ -730,7 +717,7 @@ struct Forward {
           acc = simd::fma(V::load(row_of(f.parts[p].acc, r, f.acc_stride) + d), V::set1(weights[p]), acc);
         }
         acc = empty ? V::zero() : acc * V::set1(scale);
-        const int64_t n = clamp_lanes(f.value_head_dim - d);
+        const int64_t n = simd::clamp_lanes<V>(f.value_head_dim - d);
         if (f.out.dim_stride == 1) {
           if (n == kLanes)
             acc.store(out + d);

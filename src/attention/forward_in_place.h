@@ -25,6 +25,7 @@ struct ForwardInPlace {
   using V = typename P::V;
   using S = typename V::Scalar;
   static constexpr int kLanes = V::kLanes;
+  static constexpr int kTileRows = P::kTileRows;
   static constexpr int kMaxGroup = kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;  // rows that share one read of a key
   static constexpr int kColumns = 4;                                       // vectors of O per row held in registers
 
@@ -152,7 +153,7 @@ struct ForwardInPlace {
   }
   template <bool kRules>
   static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
-    const RowBlock rb{0, static_cast<int>(q.rows)};
+    const RowTile rt{0, static_cast<int>(q.rows)};
     S* scores = static_cast<S*>(q.scores);
     const S* query = static_cast<const S*>(q.query);
     S* out = static_cast<S*>(q.state.acc);
@@ -161,50 +162,50 @@ struct ForwardInPlace {
     typename Tiled::Exponents e;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const KvTile& tile = tiles[t];
-      for (int i = 0; i < rb.rows; i += kMaxGroup) {
-        score_group(rb.rows - i, query + i * q.query_stride, q.query_stride, q.head_dim, tile, scores + i * stride,
+      for (int i = 0; i < rt.rows; i += kMaxGroup) {
+        score_group(rt.rows - i, query + i * q.query_stride, q.query_stride, q.head_dim, tile, scores + i * stride,
                     stride, i == 0);
       }
       const KeySpan span{.end = tile.count,
                          .width = (tile.count + kLanes - 1) / kLanes * kLanes,
                          .common_end = tile.partial ? 0 : tile.count};
       if constexpr (kRules) {
-        Tiled::shape(q, rb, tile, span, scores, stride, row_max);
+        Tiled::shape(q, rt, tile, span, scores, stride, row_max);
       } else if (span.ragged()) {
-        Tiled::take_maxima(rb.rows, 0, scores, stride, row_max);
-        Tiled::hide(q, rb, tile, span, scores, stride, row_max);
+        Tiled::take_maxima(rt.rows, 0, scores, stride, row_max);
+        Tiled::hide(q, rt, tile, span, scores, stride, row_max);
       } else {
-        Tiled::take_maxima(rb.rows, span.width, scores, stride, row_max);
+        Tiled::take_maxima(rt.rows, span.width, scores, stride, row_max);
       }
-      Tiled::template raise_maxima<false>(q, rb, row_max, e);
-      Tiled::template exponentiate<false>(q, rb, span.width, scores, stride, e);
+      Tiled::template raise_maxima<false>(q, rt, row_max, e);
+      Tiled::template exponentiate<false>(q, rt, span.width, scores, stride, e);
       if constexpr (kRules) {
-        if (q.rules->drops()) Tiled::drop(q, rb, tile, span, scores, stride);
+        if (q.rules->drops()) Tiled::drop(q, rt, tile, span, scores, stride);
         if ((tile.partial || q.rules->hides()) &&
             !tile::rows_finite<V, T>(tile.value_rows, tile.count, q.value_head_dim)) {
-          weigh_visible(q, rb, tile, span, scores, stride, e.alpha);
+          weigh_visible(q, rt, tile, span, scores, stride, e.alpha);
           continue;
         }
       } else if (tile.partial) {
-        for (int i = 0; i < rb.rows; ++i) {
+        for (int i = 0; i < rt.rows; ++i) {
           const auto [begin, end] = keys_of_row(q, tile, i);
           weigh_rows<1>(scores + i * stride, stride, e.alpha + i, tile, begin, end, q.value_head_dim,
                         out + i * q.acc_stride, q.acc_stride, i == 0);
         }
         continue;
       }
-      for (int i = 0; i < rb.rows; i += kMaxGroup) {
-        weigh_group(rb.rows - i, scores + i * stride, stride, e.alpha + i, tile, q.value_head_dim,
+      for (int i = 0; i < rt.rows; i += kMaxGroup) {
+        weigh_group(rt.rows - i, scores + i * stride, stride, e.alpha + i, tile, q.value_head_dim,
                     out + i * q.acc_stride, q.acc_stride, i == 0);
       }
     }
   }
 
   // Each row over the keys that reach it.
-  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span,
                                           const S* scores, int64_t stride, const S* alpha) {
     const S one = 1;
-    for (int i = 0; i < rb.rows; ++i) {
+    for (int i = 0; i < rt.rows; ++i) {
       S* out = static_cast<S*>(q.state.acc) + i * q.acc_stride;
       const auto add = [&](const S* factor, int64_t begin, int64_t end) OPST_INLINE_LAMBDA {
         weigh_rows<1>(scores + i * stride, stride, factor, tile, begin, end, q.value_head_dim, out, q.acc_stride,

@@ -27,6 +27,7 @@ struct ForwardPages {
   using Word = typename P::Word;
   using Stored = typename P::WordB;
   static constexpr int kLanes = V::kLanes;
+  static constexpr int kTileRows = P::kTileRows, kTileVecs = P::kTileVecs;
   static constexpr int kPanel = kTileVecs * kLanes;
   static constexpr int64_t kGroup = kPanelRows;
   static constexpr int64_t kElements = P::kStep * P::kParts;  // of a stored word
@@ -57,34 +58,34 @@ struct ForwardPages {
   }
 
   // scores[r][0 .. width) = Q K^T, and the maxima of whole panels.
-  static OPST_INLINE void score(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, S* scores,
+  static OPST_INLINE void score(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, S* scores,
                                 int64_t stride, S* row_max) {
     const int64_t depth = q.head_dim / kElements;
-    const Word* a = static_cast<const Word*>(q.query) + rb.first * q.query_stride;
-    for (int i = 0; i < rb.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
+    const Word* a = static_cast<const Word*>(q.query) + rt.first * q.query_stride;
+    for (int i = 0; i < rt.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
     alignas(64) S unused[kTileRows * kLanes];
-    for (int i = 0; i < rb.rows; ++i) V::zero().store(unused + i * kLanes);
+    for (int i = 0; i < rt.rows; ++i) V::zero().store(unused + i * kLanes);
     const int64_t distance = groups_ahead(q.head_dim);
     for (int64_t j = 0; j < span.width; j += kPanel) {
       const int64_t end = span.width - j > kLanes ? j + kPanel : j + kLanes;
       S* const maxima = span.whole(j, end) ? row_max : unused;
       const int64_t key = span.begin + j;
       const Stored* b = group(tile.key_rows, key) + key % kGroup;
-      if (rb.rows <= tile::kStreamRows) {
-        const auto stream = span.width - j > kLanes ? tile::stream_product_with_max_for<P, kTileVecs>(rb.rows)
-                                                    : tile::stream_product_with_max_for<P, 1>(rb.rows);
+      if (rt.rows <= tile::kStreamRows) {
+        const auto stream = span.width - j > kLanes ? tile::stream_product_with_max_for<P, kTileVecs>(rt.rows)
+                                                    : tile::stream_product_with_max_for<P, 1>(rt.rows);
         stream(depth, a, q.query_stride, b, kGroup, key_group_ahead(tile, key / kGroup, distance) + key % kGroup,
                scores + j, stride, maxima);
         continue;
       }
-      const auto product = span.width - j > kLanes ? tile::product_with_max_for<P, kTileVecs>(rb.rows)
-                                                   : tile::product_with_max_for<P, 1>(rb.rows);
+      const auto product = span.width - j > kLanes ? tile::product_with_max_for<P, kTileVecs>(rt.rows)
+                                                   : tile::product_with_max_for<P, 1>(rt.rows);
       product(depth, a, q.query_stride, b, kGroup, scores + j, stride, maxima, reinterpret_cast<const char*>(b));
     }
   }
 
   // O = alpha O + P V over columns [span.begin, span.end) of the tile.
-  static OPST_INLINE void weigh(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span, const S* scores,
+  static OPST_INLINE void weigh(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span, const S* scores,
                                 int64_t stride, const S* alpha) {
     S ones[kTileRows];
     for (S& one : ones) one = 1;
@@ -96,7 +97,7 @@ struct ForwardPages {
     for (int64_t key = span.begin; key < whole_end;) {
       const Stored* values = group(tile.value_rows, key);
       int64_t end = (key / kGroup + 1) * kGroup;
-      while (end < whole_end && rb.rows > tile::kStreamRows &&
+      while (end < whole_end && rt.rows > tile::kStreamRows &&
              group(tile.value_rows, end) == values + (end - key / kGroup * kGroup) / kElements * row_words) {
         end += kGroup;
       }
@@ -104,7 +105,7 @@ struct ForwardPages {
       values += key % kGroup / kElements * row_words;
       const Stored* const ahead =
           value_group_ahead(tile, key / kGroup, distance) + (values - group(tile.value_rows, key));
-      multiply(q, rb, p_of(key), stride, values, (end - key) / kElements, alpha, ahead);
+      multiply(q, rt, p_of(key), stride, values, (end - key) / kElements, alpha, ahead);
       alpha = ones;
       key = end;
     }
@@ -112,7 +113,7 @@ struct ForwardPages {
       Stored row[kMaxColumns];
       const Stored* values = group(tile.value_rows, whole_end) + whole_end % kGroup / kElements * row_words;
       for (int64_t d = 0; d < row_words; ++d) row[d] = lower_half(values[d]);
-      multiply(q, rb, p_of(whole_end), stride, row, 1, alpha, row);
+      multiply(q, rt, p_of(whole_end), stride, row, 1, alpha, row);
     }
   }
   static constexpr int kMaxColumns = 768;
@@ -120,22 +121,22 @@ struct ForwardPages {
   static OPST_INLINE uint32_t lower_half(uint32_t word) { return word & 0xffffu; }
 
   // O = alpha O + P V for `depth` rows of stored words at `values`, all columns.
-  static OPST_INLINE void multiply(const QueryBlock& q, RowBlock rb, const Word* p, int64_t stride,
-                                   const Stored* values, int64_t depth, const S* alpha, const Stored* ahead) {
+  static OPST_INLINE void multiply(const QueryBlock& q, RowTile rt, const Word* p, int64_t stride, const Stored* values,
+                                   int64_t depth, const S* alpha, const Stored* ahead) {
     const int64_t columns = q.value_head_dim;
-    S* out = static_cast<S*>(q.state.acc) + rb.first * q.acc_stride;
+    S* out = static_cast<S*>(q.state.acc) + rt.first * q.acc_stride;
     int64_t c = 0;
-    if (rb.rows <= tile::kStreamRows) {
+    if (rt.rows <= tile::kStreamRows) {
       constexpr int kWide = tile::kStreamVecs * kLanes;
       for (; c + kLanes <= columns; c += columns - c >= kWide ? kWide : kLanes) {
-        const auto stream = columns - c >= kWide ? tile::stream_scaled_accumulate_for<P, tile::kStreamVecs>(rb.rows)
-                                                 : tile::stream_scaled_accumulate_for<P, 1>(rb.rows);
+        const auto stream = columns - c >= kWide ? tile::stream_scaled_accumulate_for<P, tile::kStreamVecs>(rt.rows)
+                                                 : tile::stream_scaled_accumulate_for<P, 1>(rt.rows);
         stream(depth, p, stride, values + c, columns, ahead + c, out + c, q.acc_stride, alpha);
       }
     }
     for (; c + kLanes <= columns; c += columns - c >= kPanel ? kPanel : kLanes) {
-      const auto accumulate = columns - c >= kPanel ? tile::scaled_accumulate_for<P, kTileVecs>(rb.rows)
-                                                    : tile::scaled_accumulate_for<P, 1>(rb.rows);
+      const auto accumulate = columns - c >= kPanel ? tile::scaled_accumulate_for<P, kTileVecs>(rt.rows)
+                                                    : tile::scaled_accumulate_for<P, 1>(rt.rows);
       accumulate(depth, p, stride, values + c, columns, out + c, q.acc_stride, alpha,
                  reinterpret_cast<const char*>(values));
     }
@@ -151,7 +152,7 @@ struct ForwardPages {
         __builtin_memcpy(padded + r * kLanes, values + (k + r) * columns + c,
                          static_cast<size_t>(columns - c) * sizeof(Stored));
       }
-      tile::scaled_accumulate_for<P, 1>(rb.rows)(n, p + k * P::kParts, stride, padded, kLanes, out + c, q.acc_stride,
+      tile::scaled_accumulate_for<P, 1>(rt.rows)(n, p + k * P::kParts, stride, padded, kLanes, out + c, q.acc_stride,
                                                  k == 0 ? alpha : ones, reinterpret_cast<const char*>(padded));
     }
   }
@@ -179,10 +180,10 @@ struct ForwardPages {
   }
 
   // As weigh, for a tile with non-finite values of which some are hidden: each row over the keys that reach it.
-  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowBlock rb, const KvTile& tile, KeySpan span,
+  static OPST_NOINLINE void weigh_visible(const QueryBlock& q, RowTile rt, const KvTile& tile, KeySpan span,
                                           const S* scores, int64_t stride, const S* alpha) {
-    for (int i = 0; i < rb.rows; ++i) {
-      const int64_t r = rb.first + i;
+    for (int i = 0; i < rt.rows; ++i) {
+      const int64_t r = rt.first + i;
       S* out = static_cast<S*>(q.state.acc) + r * q.acc_stride;
       for (int64_t column = 0; column < q.value_head_dim; column += kLanes) {
         const V factor = V::set1(alpha[i]);
@@ -206,6 +207,7 @@ struct ForwardPages {
   }
   template <bool kRules>
   static OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles) {
+    const RowTiles row_tiles(q.rows, kTileRows);
     S* scores = static_cast<S*>(q.scores);
     const int64_t stride = q.scores_stride;
     alignas(64) S row_max[kTileRows * kLanes];
@@ -214,25 +216,25 @@ struct ForwardPages {
       const KvTile& tile = tiles[t];
       const bool some_hidden = tile.partial || (kRules && q.rules->hides());
       const bool by_row = some_hidden && !values_finite(tile, q.value_head_dim);
-      for (int64_t b = 0; b < num_row_blocks(q.rows); ++b) {
-        const RowBlock rb = row_block(q.rows, b);
-        const KeySpan span = Tiled::key_span(q, rb, tile);
+      for (int64_t b = 0; b < row_tiles.count(); ++b) {
+        const RowTile rt = row_tiles[b];
+        const KeySpan span = Tiled::key_span(q, rt, tile);
         if (span.width == 0) continue;
-        score(q, rb, tile, span, scores, stride, row_max);
+        score(q, rt, tile, span, scores, stride, row_max);
         if constexpr (kRules) {
-          Tiled::shape(q, rb, tile, span, scores, stride, row_max);
+          Tiled::shape(q, rt, tile, span, scores, stride, row_max);
         } else {
-          if (span.ragged()) Tiled::hide(q, rb, tile, span, scores, stride, row_max);
+          if (span.ragged()) Tiled::hide(q, rt, tile, span, scores, stride, row_max);
         }
-        Tiled::template raise_maxima<false>(q, rb, row_max, e);
-        Tiled::template exponentiate<false>(q, rb, span.width, scores, stride, e);
+        Tiled::template raise_maxima<false>(q, rt, row_max, e);
+        Tiled::template exponentiate<false>(q, rt, span.width, scores, stride, e);
         if constexpr (kRules) {
-          if (q.rules->drops()) Tiled::drop(q, rb, tile, span, scores, stride);
+          if (q.rules->drops()) Tiled::drop(q, rt, tile, span, scores, stride);
         }
         if (by_row)
-          weigh_visible(q, rb, tile, span, scores, stride, e.alpha);
+          weigh_visible(q, rt, tile, span, scores, stride, e.alpha);
         else
-          weigh(q, rb, tile, span, scores, stride, e.alpha);
+          weigh(q, rt, tile, span, scores, stride, e.alpha);
       }
     }
   }

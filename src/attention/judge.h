@@ -131,7 +131,7 @@ struct JudgedRows {
 // Forward's own product counts: O comes from it.
 inline DType gradient_storage(DType query, DType kv, DType out, const Machine& machine) {
   if (query == DType::f64) return DType::f64;
-  const bool pairs = query == DType::bf16 && kv == DType::bf16 && machine.isa >= Isa::avx512_bf16;
+  const bool pairs = query == DType::bf16 && kv == DType::bf16 && includes(machine.isa, Isa::avx512_bf16);
   return pairs && machine.bf16_product == Bf16Product::dot ? DType::bf16 : out;
 }
 

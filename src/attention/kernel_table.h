@@ -9,5 +9,7 @@ namespace opst::attention {
 // The kernels for a product and a storage type of keys and values at the highest compiled level up to `isa` (f64: the
 // generic level). Never null.
 const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype);
+// What they count in, the same for every storage type.
+const Geometry& geometry_of(Isa isa, AttentionProduct product);
 
 }  // namespace opst::attention

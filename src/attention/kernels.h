@@ -105,13 +105,18 @@ struct FinishRows {
   bool writes_statistics() const { return lse.data != nullptr || max.data != nullptr || sum.data != nullptr; }
 };
 
+// What the kernels of a level and product count in.
+struct Geometry {
+  int64_t tile_rows;  // rows of a register tile
+  int64_t lanes;      // numbers per vector
+  int64_t panel;      // keys or columns of a full panel
+  int64_t step;       // elements per word
+  int64_t word_bytes;
+  int64_t accumulator_bytes;
+};
+
 struct Kernels {
-  int tile_rows;  // rows of a register tile
-  int panel;      // keys or columns of a full panel
-  int lanes;
-  int step;  // elements per word
-  int word_bytes;
-  int accumulator_bytes;
+  Geometry geometry;
 
   // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `factor` (0 or a power of two), into `out` as
   // words (unless null) and empties the state.

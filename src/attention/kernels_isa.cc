@@ -21,12 +21,12 @@ bool pack_values(const void* const* rows, int64_t dim_stride, int64_t count, int
 
 template <class P, class T>
 constexpr Kernels packed_kernels() {
-  return {.tile_rows = kTileRows,
-          .panel = kTileVecs * P::V::kLanes,
-          .lanes = P::V::kLanes,
-          .step = P::kStep,
-          .word_bytes = static_cast<int>(sizeof(typename P::Word)),
-          .accumulator_bytes = static_cast<int>(sizeof(typename P::V::Scalar)),
+  return {.geometry = {.tile_rows = P::kTileRows,
+                       .lanes = P::V::kLanes,
+                       .panel = P::kTileVecs * P::V::kLanes,
+                       .step = P::kStep,
+                       .word_bytes = sizeof(typename P::Word),
+                       .accumulator_bytes = sizeof(typename P::V::Scalar)},
           .begin_block = Forward<P>::begin_block,
           .pack_keys = pack_keys<P, T>,
           .pack_values = pack_values<P, T>,

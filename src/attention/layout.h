@@ -4,29 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/kernel_table.h"
 #include "core/int_math.h"
 #include "kv_cache/page_layout.h"
 #include "machine/workspace.h"
 #include "opst/attention.h"
 
 namespace opst::attention {
-
-// What the kernels of a level and product count in (kernels.h says the same; a test holds them together).
-struct Geometry {
-  int64_t tile_rows;  // rows of a register tile
-  int64_t lanes;      // numbers per vector
-  int64_t panel;      // keys or columns per panel: two vectors
-  int64_t step;       // elements per word
-  int64_t word_bytes;
-  int64_t accumulator_bytes;
-};
-
-inline Geometry geometry_of(Isa isa, AttentionProduct product) {
-  if (product == AttentionProduct::f64) return {4, 2, 4, 1, 8, 8};
-  if (isa >= Isa::avx512) return {12, 16, 32, product == AttentionProduct::bf16_dot ? 2 : 1, 4, 4};
-  if (isa == Isa::avx2) return {6, 8, 16, 1, 4, 4};
-  return {4, 4, 8, 1, 4, 4};
-}
 
 // Elements of a row of the whole score matrix: the tiles side by side, and one vector more, since the softmax may write
 // beyond the last.

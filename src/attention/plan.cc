@@ -77,7 +77,7 @@ bool known(Enum value, Enum last) {
 AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
   if (p.query_dtype == DType::f64) return AttentionProduct::f64;
   const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16;
-  const bool dot = m.isa >= Isa::avx512_bf16 && m.bf16_product == Bf16Product::dot;
+  const bool dot = includes(m.isa, Isa::avx512_bf16) && m.bf16_product == Bf16Product::dot;
   return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
 }
 

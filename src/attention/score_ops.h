@@ -43,8 +43,6 @@ struct ScoreOps {
   using S = typename V::Scalar;
   static constexpr int kLanes = V::kLanes;
 
-  static OPST_INLINE int64_t lanes_of(int64_t n) { return n < 0 ? 0 : n > kLanes ? kLanes : n; }
-
   // Elements p[0], p[stride], ... ; 0 beyond n of them.
   template <class T>
   static OPST_INLINE V load_strided(const T* p, int64_t stride, int64_t n) {
@@ -60,7 +58,7 @@ struct ScoreOps {
                                    S* row) {
     const V by = V::set1(scale), times = V::set1(factor);
     for (int64_t j = 0; j < width; j += kLanes) {
-      const V b = load_strided(bias + j * stride, stride, lanes_of(count - j));
+      const V b = load_strided(bias + j * stride, stride, simd::clamp_lanes<V>(count - j));
       simd::fma(V::load(row + j), times, b * by).store(row + j);
     }
   }
@@ -136,11 +134,11 @@ struct ScoreOps {
       const V raw = V::load(row + j);
       V s = raw;
       if (end - j < kLanes || begin > j) {
-        s = simd::blend_n(lanes_of(end - j), s, hidden);
-        s = simd::blend_n(lanes_of(begin - j), hidden, s);
-        if (below > j) s = simd::blend_n(lanes_of(below - j), raw, s);
+        s = simd::blend_n(simd::clamp_lanes<V>(end - j), s, hidden);
+        s = simd::blend_n(simd::clamp_lanes<V>(begin - j), hidden, s);
+        if (below > j) s = simd::blend_n(simd::clamp_lanes<V>(below - j), raw, s);
       }
-      if (o.has_mask) s = simd::select_bits(mask_bits(o, w, first_key + j, lanes_of(count - j)), s, hidden);
+      if (o.has_mask) s = simd::select_bits(mask_bits(o, w, first_key + j, simd::clamp_lanes<V>(count - j)), s, hidden);
       s.store(row + j);
       top = simd::max(top, s);
     }

@@ -5,32 +5,27 @@
 #include <cstdint>
 #include <utility>
 
+#include "core/elements.h"
 #include "core/shape_check.h"
 #include "opst/attention.h"
 
 namespace opst::attention {
-
-// Element of an i32 or i64 tensor, `offset` in elements.
-inline int64_t integer_at(const ConstTensor& t, int64_t offset) {
-  return t.dtype == DType::i64 ? static_cast<const int64_t*>(t.data)[offset]
-                               : static_cast<const int32_t*>(t.data)[offset];
-}
 
 // The tensors have been checked.
 class Sequences {
  public:
   Sequences(const AttentionInputs& inputs, const AttentionProblem& problem) : in_(inputs), p_(problem) {}
 
-  int64_t query_start(int64_t b) const { return p_.varlen_q ? entry(in_.cu_seqlens_q, b) : 0; }
+  int64_t query_start(int64_t b) const { return p_.varlen_q ? index_at(in_.cu_seqlens_q, b) : 0; }
   int64_t query_len(int64_t b) const {
-    return p_.varlen_q ? entry(in_.cu_seqlens_q, b + 1) - entry(in_.cu_seqlens_q, b) : p_.query_len;
+    return p_.varlen_q ? index_at(in_.cu_seqlens_q, b + 1) - index_at(in_.cu_seqlens_q, b) : p_.query_len;
   }
-  int64_t key_start(int64_t b) const { return p_.varlen_k ? entry(in_.cu_seqlens_k, b) : 0; }
+  int64_t key_start(int64_t b) const { return p_.varlen_k ? index_at(in_.cu_seqlens_k, b) : 0; }
   int64_t kv_len(int64_t b) const {
-    if (in_.kv_lengths.data != nullptr) return entry(in_.kv_lengths, b);
-    return p_.varlen_k ? entry(in_.cu_seqlens_k, b + 1) - entry(in_.cu_seqlens_k, b) : p_.kv_len;
+    if (in_.kv_lengths.data != nullptr) return index_at(in_.kv_lengths, b);
+    return p_.varlen_k ? index_at(in_.cu_seqlens_k, b + 1) - index_at(in_.cu_seqlens_k, b) : p_.kv_len;
   }
-  int64_t prefix(int64_t b) const { return p_.has_prefix ? entry(in_.prefix, b) : 0; }
+  int64_t prefix(int64_t b) const { return p_.has_prefix ? index_at(in_.prefix, b) : 0; }
 
   // How many of the first sequences tell all lengths: 1 where one entry in memory, or none, serves all, else batch.
   // Loops over lengths end here, since a caller needs no memory for a batch of equal sequences and may state any size.
@@ -43,8 +38,6 @@ class Sequences {
   static bool repeats(const ConstTensor& t) { return t.data == nullptr || t.shape[0] <= 1 || t.strides[0] == 0; }
 
  private:
-  static int64_t entry(const ConstTensor& t, int64_t b) { return integer_at(t, b * t.strides[0]); }
-
   const AttentionInputs& in_;
   const AttentionProblem& p_;
 };

@@ -36,7 +36,7 @@ class SharedPages {
       const ConstTensor& table = in.block_table;
       const int64_t used = ceil_div(sequences.kv_len(b), p.block_size);
       for (int64_t i = 0; i < used; ++i) {
-        ++ordinals[integer_at(table, b * table.strides[0] + i * table.strides[1])];
+        ++ordinals[index_at(table, b, i)];
       }
     }
     int64_t shared = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <numeric>
 #include <optional>
@@ -281,19 +282,27 @@ ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& 
   return result;
 }
 
-ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::initializer_list<const char*> names) {
+ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::leading_dims(int num_leading, const char* last) {
+  constexpr const char* kNames[] = {"dim_0", "dim_1", "dim_2", "dim_3", "dim_4"};
+  static_assert(std::size(kNames) == kMaxRank);
+  const char* names[kMaxRank + 1];
+  std::copy_n(kNames, num_leading, names);
+  names[num_leading] = last;
+  return dims(names, static_cast<size_t>(num_leading) + (last != nullptr ? 1 : 0));
+}
+
+ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(const char* const* names, size_t count) {
   if (!check_->ok()) return *this;
-  if (static_cast<size_t>(tensor_.rank) != names.size()) {
+  if (static_cast<size_t>(tensor_.rank) != count) {
     std::string expected;
-    for (const char* name : names) expected += (expected.empty() ? "" : ", ") + std::string(name);
+    for (size_t i = 0; i < count; ++i) expected += (i > 0 ? ", " : "") + std::string(names[i]);
     check_->fail(std::string(name_) + " has rank " + std::to_string(tensor_.rank) + ", but [" + expected +
-                 "] has rank " + std::to_string(names.size()));
+                 "] has rank " + std::to_string(count));
     return *this;
   }
-  int i = 0;
-  for (const char* name : names) {
-    const int64_t size = tensor_.shape[i];
-    const int dim = i++;
+  for (int dim = 0; dim < tensor_.rank; ++dim) {
+    const char* const name = names[dim];
+    const int64_t size = tensor_.shape[dim];
     const auto where = [&] { return std::string(name_) + " dim " + std::to_string(dim); };
     if (const std::optional<int64_t> number = as_number(name)) {
       if (size == *number) continue;

@@ -13,6 +13,7 @@
 // have any strides >= 0; an output's elements must not share addresses.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -29,13 +30,16 @@ class ShapeCheck {
   // One tensor's part of the paragraph. A name that is a number ("8") demands that size.
   class TensorCheck {
    public:
-    TensorCheck& dims(std::initializer_list<const char*> names);
+    TensorCheck& dims(std::initializer_list<const char*> names) { return dims(names.begin(), names.size()); }
+    // `num_leading` dimensions dim_0, dim_1, .., at most kMaxRank, and behind them `last`, unless it is null.
+    TensorCheck& leading_dims(int num_leading, const char* last);
     TensorCheck& dtype(std::initializer_list<DType> allowed);
     // The last dimension's elements are next to each other.
     TensorCheck& unit_inner_stride();
 
    private:
     friend class ShapeCheck;
+    TensorCheck& dims(const char* const* names, size_t count);
     TensorCheck(ShapeCheck* check, const char* name, const ConstTensor& tensor)
         : check_(check), name_(name), tensor_(tensor) {}
     ShapeCheck* check_;

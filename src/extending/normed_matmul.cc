@@ -8,21 +8,13 @@
 #include "core/shape_check.h"
 #include "extending/normed_matmul_kernels.h"
 #include "machine/context_impl.h"
+#include "machine/levels.h"
 
-namespace opst::extending {
+namespace opst {
 
-namespace {
+OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, extending, Kernels, kKernels, kernels)
 
-const Kernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512) return avx512::extending::kKernels;
-  if (isa >= Isa::avx2) return avx2::extending::kKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::extending::kKernels;
-}
-
-}  // namespace
+namespace extending {
 
 Status normed_matmul(Context& context, const ConstTensor& x, const ConstTensor& gain, const ConstTensor& weight,
                      const Tensor& out, double eps) {
@@ -78,4 +70,5 @@ Status normed_matmul(Context& context, const ConstTensor& x, const ConstTensor& 
   });
 }
 
-}  // namespace opst::extending
+}  // namespace extending
+}  // namespace opst

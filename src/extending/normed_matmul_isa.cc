@@ -12,12 +12,11 @@ namespace opst::OPST_ISA_NS::extending {
 
 using opst::extending::NormedTile;
 using simd::F32;
-using tile::kTileRows;
-using tile::kTileVecs;
 using tile::load_row;
 using tile::ProductF32;
 
 constexpr int64_t kLanes = F32::kLanes;
+constexpr int kTileRows = ProductF32::kTileRows, kTileVecs = ProductF32::kTileVecs;
 
 OPST_INLINE void store_first(F32 v, float* to, int64_t n) { n < kLanes ? v.store_n(to, n) : v.store(to); }
 
@@ -73,6 +72,7 @@ void pack(const void* const* rows, int64_t stride, int64_t count, int64_t k, flo
   tile::pack_columns<ProductF32, float>({rows, stride}, count, k, panels);
 }
 
+extern const opst::extending::Kernels kKernels;
 constinit const opst::extending::Kernels kKernels = {kTileRows, kTileVecs* kLanes, pack, run};
 
 }  // namespace opst::OPST_ISA_NS::extending

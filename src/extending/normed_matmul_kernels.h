@@ -29,14 +29,4 @@ struct Kernels {
 
 }  // namespace extending
 
-namespace generic::extending {
-extern const opst::extending::Kernels kKernels;
-}
-namespace avx2::extending {
-extern const opst::extending::Kernels kKernels;
-}
-namespace avx512::extending {
-extern const opst::extending::Kernels kKernels;
-}
-
 }  // namespace opst

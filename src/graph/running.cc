@@ -1,7 +1,7 @@
 // Setting up, binding, setting sizes, executing.
-#include <algorithm>
 #include <new>
 
+#include "core/elements.h"
 #include "graph/graph_impl.h"
 
 namespace opst {
@@ -115,13 +115,7 @@ Status Graph::bind(Value value, const ConstTensor& tensor) {
     if (impl_->has(value) && (impl_->at(value).kind == Kind::output || impl_->at(value).kind == Kind::cache)) {
       return impl_->error("tensor " + quoted(impl_->at(value).name) + " is written, but bound to a const tensor");
     }
-    Tensor mutable_view;
-    mutable_view.dtype = tensor.dtype;
-    mutable_view.rank = tensor.rank;
-    std::copy_n(tensor.shape, kMaxRank, mutable_view.shape);
-    std::copy_n(tensor.strides, kMaxRank, mutable_view.strides);
-    mutable_view.data = const_cast<void*>(tensor.data);  // nodes only read inputs
-    return bind(value, mutable_view);
+    return bind(value, mutable_view(tensor));  // nodes only read inputs
   });
 }
 

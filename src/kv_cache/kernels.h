@@ -27,14 +27,4 @@ struct Kernels {
 
 }  // namespace kv_cache
 
-namespace generic::kv_cache {
-extern const opst::kv_cache::Kernels kKernels;
-}
-namespace avx2::kv_cache {
-extern const opst::kv_cache::Kernels kKernels;
-}
-namespace avx512::kv_cache {
-extern const opst::kv_cache::Kernels kKernels;
-}
-
 }  // namespace opst

@@ -3,6 +3,7 @@
 
 namespace opst::OPST_ISA_NS::kv_cache {
 
+extern const opst::kv_cache::Kernels kKernels;
 constinit const opst::kv_cache::Kernels kKernels = {{
     {copy_rows<float, float>, copy_rows<float, bf16>, copy_rows<float, f16>},
     {copy_rows<bf16, float>, copy_rows<bf16, bf16>, copy_rows<bf16, f16>},

@@ -15,7 +15,6 @@ namespace opst {
 namespace {
 
 using kv_cache::CopyRowsKernel;
-using kv_cache::index_at;
 using kv_cache::Pages;
 using kv_cache::PageSide;
 

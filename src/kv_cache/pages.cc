@@ -6,8 +6,12 @@
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "kv_cache/page_layout.h"
+#include "machine/levels.h"
 
 namespace opst {
+
+OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, kv_cache, Kernels, kKernels, kernels)
+
 namespace kv_cache {
 namespace {
 
@@ -70,17 +74,6 @@ PageSizes sizes_of(ShapeCheck& check, PageLayout layout, ShapeCheck::TensorCheck
           .head_dim = key.shape[3],
           .value_head_dim = value.shape[3]};
 }
-
-const Kernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512) return avx512::kv_cache::kKernels;
-  if (isa >= Isa::avx2) return avx2::kv_cache::kKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::kv_cache::kKernels;
-}
-
-int type_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
 }  // namespace
 
@@ -146,7 +139,7 @@ Pages::Pages(PageLayout layout, PageSide side, const ConstTensor& tensor)
 }
 
 CopyRowsKernel copy_rows_kernel(Isa isa, DType from, DType to) {
-  return kernels(isa).copy_rows[type_index(from)][type_index(to)];
+  return kernels(isa).copy_rows[float_index(from)][float_index(to)];
 }
 
 }  // namespace kv_cache

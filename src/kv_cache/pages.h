@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "core/elements.h"
 #include "core/shape_check.h"
 #include "kv_cache/kernels.h"
 #include "opst/kv_cache.h"
@@ -74,11 +75,5 @@ class Pages {
 // The kernel that copies rows between two dtypes.
 using CopyRowsKernel = void (*)(const CopyRows& rows);
 CopyRowsKernel copy_rows_kernel(Isa isa, DType from, DType to);
-
-// Element i of an index tensor, i32 or i64 [n].
-inline int64_t index_at(const ConstTensor& tensor, int64_t i) {
-  return tensor.dtype == DType::i64 ? static_cast<const int64_t*>(tensor.data)[i * tensor.strides[0]]
-                                    : static_cast<const int32_t*>(tensor.data)[i * tensor.strides[0]];
-}
 
 }  // namespace opst::kv_cache

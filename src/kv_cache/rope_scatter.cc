@@ -219,7 +219,7 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
       const Heads scratch = {all_scratch + worker * scratch_bytes, head_dim, 1};
       if (task < slot_tasks.count) {
         for (int64_t t = cached > 0 ? kv_cache::first_written(in.slot_mapping) : tokens; t < tokens; ++t) {
-          const int64_t slot = kv_cache::index_at(in.slot_mapping, t);
+          const int64_t slot = index_at(in.slot_mapping, t);
           if (slot_tasks.writes(task, slot)) write_cache(t, slot, scratch);
         }
         return;

@@ -7,6 +7,7 @@
 
 #include "core/guarded.h"
 #include "machine/context_impl.h"
+#include "machine/levels.h"
 
 namespace opst {
 namespace {
@@ -26,7 +27,7 @@ std::string quoted(const std::string& text) { return "'" + text + "'"; }
 Result<Isa> choose_isa(const ContextOptions& options) {
   const Isa best = detect_isa();
   if (options.isa) {
-    if (*options.isa > best) {
+    if (!includes(best, *options.isa)) {
       return refused("isa", to_string(*options.isa), std::string("at most this processor's level, ") + to_string(best));
     }
     return *options.isa;
@@ -42,7 +43,7 @@ Result<Isa> choose_isa(const ContextOptions& options) {
     }
     return refused("OPST_ISA", quoted(*text), levels);
   }
-  return std::min(*cap, best);
+  return common_level(*cap, best);
 }
 
 // What OMP_NUM_THREADS says of the outermost parallel region ("4", or "4,2" with those inside it). Launchers of many
@@ -80,7 +81,7 @@ Result<int> choose_num_threads(const ContextOptions& options, const Machine& mac
 // The dot instruction exists from avx512_bf16 on. Asking for it below that level is a contradiction in the options, but
 // not in the environment, which speaks of whatever contexts a program makes.
 Result<Bf16Product> choose_bf16_product(const ContextOptions& options, const Machine& machine) {
-  const bool has_dot = machine.isa >= Isa::avx512_bf16;
+  const bool has_dot = includes(machine.isa, Isa::avx512_bf16);
   if (options.bf16_product) {
     if (*options.bf16_product == Bf16Product::dot && !has_dot) {
       return refused("bf16_product", "dot", std::string("widen at level ") + to_string(machine.isa));

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "machine/bf16_rate.h"
+#include "machine/levels.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -133,7 +134,7 @@ double seconds_of(void (*burst)(int64_t, float*), int64_t iterations, float* sin
 }
 
 Bf16Product measure_bf16_product() {
-  if (detect_isa() < Isa::avx512_bf16) return Bf16Product::widen;
+  if (!includes(detect_isa(), Isa::avx512_bf16)) return Bf16Product::widen;
   // 16 instructions an iteration at two a cycle and 3.5 GHz: about 20 us a burst.
   constexpr int64_t kIterations = 8192;
   constexpr int kBursts = 5;
@@ -319,10 +320,10 @@ CacheSizes read_cache_sizes(const std::string& root) {
 
 Machine detect_machine(Isa isa) {
   Machine machine;
-  machine.isa = std::min(isa, detect_isa());
+  machine.isa = common_level(isa, detect_isa());
   machine.cores = available_cores();
   machine.cache = read_cache_sizes();
-  machine.bf16_product = machine.isa == Isa::avx512_bf16 ? measured_bf16_product() : Bf16Product::widen;
+  machine.bf16_product = includes(machine.isa, Isa::avx512_bf16) ? measured_bf16_product() : Bf16Product::widen;
   return machine;
 }
 

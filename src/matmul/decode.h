@@ -81,7 +81,7 @@ struct PieceBf16Words {
 };
 
 struct RawWords : simd::Bf16Words {
-  OPST_INLINE void store(float* p) const { _mm512_storeu_si512(p, v); }
+  OPST_INLINE void store(float* p) const { store_bits(p); }
 };
 
 template <>

@@ -55,14 +55,4 @@ struct FewRowsBlockKernels {
 
 }  // namespace gemm
 
-namespace avx2::gemm {
-extern const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels;
-}
-namespace avx512::gemm {
-extern const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels;
-}
-namespace avx512_vnni::gemm {
-extern const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels;
-}
-
 }  // namespace opst

@@ -1,6 +1,14 @@
+#if defined(__AVX2__)
 #include "matmul/few_rows_blocks.h"
+#else
+#include "matmul/fixed_point.h"
+#endif
 
 namespace opst::OPST_ISA_NS::gemm {
+
+extern const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels;
+
+#if defined(__AVX2__)
 namespace {
 
 // Null where the level takes more instructions for the products of a format's bytes than for decoding them to floats.
@@ -24,5 +32,8 @@ constexpr opst::gemm::FewRowsBlockKernels kernels_for() {
 
 constinit const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels =
     kernels_for<PieceQ8_0, PieceQ4_1, PieceQ4_0, PieceQ5_0, PieceQ5_1, PieceQ6_K, PieceQ4_K, PieceQ5_K>();
+#else
+constinit const opst::gemm::FewRowsBlockKernels kFewRowsBlockKernels = {};  // no quick products of bytes
+#endif
 
 }  // namespace opst::OPST_ISA_NS::gemm

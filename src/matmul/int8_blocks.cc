@@ -5,10 +5,15 @@
 
 #include "core/int_math.h"
 #include "machine/context_impl.h"
+#include "machine/levels.h"
 #include "matmul/int8_blocks_matmul.h"
 #include "matmul/packed_layout.h"
 
-namespace opst::gemm {
+namespace opst {
+
+OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, Int8BlockKernels, kInt8BlockKernels, int8_block_kernels)
+
+namespace gemm {
 namespace {
 
 // Rows x columns of a task. Unpacking 64 columns costs as much as multiplying them with two or three rows.
@@ -19,28 +24,18 @@ constexpr int64_t kMaxKBlock = 512;
 // Rows of x per quantising task.
 constexpr int64_t kQuantiseRows = 16;
 
-const Int8BlockKernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512_vnni) return avx512_vnni::gemm::kInt8BlockKernels;
-  if (isa >= Isa::avx512) return avx512::gemm::kInt8BlockKernels;
-  if (isa >= Isa::avx2) return avx2::gemm::kInt8BlockKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::gemm::kInt8BlockKernels;
-}
-
 }  // namespace
 
 bool multiplies_int8_blocks(QuantFormat format) {
-  return kernels(Isa::generic).rows[static_cast<int>(format)] != nullptr;
+  return int8_block_kernels(Isa::generic).rows[static_cast<int>(format)] != nullptr;
 }
 
-QuantiseRow int8_quantise_row(Isa isa) { return kernels(isa).quantise_row; }
+QuantiseRow int8_quantise_row(Isa isa) { return int8_block_kernels(isa).quantise_row; }
 
 Status matmul_int8_blocks(Context& context, const ConstTensor& x, const PackedWeight& weight, const OutputPart& out) {
   const int64_t m = x.shape[0], n = weight.n(), k = weight.k();
   const auto format = static_cast<int>(weight.format());
-  const Int8BlockKernels& table = kernels(context.machine().isa);
+  const Int8BlockKernels& table = int8_block_kernels(context.machine().isa);
   const auto multiply = table.rows[format];
 
   // Plan.
@@ -93,4 +88,5 @@ Status matmul_int8_blocks(Context& context, const ConstTensor& x, const PackedWe
   return {};
 }
 
-}  // namespace opst::gemm
+}  // namespace gemm
+}  // namespace opst

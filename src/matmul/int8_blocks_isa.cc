@@ -3,6 +3,7 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
+extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
 constinit const opst::gemm::Int8BlockKernels kInt8BlockKernels = {
     kInt8Columns,
     quantise_row,

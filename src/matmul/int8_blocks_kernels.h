@@ -36,17 +36,4 @@ struct Int8BlockKernels {
 
 }  // namespace gemm
 
-namespace generic::gemm {
-extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
-}
-namespace avx2::gemm {
-extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
-}
-namespace avx512::gemm {
-extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
-}
-namespace avx512_vnni::gemm {
-extern const opst::gemm::Int8BlockKernels kInt8BlockKernels;
-}
-
 }  // namespace opst

@@ -3,6 +3,7 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
+extern const opst::gemm::IntKernels kIntKernels;
 constinit const opst::gemm::IntKernels kIntKernels = {kIntColumns,
                                                       pack_row,
                                                       {widen_row<float>, widen_row<bf16>, widen_row<f16>},

@@ -71,17 +71,4 @@ inline constexpr int kIntFewRows = 8;
 
 }  // namespace gemm
 
-namespace generic::gemm {
-extern const opst::gemm::IntKernels kIntKernels;
-}
-namespace avx2::gemm {
-extern const opst::gemm::IntKernels kIntKernels;
-}
-namespace avx512::gemm {
-extern const opst::gemm::IntKernels kIntKernels;
-}
-namespace avx512_vnni::gemm {
-extern const opst::gemm::IntKernels kIntKernels;
-}
-
 }  // namespace opst

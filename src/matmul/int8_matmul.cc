@@ -4,15 +4,20 @@
 #include <string>
 
 #include "core/convert.h"
+#include "core/elements.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "machine/levels.h"
 #include "matmul/int8_kernels.h"
 #include "opst/matmul.h"
 #include "quant/int_matrix.h"
 
 namespace opst {
+
+OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, IntKernels, kIntKernels, int_kernels)
+
 namespace {
 
 using gemm::IntFloatRows;
@@ -37,16 +42,6 @@ constexpr int64_t kPackRows = 16;
 // Behind each row, so that rows of a k that is a power of two do not lie a multiple of 4 KB apart: the rows of a
 // register tile would share a set of L1.
 constexpr int64_t kPaddingBytes = 64;
-
-const gemm::IntKernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512_vnni) return avx512_vnni::gemm::kIntKernels;
-  if (isa >= Isa::avx512) return avx512::gemm::kIntKernels;
-  if (isa >= Isa::avx2) return avx2::gemm::kIntKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::gemm::kIntKernels;
-}
 
 // A packed weight's sizes; words, scales and zeros follow one another.
 struct Layout {
@@ -138,7 +133,7 @@ struct Call {
   const PackedIntWeight& weight;
   const Tensor& out;
   const IntMatmulOptions& options;
-  const gemm::IntKernels& table = kernels(context.machine().isa);
+  const gemm::IntKernels& table = gemm::int_kernels(context.machine().isa);
   Layout layout = Layout(weight.n(), weight.k(), weight.groups(), weight.bits(), weight.has_zeros());
   int64_t m = x.shape[0], n = weight.n(), k = weight.k();
   const int format = weight.bits() == 8 ? 0 : 1;
@@ -247,7 +242,7 @@ Status Call::with_floats() {
   Arena arena(lease.value());
   auto* const rows = arena.take<float>(m * x_stride);
   const IntOutputPart whole_out = whole(arena);
-  const auto widen = table.widen_row[x.dtype == DType::f32 ? 0 : x.dtype == DType::bf16 ? 1 : 2];
+  const auto widen = table.widen_row[float_index(x.dtype)];
   pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
     for (int64_t i = task * kPackRows; i < std::min(m, (task + 1) * kPackRows); ++i) {
       widen(static_cast<const char*>(x.data) + i * x.strides[0] * size_bytes(x.dtype), x.strides[1], k,

@@ -24,6 +24,7 @@
 #include "simd/dot_i8.h"
 #include "tile/gemm_tile.h"
 #include "tile/pack.h"
+#include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
@@ -40,8 +41,7 @@ using opst::gemm::WordI8;
 using simd::F32;
 using simd::I32;
 using simd::Words;
-using tile::kTileRows;
-using tile::kTileVecs;
+inline constexpr int kTileRows = tile::RegisterTile::kTileRows, kTileVecs = tile::RegisterTile::kTileVecs;
 
 inline constexpr int kIntColumns = kTileVecs * F32::kLanes;
 inline constexpr int kIntPanelVecs = kIntPanelColumns / F32::kLanes;
@@ -359,19 +359,6 @@ OPST_INLINE IntAccumulateScaled int_accumulate_scaled_for(int64_t rows) {
   }
 }
 
-// Register tiles of nearly equal height: 64 rows are 6 tiles of 11 or 10, not 5 of 12 and one of 4.
-template <class Body>  // void(row, rows)
-OPST_INLINE void for_tiles(int64_t rows, const Body& body) {
-  const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
-  const int64_t height = rows / num_tiles, taller = rows % num_tiles;
-  int64_t row = 0;
-  for (int64_t t = 0; t < num_tiles; ++t) {
-    const int64_t tile_rows = t < taller ? height + 1 : height;
-    body(row, tile_rows);
-    row += tile_rows;
-  }
-}
-
 OPST_INLINE int64_t clamped_vec(int64_t column, int64_t columns) {
   const int64_t vec = column / F32::kLanes, last = (columns - 1) / F32::kLanes;
   return vec < last ? vec : last;
@@ -432,6 +419,7 @@ inline void store_totals(const IntRows& part, const int32_t* sums, int64_t sums_
 template <class Word>
 void int_many_whole(const IntRows& part) {
   const IntWeightPart& weight = part.weight;
+  const tile::RowTiles row_tiles(part.rows, kTileRows);
   const int64_t sums_stride = (weight.columns + kIntColumns - 1) / kIntColumns * kIntColumns;
   int32_t* const sums = static_cast<int32_t*>(part.sums);
   // Sums begin with the correction.
@@ -461,7 +449,8 @@ void int_many_whole(const IntRows& part) {
       const bool last_block = w + count == weight.group_words;
       const int64_t out_bytes = part.out.type == DType::f32 || part.out.type == DType::i32 ? 4 : 2;
       const char* const out = static_cast<const char*>(part.out.data) + column * part.out.column_stride * out_bytes;
-      for_tiles(part.rows, [&](int64_t row, int64_t rows) {
+      for (int64_t t = 0; t < row_tiles.count(); ++t) {
+        const auto [row, rows] = row_tiles[t];
         block.next = fetched < stream ? next[0] + fetched : next[kTileVecs - 1] + (fetched - stream);
         fetched += share;
         block.out = last_block ? out + row * part.out.row_stride * out_bytes : block.next;
@@ -470,7 +459,7 @@ void int_many_whole(const IntRows& part) {
         int_accumulate_for<kMostOf<Word>>(rows)(block, part.a + row * part.a_stride + w * Word::kValues, part.a_stride,
                                                 tile_sums, sums_stride);
         if (last_block) store_totals(part, tile_sums, sums_stride, row, rows, column);
-      });
+      }
     }
   }
   if (weight.group_words > 0) return;
@@ -482,6 +471,7 @@ void int_many_whole(const IntRows& part) {
 template <class Word>
 void int_many_groups(const IntRows& part) {
   const IntWeightPart& weight = part.weight;
+  const tile::RowTiles row_tiles(part.rows, kTileRows);
   const int64_t sums_stride = (weight.columns + kIntColumns - 1) / kIntColumns * kIntColumns;
   float* const sums = static_cast<float*>(part.sums);
   for (int64_t i = 0; i < part.rows * sums_stride; i += F32::kLanes) F32::zero().store(sums + i);
@@ -498,12 +488,13 @@ void int_many_groups(const IntRows& part) {
           group.zeros[j] = vector_of(weight.zeros, weight.groups, vec) + g * kIntPanelColumns;
         }
       }
-      for_tiles(part.rows, [&](int64_t row, int64_t rows) {
+      for (int64_t t = 0; t < row_tiles.count(); ++t) {
+        const auto [row, rows] = row_tiles[t];
         IntTileGroup of_tile = group;
         of_tile.a_sums += row * weight.groups;
         int_accumulate_scaled_for<Word>(rows)(block, of_tile, part.a + row * part.a_stride + g * group_bytes,
                                               part.a_stride, sums + row * sums_stride + column, sums_stride);
-      });
+      }
     }
   }
   for (int64_t row = 0; row < part.rows; ++row) {
@@ -552,6 +543,7 @@ OPST_NOINLINE void decode_int_columns(const IntFloatRows& part, int64_t column, 
 template <class Word>
 void int_with_floats(const IntFloatRows& part) {
   const IntWeightPart& weight = part.weight;
+  const tile::RowTiles row_tiles(part.rows, kTileRows);
   const int64_t sums_stride = (weight.columns + kIntColumns - 1) / kIntColumns * kIntColumns;
   for (int64_t i = 0; i < part.rows * sums_stride; i += F32::kLanes) F32::zero().store(part.sums + i);
   float ones[kTileRows];
@@ -562,12 +554,13 @@ void int_with_floats(const IntFloatRows& part) {
       const int64_t count = left < kIntDecoded ? left : kIntDecoded;
       for (int64_t column = 0; column < weight.columns; column += kIntColumns) {
         decode_int_columns<Word>(part, column, g, first, count);
-        for_tiles(part.rows, [&](int64_t row, int64_t rows) {
+        for (int64_t t = 0; t < row_tiles.count(); ++t) {
+          const auto [row, rows] = row_tiles[t];
           const float* const x = part.x + row * part.x_stride + g * weight.group_values + first;
-          tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(static_cast<int>(rows))(
+          tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(rows)(
               count, x, part.x_stride, part.decoded, kIntColumns, part.sums + row * sums_stride + column, sums_stride,
               ones, reinterpret_cast<const char*>(x + rows * part.x_stride));
-        });
+        }
       }
     }
   }

@@ -89,17 +89,4 @@ struct Kernels {
 
 }  // namespace gemm
 
-namespace generic::gemm {
-extern const opst::gemm::Kernels kKernels;
-}
-namespace avx2::gemm {
-extern const opst::gemm::Kernels kKernels;
-}
-namespace avx512::gemm {
-extern const opst::gemm::Kernels kKernels;
-}
-namespace avx512_bf16::gemm {
-extern const opst::gemm::Kernels kKernels;
-}
-
 }  // namespace opst

@@ -30,6 +30,7 @@ constexpr opst::gemm::Kernels kernels_for() {
 
 }  // namespace
 
+extern const opst::gemm::Kernels kKernels;
 constinit const opst::gemm::Kernels kKernels =
     kernels_for<PieceF32, PieceF16, PieceQ8_0, PieceQ4_1, PieceQ4_0, PieceQ5_0, PieceQ5_1, PieceQ6_K, PieceQ4_K,
                 PieceQ5_K, PieceBf16>();

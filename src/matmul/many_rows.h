@@ -14,14 +14,14 @@
 
 #include "matmul/few_rows.h"
 #include "tile/gemm_tile.h"
+#include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
 using opst::gemm::ManyRows;
-using tile::kTileRows;
-using tile::kTileVecs;
 
-inline constexpr int kManyColumns = kTileVecs * F32::kLanes;
+// Vectors of columns that are decoded at once: those of a register tile.
+inline constexpr int kManyVecs = tile::ProductF32::kTileVecs, kManyColumns = kManyVecs * F32::kLanes;
 
 // The pieces of the panel that holds vector `vec`, or of the last one.
 template <class Piece>
@@ -30,11 +30,11 @@ OPST_INLINE const Piece* pieces_of(const ManyRows& part, int64_t vec) {
   return panel_of<Piece>(part.panels, part.k / Piece::kValues, vec < last_vec ? vec : last_vec);
 }
 
-// Words k0 .. k0 + depth of kTileVecs vectors of columns -> out [depth][kManyColumns].
+// Words k0 .. k0 + depth of kManyVecs vectors of columns -> out [depth][kManyColumns].
 template <class Piece>
 OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t k0, int64_t depth, float* out) {
   const int64_t last_vec = (part.columns - 1) / F32::kLanes;
-  for (int v = 0; v < kTileVecs; ++v) {
+  for (int v = 0; v < kManyVecs; ++v) {
     const int64_t wanted = column / F32::kLanes + v;
     const Piece* piece = pieces_of<Piece>(part, wanted) + k0 / Piece::kValues;
     const int lane = lane_of(wanted < last_vec ? wanted : last_vec);
@@ -89,12 +89,10 @@ void many_rows(const ManyRows& part) {
   for (int64_t i = 0; i < part.rows; ++i) {
     for (int64_t c = 0; c < part.columns; c += F32::kLanes) F32::zero().store(part.sums + i * sums_stride + c);
   }
-  // Register tiles of nearly equal height: 64 rows are 6 tiles of 11 or 10, not 5 of 12 and one of 4.
-  const int64_t num_tiles = (part.rows + kTileRows - 1) / kTileRows;
-  const int64_t height = part.rows / num_tiles, taller = part.rows % num_tiles;
-  const auto tall = tile::scaled_accumulate_for<Product, kTileVecs>(static_cast<int>(height + (taller > 0)));
-  const auto low = tile::scaled_accumulate_for<Product, kTileVecs>(static_cast<int>(height));
-  float ones[kTileRows];
+  const tile::RowTiles tiles(part.rows, Product::kTileRows);
+  const auto tall = tile::scaled_accumulate_for<Product, kManyVecs>(tiles.tallest());
+  const auto low = tile::scaled_accumulate_for<Product, kManyVecs>(tiles.lowest());
+  float ones[Product::kTileRows];
   for (float& factor : ones) factor = 1;
 
   for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
@@ -108,15 +106,13 @@ void many_rows(const ManyRows& part) {
                               : last_block  ? 0
                                             : k0 + depth,
                               depth, depth);
-      int64_t row = 0;
-      for (int64_t t = 0; t < num_tiles; ++t) {
+      for (int64_t t = 0; t < tiles.count(); ++t) {
+        const auto [row, rows] = tiles[t];
         const float* const x = x_block + row * part.x_stride;
-        const int64_t rows = t < taller ? height + 1 : height;
         const char* const ahead = next.of_tile(t, depth, x + rows * part.x_stride);
-        (t < taller ? tall : low)(depth, reinterpret_cast<const Word*>(x), part.x_stride,
-                                  reinterpret_cast<const typename Product::WordB*>(part.decoded), kManyColumns,
-                                  part.sums + row * sums_stride + column, sums_stride, ones, ahead);
-        row += rows;
+        (tiles.is_tall(t) ? tall : low)(depth, reinterpret_cast<const Word*>(x), part.x_stride,
+                                        reinterpret_cast<const typename Product::WordB*>(part.decoded), kManyColumns,
+                                        part.sums + row * sums_stride + column, sums_stride, ones, ahead);
       }
     }
   }

@@ -9,6 +9,7 @@
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
 #include "machine/float_control.h"
+#include "machine/levels.h"
 #include "matmul/call.h"
 #include "matmul/fixed_point_matmul.h"
 #include "matmul/int8_blocks_matmul.h"
@@ -17,17 +18,11 @@
 #include "matmul/plan.h"
 
 namespace opst {
-namespace gemm {
 
-const Kernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512_bf16) return avx512_bf16::gemm::kKernels;
-  if (isa >= Isa::avx512) return avx512::gemm::kKernels;
-  if (isa >= Isa::avx2) return avx2::gemm::kKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::gemm::kKernels;
-}
+OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, gemm, Kernels, kKernels, kernels)
+OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, FewRowsBlockKernels, kFewRowsBlockKernels, few_rows_block_kernels)
+
+namespace gemm {
 
 namespace {
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/elements.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
@@ -16,8 +17,6 @@ namespace {
 
 // Values per task: some tens of microseconds.
 constexpr int64_t kTaskValues = int64_t{1} << 15;
-
-int float_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
 template <class T>
 T* at(const Tensor& tensor, int64_t offset) {
@@ -50,35 +49,6 @@ void check_half(ShapeCheck& check, const char* q, int64_t bytes, int64_t cols) {
     return std::string(q) + " has " + std::to_string(bytes) + " bytes a row, but " + std::to_string(cols) +
            " values of int4 fill half as many";
   });
-}
-
-// In elements: from the first row to the row with this row-major index over the `leading` dimensions.
-int64_t row_offset(const ConstTensor& tensor, int64_t row, int leading) {
-  int64_t offset = 0;
-  for (int d = leading - 1; d >= 0; --d) {
-    offset += row % tensor.shape[d] * tensor.strides[d];
-    row /= tensor.shape[d];
-  }
-  return offset;
-}
-
-void check_leading(ShapeCheck::TensorCheck tensor, int leading, const char* last) {
-  switch (leading) {
-    case 0:
-      last == nullptr ? tensor.dims({}) : tensor.dims({last});
-      break;
-    case 1:
-      last == nullptr ? tensor.dims({"d0"}) : tensor.dims({"d0", last});
-      break;
-    case 2:
-      last == nullptr ? tensor.dims({"d0", "d1"}) : tensor.dims({"d0", "d1", last});
-      break;
-    case 3:
-      last == nullptr ? tensor.dims({"d0", "d1", "d2"}) : tensor.dims({"d0", "d1", "d2", last});
-      break;
-    default:
-      last == nullptr ? tensor.dims({"d0", "d1", "d2", "d3"}) : tensor.dims({"d0", "d1", "d2", "d3", last});
-  }
 }
 
 }  // namespace
@@ -126,7 +96,7 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
     const ConstTensor x = normal_strides(values);
     const Tensor q = normal_strides(integers);
     const int64_t count = cols / groups;
-    const auto kernel = quant_kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
+    const auto kernel = quant::kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
     for_each_row(context, rows, cols, [&](int64_t row) {
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = g * count;
@@ -166,7 +136,7 @@ Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& resul
     const int64_t count = sizes.cols / sizes.groups;
     const ConstTensor q = normal_strides(matrix.q);
     const Tensor out = normal_strides(result);
-    const auto kernel = quant_kernels(context.machine().isa).dequantize_group[float_index(out.dtype)];
+    const auto kernel = quant::kernels(context.machine().isa).dequantize_group[float_index(out.dtype)];
     for_each_row(context, sizes.rows, sizes.cols, [&](int64_t row) {
       const IntRow numbers(matrix, row);
       for (int64_t g = 0; g < sizes.groups; ++g) {
@@ -196,12 +166,12 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
                   [&] { return "x has rank " + std::to_string(values.rank) + ", but must have 1 to 5"; });
     if (!check.ok()) return check.status();
     const int leading = values.rank - 1;
-    check_leading(check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}), leading, "k");
+    check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).leading_dims(leading, "k");
     if (options.smooth_scales) check.tensor("smooth_scales", *options.smooth_scales).dtype({DType::f32}).dims({"k"});
     auto out = check.output("q", integers).dtype({DType::i8, DType::u8});
     if (!bytes) out.unit_inner_stride();
-    check_leading(out, leading, bytes ? "k" : "bytes");
-    check_leading(check.output("scales", scales).dtype({DType::f32}), leading, nullptr);
+    out.leading_dims(leading, bytes ? "k" : "bytes");
+    check.output("scales", scales).dtype({DType::f32}).leading_dims(leading, nullptr);
     if (!check.ok()) return check.status();
     const int64_t k = check["k"];
     if (!bytes) check_half(check, "q", check["bytes"], k);
@@ -211,7 +181,7 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
     const Tensor q = normal_strides(integers);
     int64_t rows = 1;
     for (int d = 0; d < leading; ++d) rows *= x.shape[d];
-    const auto kernel = quant_kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
+    const auto kernel = quant::kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
     for_each_row(context, rows, k, [&](int64_t row) {
       kernel({.x = static_cast<const char*>(x.data) + row_offset(x, row, leading) * size_bytes(x.dtype),
               .x_stride = x.strides[leading],

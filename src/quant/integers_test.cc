@@ -390,7 +390,7 @@ TEST(Integers, NameWhatIsWrong) {
   EXPECT_EQ(dynamic_quant(context, x, q, one).message(), "");
   EXPECT_EQ(dynamic_quant(context, x, half, one).message(), "");
   EXPECT_EQ(dynamic_quant(context, x, q, Tensor::contiguous(DType::f32, {3}, floats.data() + 32)).message(),
-            "dynamic_quant: scales dim 0 (d0) is 3, but x set d0 = 2");
+            "dynamic_quant: scales dim 0 (dim_0) is 3, but x set dim_0 = 2");
   EXPECT_EQ(dynamic_quant(context, x, Tensor::contiguous(DType::u8, {2, 6}, bytes.data()), one).message(),
             "dynamic_quant: q has 6 bytes a row, but 6 values of int4 fill half as many");
   EXPECT_EQ(

@@ -46,14 +46,4 @@ struct Kernels {
 
 }  // namespace quant
 
-namespace generic::quant {
-extern const opst::quant::Kernels kKernels;
-}
-namespace avx2::quant {
-extern const opst::quant::Kernels kKernels;
-}
-namespace avx512::quant {
-extern const opst::quant::Kernels kKernels;
-}
-
 }  // namespace opst

@@ -15,6 +15,7 @@ constexpr opst::quant::Kernels kernels_for() {
 
 }  // namespace
 
+extern const opst::quant::Kernels kKernels;
 constinit const opst::quant::Kernels kKernels =
     kernels_for<BlockF32, BlockF16, BlockQ8_0, BlockQ4_1, BlockQ4_0, BlockQ5_0, BlockQ5_1, BlockQ6_K, BlockQ4_K,
                 BlockQ5_K, BlockBf16>();

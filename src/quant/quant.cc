@@ -9,6 +9,7 @@
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
+#include "machine/levels.h"
 #include "quant/formats.h"
 #include "quant/kernels.h"
 #include "quant/quant_check.h"
@@ -56,7 +57,7 @@ void run(Context& context, const QuantMatrix& matrix, const Tensor& result, int6
   if (count == 0 || matrix.cols == 0) return;
   const Tensor out = normal_strides(result);
   const quant::DequantizeRow dequantize_row =
-      quant_kernels(context.machine().isa).dequantize_row[static_cast<int>(matrix.format)];
+      quant::kernels(context.machine().isa).dequantize_row[static_cast<int>(matrix.format)];
   const int64_t bytes = matrix.cols / block_values(matrix.format) * block_bytes(matrix.format);
   const int64_t rows_per_task = std::max<int64_t>(1, kTaskValues / matrix.cols);
   context.impl().pool.parallel_for(ceil_div(count, rows_per_task), [&](int64_t task, int) {
@@ -166,14 +167,7 @@ void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_r
   }
 }
 
-const quant::Kernels& quant_kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512) return avx512::quant::kKernels;
-  if (isa >= Isa::avx2) return avx2::quant::kKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::quant::kKernels;
-}
+OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, quant, Kernels, kKernels, kernels)
 
 Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out) {
   return guarded([&]() -> Status {

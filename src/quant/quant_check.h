@@ -13,7 +13,9 @@ void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& 
 // Indices of rows: a failure names the first one outside [0, num_rows).
 void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_rows);
 
-// The kernels of the highest level at or below `isa` that this room is compiled for.
-const quant::Kernels& quant_kernels(Isa isa);
+namespace quant {
+// The table of the highest level of this room that `isa` includes.
+const Kernels& kernels(Isa isa);
+}  // namespace quant
 
 }  // namespace opst

@@ -71,14 +71,4 @@ struct Kernels {
 
 }  // namespace rowwise
 
-namespace generic::rowwise {
-extern const opst::rowwise::Kernels kKernels;
-}
-namespace avx2::rowwise {
-extern const opst::rowwise::Kernels kKernels;
-}
-namespace avx512::rowwise {
-extern const opst::rowwise::Kernels kKernels;
-}
-
 }  // namespace opst

@@ -7,6 +7,7 @@
 
 namespace opst::OPST_ISA_NS::rowwise {
 
+extern const opst::rowwise::Kernels kKernels;
 constinit const opst::rowwise::Kernels kKernels = {
     {{rms_norm<float, float>, rms_norm<float, float>},
      {rms_norm<bf16, bf16>, rms_norm<bf16, float>},

@@ -147,7 +147,6 @@ using rowwise::for_each_row;
 using rowwise::kernels;
 using rowwise::num_rows;
 using rowwise::row_of;
-using rowwise::type_index;
 
 Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                 const RmsNormOptions& options) {
@@ -160,7 +159,7 @@ Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weigh
     if (!check.ok()) return check.status();
 
     const rowwise::NormCall call = {
-        .kernel = kernels(context.machine().isa).rms_norm[type_index(x.dtype)][weight.dtype == DType::f32],
+        .kernel = kernels(context.machine().isa).rms_norm[float_index(x.dtype)][weight.dtype == DType::f32],
         .x = x,
         .weight = rowwise::weight_row(&weight),
         .bias = {nullptr, 0},
@@ -185,8 +184,8 @@ Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b
     if (!check.ok()) return check.status();
 
     const rowwise::Kernels& table = kernels(context.machine().isa);
-    const rowwise::Binary add_rows = table.add[type_index(a.dtype)];
-    const rowwise::NormCall call = {.kernel = table.rms_norm[type_index(a.dtype)][weight.dtype == DType::f32],
+    const rowwise::Binary add_rows = table.add[float_index(a.dtype)];
+    const rowwise::NormCall call = {.kernel = table.rms_norm[float_index(a.dtype)][weight.dtype == DType::f32],
                                     .x = sum,
                                     .weight = rowwise::weight_row(&weight),
                                     .bias = {nullptr, 0},
@@ -217,7 +216,7 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
     if (!check.ok()) return check.status();
     return rowwise::run_backward(
         context,
-        {.kernel = kernels(context.machine().isa).rms_norm_backward[type_index(x.dtype)][weight.dtype == DType::f32],
+        {.kernel = kernels(context.machine().isa).rms_norm_backward[float_index(x.dtype)][weight.dtype == DType::f32],
          .grad_out = grad_out,
          .x = x,
          .weight = &weight,
@@ -256,7 +255,7 @@ Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, con
     if (!check.ok()) return check.status();
 
     const rowwise::NormCall call = {
-        .kernel = kernels(context.machine().isa).layer_norm[type_index(x.dtype)][f32_weight],
+        .kernel = kernels(context.machine().isa).layer_norm[float_index(x.dtype)][f32_weight],
         .x = x,
         .weight = rowwise::weight_row(address(options.weight)),
         .bias = rowwise::weight_row(address(options.bias)),
@@ -282,7 +281,7 @@ Status layer_norm_backward(Context& context, const ConstTensor& grad_out, const 
     if (!check.ok()) return check.status();
     const bool f32_weight = !options.weight || options.weight->dtype == DType::f32;
     return rowwise::run_backward(
-        context, {.kernel = kernels(context.machine().isa).layer_norm_backward[type_index(x.dtype)][f32_weight],
+        context, {.kernel = kernels(context.machine().isa).layer_norm_backward[float_index(x.dtype)][f32_weight],
                   .grad_out = grad_out,
                   .x = x,
                   .weight = address(options.weight),

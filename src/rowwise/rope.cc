@@ -119,7 +119,6 @@ using rowwise::for_each_row;
 using rowwise::has_axes;
 using rowwise::position_at;
 using rowwise::row_of;
-using rowwise::type_index;
 
 Status rope_table(Context& context, const ConstTensor& positions, const Tensor& cos, const Tensor& sin,
                   const RopeTableOptions& options) {
@@ -177,7 +176,7 @@ Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, cons
     rowwise::check_style(check, options.style);
     if (!check.ok()) return check.status();
 
-    const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[type_index(x.dtype)];
+    const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[float_index(x.dtype)];
     const rowwise::RopeToken first = rowwise::first_token(x, out, check["half"], options.style, options.inverse);
     for_each_row(context, x.shape[0], x.shape[1] * x.shape[2], [&](int64_t token) {
       rowwise::turn_token(kernel, first, x, out, token, row_of(cos, token), row_of(sin, token));
@@ -211,7 +210,7 @@ Status rope_cached(Context& context, const ConstTensor& x, const ConstTensor& po
       }
     }
 
-    const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[type_index(x.dtype)];
+    const rowwise::Rope kernel = rowwise::kernels(context.machine().isa).rope[float_index(x.dtype)];
     const rowwise::RopeToken first = rowwise::first_token(x, out, half, options.style, options.inverse);
     const int64_t elements = x.shape[1] * x.shape[2];
     if (tokens == 0 || elements == 0) return {};

@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 
+#include "core/elements.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
@@ -16,9 +17,6 @@
 namespace opst::rowwise {
 
 const Kernels& kernels(Isa isa);
-
-// Index of f32, bf16, f16 in the tables.
-inline int type_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
 
 // Tensors of rows: null where an optional one is absent.
 struct Input {
@@ -53,30 +51,18 @@ inline int64_t num_rows(const ConstTensor& tensor) {
   return rows;
 }
 
-// From the tensor's first byte to the row with this row-major index.
-inline int64_t row_offset_bytes(const ConstTensor& tensor, int64_t row) {
-  int64_t offset = 0;
-  for (int i = tensor.rank - 2; i > 0; --i) {
-    offset += row % tensor.shape[i] * tensor.strides[i];
-    row /= tensor.shape[i];
-  }
-  if (tensor.rank >= 2) offset += row * tensor.strides[0];
-  return offset * size_bytes(tensor.dtype);
-}
 inline ConstRow row_of(const ConstTensor& tensor, int64_t row) {
-  return {static_cast<const char*>(tensor.data) + row_offset_bytes(tensor, row), tensor.strides[tensor.rank - 1]};
+  const int64_t offset = row_offset(tensor, row, tensor.rank - 1) * size_bytes(tensor.dtype);
+  return {static_cast<const char*>(tensor.data) + offset, tensor.strides[tensor.rank - 1]};
 }
 inline Row row_of(const Tensor& tensor, int64_t row) {
-  return {static_cast<char*>(tensor.data) + row_offset_bytes(tensor, row), tensor.strides[tensor.rank - 1]};
+  const ConstRow found = row_of(ConstTensor(tensor), row);
+  return {const_cast<void*>(found.data), found.stride};
 }
 
 // The f32 of row `row` in `numbers` [..].
 inline float* row_number(const Tensor& numbers, int64_t row) {
-  Tensor view = numbers;
-  view.shape[view.rank] = 1;
-  view.strides[view.rank] = 1;
-  ++view.rank;
-  return static_cast<float*>(row_of(view, row).data);
+  return static_cast<float*>(numbers.data) + row_offset(numbers, row, numbers.rank);
 }
 
 // Calls body(row), or body(row, worker), for every row, in tasks of some microseconds.

@@ -4,52 +4,23 @@
 #include <cmath>
 
 #include "core/guarded.h"
+#include "machine/levels.h"
 #include "rowwise/rows.h"
 
 namespace opst {
-namespace rowwise {
 
-const Kernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512) return avx512::rowwise::kKernels;
-  if (isa >= Isa::avx2) return avx2::rowwise::kKernels;
-#endif
-  static_cast<void>(isa);
-  return generic::rowwise::kKernels;
-}
+OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, rowwise, Kernels, kKernels, kernels)
+
+namespace rowwise {
 
 namespace {
 
 // The leading dimensions, and behind them `last` unless it is null.
 void check_dims(ShapeCheck& check, ShapeCheck::TensorCheck tensor, int rank, const char* last) {
-  constexpr const char* kNames[] = {"dim_0", "dim_1", "dim_2", "dim_3"};
-  const char* names[kMaxRank] = {};
-  if (rank < (last != nullptr ? 1 : 0) || rank > kMaxRank - (last != nullptr ? 0 : 1)) {
-    check.require(false, [&] { return "rank is " + std::to_string(rank) + ", but must be from 1 to 5"; });
-    return;
-  }
-  const int leading = last != nullptr ? rank - 1 : rank;
-  std::copy_n(kNames, leading, names);
-  if (last != nullptr) names[leading] = last;
-  switch (rank) {
-    case 0:
-      tensor.dims({});
-      break;
-    case 1:
-      tensor.dims({names[0]});
-      break;
-    case 2:
-      tensor.dims({names[0], names[1]});
-      break;
-    case 3:
-      tensor.dims({names[0], names[1], names[2]});
-      break;
-    case 4:
-      tensor.dims({names[0], names[1], names[2], names[3]});
-      break;
-    default:
-      tensor.dims({names[0], names[1], names[2], names[3], names[4]});
-  }
+  const bool has_last = last != nullptr;
+  check.require(rank >= (has_last ? 1 : 0) && rank <= kMaxRank - (has_last ? 0 : 1),
+                [&] { return "rank is " + std::to_string(rank) + ", but must be from 1 to 5"; });
+  if (check.ok()) tensor.leading_dims(has_last ? rank - 1 : rank, last);
 }
 
 }  // namespace
@@ -131,7 +102,6 @@ using rowwise::for_each_row;
 using rowwise::kernels;
 using rowwise::num_rows;
 using rowwise::row_of;
-using rowwise::type_index;
 
 Status softmax(Context& context, const ConstTensor& x, const Tensor& out, const SoftmaxOptions& options) {
   return guarded([&]() -> Status {
@@ -139,7 +109,7 @@ Status softmax(Context& context, const ConstTensor& x, const Tensor& out, const 
     check_rows(check, {{"x", &x}}, {{"out", &out}});
     rowwise::check_scale(check, options.scale);
     if (!check.ok()) return check.status();
-    const rowwise::Softmax kernel = kernels(context.machine().isa).softmax[type_index(x.dtype)];
+    const rowwise::Softmax kernel = kernels(context.machine().isa).softmax[float_index(x.dtype)];
     const int64_t n = check["features"];
     for_each_row(context, num_rows(x), n,
                  [&](int64_t row) { kernel(row_of(x, row), row_of(out, row), n, options.scale); });
@@ -154,7 +124,7 @@ Status softmax_backward(Context& context, const ConstTensor& grad_out, const Con
     check_rows(check, {{"grad_out", &grad_out}, {"out", &out}}, {{"grad_x", &grad_x}});
     rowwise::check_scale(check, options.scale);
     if (!check.ok()) return check.status();
-    const rowwise::SoftmaxBackward kernel = kernels(context.machine().isa).softmax_backward[type_index(out.dtype)];
+    const rowwise::SoftmaxBackward kernel = kernels(context.machine().isa).softmax_backward[float_index(out.dtype)];
     const int64_t n = check["features"];
     for_each_row(context, num_rows(out), n, [&](int64_t row) {
       kernel(row_of(grad_out, row), row_of(out, row), row_of(grad_x, row), n, options.scale);
@@ -168,7 +138,7 @@ Status swiglu(Context& context, const ConstTensor& gate, const ConstTensor& up, 
     ShapeCheck check("swiglu");
     check_rows(check, {{"gate", &gate}, {"up", &up}}, {{"out", &out}});
     if (!check.ok()) return check.status();
-    rowwise::run_binary(context, kernels(context.machine().isa).swiglu[type_index(gate.dtype)], gate, up, out);
+    rowwise::run_binary(context, kernels(context.machine().isa).swiglu[float_index(gate.dtype)], gate, up, out);
     return {};
   });
 }
@@ -189,7 +159,7 @@ Status swiglu_backward(Context& context, const ConstTensor& grad_out, const Cons
     check_rows(check, {{"grad_out", &grad_out}, {"gate", &gate}, {"up", &up}},
                {{"grad_gate", &grad_gate}, {"grad_up", &grad_up}});
     if (!check.ok()) return check.status();
-    const rowwise::SwigluBackward kernel = kernels(context.machine().isa).swiglu_backward[type_index(gate.dtype)];
+    const rowwise::SwigluBackward kernel = kernels(context.machine().isa).swiglu_backward[float_index(gate.dtype)];
     const int64_t n = check["features"];
     for_each_row(context, num_rows(gate), n, [&](int64_t row) {
       kernel(row_of(grad_out, row), row_of(gate, row), row_of(up, row), row_of(grad_gate, row), row_of(grad_up, row),
@@ -215,7 +185,7 @@ Status add(Context& context, const ConstTensor& a, const ConstTensor& b, const T
     ShapeCheck check("add");
     check_rows(check, {{"a", &a}, {"b", &b}}, {{"out", &out}});
     if (!check.ok()) return check.status();
-    rowwise::run_binary(context, kernels(context.machine().isa).add[type_index(a.dtype)], a, b, out);
+    rowwise::run_binary(context, kernels(context.machine().isa).add[float_index(a.dtype)], a, b, out);
     return {};
   });
 }

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "machine/levels.h"
 #include "opst/context.h"
 #include "opst/tensor.h"
 #include "simd/verb_table_test.h"
@@ -30,9 +31,13 @@
 #include "testing/random.h"
 
 namespace opst {
+
+OPST_KERNELS_BY_LEVEL(OPST_ALL_LEVELS, simd_test, LevelTables, kTables, tables)
+
 namespace {
 
 using simd_test::LevelTables;
+using simd_test::tables;
 using simd_test::VerbTable;
 using test::exhaustive;
 using test::Guard;
@@ -41,23 +46,6 @@ using test::Random;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-const LevelTables& tables(Isa isa) {
-  switch (isa) {
-#if defined(__x86_64__)
-    case Isa::avx2:
-      return avx2::simd_test::kTables;
-    case Isa::avx512:
-      return avx512::simd_test::kTables;
-    case Isa::avx512_vnni:
-      return avx512_vnni::simd_test::kTables;
-    case Isa::avx512_bf16:
-      return avx512_bf16::simd_test::kTables;
-#endif
-    default:
-      return generic::simd_test::kTables;
-  }
-}
 
 // Calls check(table) for the f32 verbs of each level and for generic's f64 verbs; a failure names the level.
 template <class Check>

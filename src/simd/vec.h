@@ -50,3 +50,13 @@
 #else
 #include "simd/vec_generic.h"
 #endif
+
+namespace opst::OPST_ISA_NS::simd {
+
+// How many of a vector's lanes lie before `n`.
+template <class V>
+OPST_INLINE int64_t clamp_lanes(int64_t n) {
+  return n < 0 ? 0 : n > V::kLanes ? V::kLanes : n;
+}
+
+}  // namespace opst::OPST_ISA_NS::simd

@@ -191,6 +191,8 @@ struct Bf16Words {
     return {_mm512_maskz_loadu_epi32(F32::first_lanes(n), p)};
   }
   static OPST_INLINE Bf16Words set1(uint32_t word) { return {_mm512_set1_epi32(static_cast<int32_t>(word))}; }
+  // The words as they are, to the memory of floats.
+  OPST_INLINE void store_bits(float* p) const { _mm512_storeu_si512(p, v); }
   // The lower and the upper value of each word, widened.
   OPST_INLINE F32 low() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16))}; }
   OPST_INLINE F32 high() const {

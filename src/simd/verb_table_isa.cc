@@ -227,6 +227,7 @@ constexpr VerbTable<double> kF64 = Verbs<simd::F64>::table();
 
 }  // namespace
 
+extern const LevelTables kTables;
 #if defined(__AVX2__)
 constinit const LevelTables kTables = {Verbs<F32>::table(), storage_table(), bit_table(), nullptr};
 #else

@@ -84,21 +84,3 @@ struct LevelTables {
 };
 
 }  // namespace opst::simd_test
-
-namespace opst {
-namespace generic::simd_test {
-extern const opst::simd_test::LevelTables kTables;
-}
-namespace avx2::simd_test {
-extern const opst::simd_test::LevelTables kTables;
-}
-namespace avx512::simd_test {
-extern const opst::simd_test::LevelTables kTables;
-}
-namespace avx512_vnni::simd_test {
-extern const opst::simd_test::LevelTables kTables;
-}
-namespace avx512_bf16::simd_test {
-extern const opst::simd_test::LevelTables kTables;
-}
-}  // namespace opst

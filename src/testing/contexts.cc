@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <map>
 
+#include "machine/levels.h"
 #include "testing/effort.h"
 #include "testing/random.h"
 
@@ -23,7 +24,7 @@ void add(std::vector<TestContext>& list, Isa isa, int num_threads, bool tiny, Bf
     std::abort();
   }
   std::string name = to_string(isa);
-  if (isa == Isa::avx512_bf16) name += std::string(" ") + to_string(product);
+  if (includes(isa, Isa::avx512_bf16)) name += std::string(" ") + to_string(product);
   name += ", " + std::to_string(num_threads) + (num_threads == 1 ? " thread, " : " threads, ");
   name += tiny ? "tiny caches" : "real caches";
   list.push_back({std::move(name), std::move(context.value())});
@@ -31,7 +32,7 @@ void add(std::vector<TestContext>& list, Isa isa, int num_threads, bool tiny, Bf
 
 void add_products(std::vector<TestContext>& list, Isa isa, int num_threads, bool tiny) {
   add(list, isa, num_threads, tiny, Bf16Product::widen);
-  if (isa == Isa::avx512_bf16) add(list, isa, num_threads, tiny, Bf16Product::dot);
+  if (includes(isa, Isa::avx512_bf16)) add(list, isa, num_threads, tiny, Bf16Product::dot);
 }
 
 }  // namespace
@@ -39,10 +40,12 @@ void add_products(std::vector<TestContext>& list, Isa isa, int num_threads, bool
 std::vector<Isa> levels() {
   Isa best = detect_isa();
   if (const char* cap = std::getenv("OPST_ISA"); cap != nullptr && *cap != '\0') {
-    best = std::min(best, parse_isa(cap).value_or(best));
+    best = common_level(best, parse_isa(cap).value_or(best));
   }
   std::vector<Isa> list;
-  for (int i = 0; i <= static_cast<int>(best); ++i) list.push_back(static_cast<Isa>(i));
+  for (int i = 0; i < kNumIsaLevels; ++i) {
+    if (const Isa isa = static_cast<Isa>(i); includes(best, isa)) list.push_back(isa);
+  }
   return list;
 }
 

@@ -5,36 +5,20 @@
 
 #include "core/int_math.h"
 #include "machine/context_impl.h"
+#include "machine/levels.h"
 #include "testing/naive_loops.h"
 
 namespace opst {
 
-#define OPST_DECLARE_LEVEL(level)            \
-  namespace level {                          \
-  extern const test::NaiveTable kNaiveTable; \
-  }
-OPST_DECLARE_LEVEL(generic)
-#if defined(__x86_64__)
-OPST_DECLARE_LEVEL(avx2)
-OPST_DECLARE_LEVEL(avx512)
-#endif
-#undef OPST_DECLARE_LEVEL
+OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, test, NaiveTable, kNaiveTable, naive_table)
 
 namespace test {
 namespace {
 
 const NaiveLoops& loops_for(Isa isa, DType dtype) {
-  const NaiveTable* table = &generic::kNaiveTable;
-  if (dtype == DType::f64) return table->f64;
-#if defined(__x86_64__)
-  if (isa >= Isa::avx512) {
-    table = &avx512::kNaiveTable;
-  } else if (isa >= Isa::avx2) {
-    table = &avx2::kNaiveTable;
-  }
-#endif
-  (void)isa;
-  return dtype == DType::bf16 ? table->bf16 : dtype == DType::f16 ? table->f16 : table->f32;
+  if (dtype == DType::f64) return naive_table(Isa::generic).f64;
+  const NaiveTable& table = naive_table(isa);
+  return dtype == DType::bf16 ? table.bf16 : dtype == DType::f16 ? table.f16 : table.f32;
 }
 
 int64_t work_size(DType dtype) { return dtype == DType::f64 ? 8 : 4; }

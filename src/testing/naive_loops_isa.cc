@@ -126,8 +126,9 @@ struct Naive {
 
 }  // namespace
 
-extern const test::NaiveTable kNaiveTable;
-constinit const test::NaiveTable kNaiveTable = {
+namespace test {
+extern const opst::test::NaiveTable kNaiveTable;
+constinit const opst::test::NaiveTable kNaiveTable = {
     .f32 = Naive<simd::F32, float>::loops(),
     .bf16 = Naive<simd::F32, bf16>::loops(),
     .f16 = Naive<simd::F32, f16>::loops(),
@@ -137,5 +138,6 @@ constinit const test::NaiveTable kNaiveTable = {
     .f64 = {},
 #endif
 };
+}  // namespace test
 
 }  // namespace opst::OPST_ISA_NS

@@ -11,27 +11,14 @@
 #include "core/convert.h"
 #include "core/int_math.h"
 #include "machine/context_impl.h"
+#include "machine/levels.h"
 #include "testing/peak_kernels.h"
 #include "testing/random.h"
 
 namespace opst {
-namespace generic {
-extern const test::PeakKernels peak_kernels;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const test::PeakKernels peak_kernels;
-}
-namespace avx512 {
-extern const test::PeakKernels peak_kernels;
-}
-namespace avx512_vnni {
-extern const test::PeakKernels peak_kernels;
-}
-namespace avx512_bf16 {
-extern const test::PeakKernels peak_kernels;
-}
-#endif
+
+OPST_KERNELS_BY_LEVEL(OPST_ALL_LEVELS, test, PeakKernels, kPeakKernels, peak_kernels)
+
 }  // namespace opst
 
 namespace opst::test {
@@ -41,24 +28,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
-}
-
-const PeakKernels& kernels(Isa isa) {
-#if defined(__x86_64__)
-  switch (isa) {
-    case Isa::generic:
-      break;
-    case Isa::avx2:
-      return avx2::peak_kernels;
-    case Isa::avx512:
-      return avx512::peak_kernels;
-    case Isa::avx512_vnni:
-      return avx512_vnni::peak_kernels;
-    case Isa::avx512_bf16:
-      return avx512_bf16::peak_kernels;
-  }
-#endif
-  return generic::peak_kernels;
 }
 
 struct alignas(64) Operands {
@@ -116,7 +85,7 @@ double seconds_per_iteration(const PeakBurst& burst, const Operands& operands) {
 }
 
 ReadyBurst prepare(Isa isa, PeakKind kind) {
-  const PeakKernels& level = kernels(isa);
+  const PeakKernels& level = peak_kernels(isa);
   const auto ready = [](const PeakBurst& burst, PeakKind operands_kind) {
     const Operands& operands = operands_for(operands_kind);
     return ReadyBurst{burst, &operands, seconds_per_iteration(burst, operands)};
@@ -204,7 +173,7 @@ Peak measure_peak(const Context& context, PeakKind kind, double seconds) {
 }
 
 double measure_read_bandwidth(const Context& context, const void* data, int64_t size_bytes) {
-  const auto read = kernels(context.machine().isa).read;
+  const auto read = peak_kernels(context.machine().isa).read;
   const int64_t part = round_up(ceil_div(size_bytes, context.num_threads()), 64);
   const double seconds = run_together(context, [&](int thread) {
     alignas(64) char sink[64];

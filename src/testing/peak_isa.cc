@@ -186,8 +186,9 @@ void read(const void* data, int64_t size_bytes, void* sink) {
 
 }  // namespace
 
-extern const test::PeakKernels peak_kernels;
-constinit const test::PeakKernels peak_kernels = {
+namespace test {
+extern const opst::test::PeakKernels kPeakKernels;
+constinit const opst::test::PeakKernels kPeakKernels = {
     .f32 = peak_burst<F32, kRows, kColumns>(),
 #if defined(__AVX512BF16__)
     .bf16_dot = peak_burst<Bf16, kRows, kColumns>(),
@@ -201,5 +202,6 @@ constinit const test::PeakKernels peak_kernels = {
 #endif
     .read = read,
 };
+}  // namespace test
 
 }  // namespace opst::OPST_ISA_NS

@@ -71,8 +71,8 @@ template <class P>
 using TileProduct = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::WordB*, int64_t,
                              typename P::V::Scalar*, int64_t, const char*);
 
-// The instantiations for 1 <= rows <= kTileRows.
-template <class P, int NV, int MR = kTileRows>
+// The instantiations for 1 <= rows <= P::kTileRows.
+template <class P, int NV, int MR = P::kTileRows>
 OPST_INLINE TileProduct<P> product_for(int rows) {
   if constexpr (MR == 1) {
     return product<P, 1, NV>;
@@ -80,7 +80,7 @@ OPST_INLINE TileProduct<P> product_for(int rows) {
     return rows == MR ? product<P, MR, NV> : product_for<P, NV, MR - 1>(rows);
   }
 }
-template <class P, int NV, int MR = kTileRows>
+template <class P, int NV, int MR = P::kTileRows>
 OPST_INLINE TileProduct<P> accumulate_for(int rows) {
   if constexpr (MR == 1) {
     return accumulate<P, 1, NV>;
@@ -88,7 +88,7 @@ OPST_INLINE TileProduct<P> accumulate_for(int rows) {
     return rows == MR ? accumulate<P, MR, NV> : accumulate_for<P, NV, MR - 1>(rows);
   }
 }
-template <class P, int NV, int MR = kTileRows>
+template <class P, int NV, int MR = P::kTileRows>
 OPST_INLINE TileProduct<P> accumulate_transposed_for(int rows) {
   if constexpr (MR == 1) {
     return accumulate_transposed<P, 1, NV>;

@@ -22,17 +22,26 @@ namespace opst::OPST_ISA_NS::tile {
 
 using simd::F32;
 
-// Rows and vectors of a full tile, by the number of registers.
+// Rows and vectors of a full tile, by the number of registers. Every product has them as members, through this base or
+// of its own.
+struct RegisterTile {
 #if defined(__AVX512F__)
-inline constexpr int kTileRows = 12;
+  static constexpr int kTileRows = 12;
 #elif defined(__AVX2__)
-inline constexpr int kTileRows = 6;
+  static constexpr int kTileRows = 6;
 #else
-inline constexpr int kTileRows = 4;
+  static constexpr int kTileRows = 4;
 #endif
-inline constexpr int kTileVecs = 2;
+  static constexpr int kTileVecs = 2;
+};
 
-struct ProductF32 {
+// Words of A that hold so many elements.
+template <class P>
+OPST_INLINE int64_t words(int64_t elements) {
+  return (elements + P::kStep - 1) / P::kStep;
+}
+
+struct ProductF32 : RegisterTile {
   using V = F32;
   using Word = float;
   using WordB = float;
@@ -46,7 +55,7 @@ struct ProductF32 {
 };
 
 // f32 times pairs of bf16, which are widened in registers.
-struct ProductWiden {
+struct ProductWiden : RegisterTile {
   using V = F32;
   using Word = float;
   using WordB = uint32_t;
@@ -62,7 +71,7 @@ struct ProductWiden {
 };
 
 #if defined(__AVX512BF16__)
-struct ProductBf16Dot {
+struct ProductBf16Dot : RegisterTile {
   using V = F32;
   using Word = uint32_t;
   using WordB = uint32_t;
@@ -77,7 +86,7 @@ struct ProductBf16Dot {
 #endif
 
 #if !defined(__AVX2__)
-struct ProductF64 {
+struct ProductF64 : RegisterTile {
   using V = simd::F64;
   using Word = double;
   using WordB = double;
@@ -203,8 +212,8 @@ template <class P>
 using ScaledAccumulate = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::WordB*, int64_t,
                                   typename P::V::Scalar*, int64_t, const typename P::V::Scalar*, const char*);
 
-// The instantiation for `rows` rows, 1 <= rows <= kTileRows.
-template <class P, int NV, int MR = kTileRows>
+// The instantiation for `rows` rows, 1 <= rows <= P::kTileRows.
+template <class P, int NV, int MR = P::kTileRows>
 OPST_INLINE ProductWithMax<P> product_with_max_for(int rows) {
   if constexpr (MR == 1) {
     return product_with_max<P, 1, NV>;
@@ -212,7 +221,7 @@ OPST_INLINE ProductWithMax<P> product_with_max_for(int rows) {
     return rows == MR ? product_with_max<P, MR, NV> : product_with_max_for<P, NV, MR - 1>(rows);
   }
 }
-template <class P, int NV, int MR = kTileRows>
+template <class P, int NV, int MR = P::kTileRows>
 OPST_INLINE ScaledAccumulate<P> scaled_accumulate_for(int rows) {
   if constexpr (MR == 1) {
     return scaled_accumulate<P, 1, NV>;
@@ -220,7 +229,7 @@ OPST_INLINE ScaledAccumulate<P> scaled_accumulate_for(int rows) {
     return rows == MR ? scaled_accumulate<P, MR, NV> : scaled_accumulate_for<P, NV, MR - 1>(rows);
   }
 }
-template <class P, int NV, int MR = kTileRows>
+template <class P, int NV, int MR = P::kTileRows>
 OPST_INLINE ScaledAccumulate<P> scaled_product_for(int rows) {
   if constexpr (MR == 1) {
     return scaled_product<P, 1, NV>;

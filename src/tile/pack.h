@@ -81,8 +81,8 @@ OPST_NOINLINE typename P::V load_part(const T* row, int64_t dim_stride, int64_t 
 template <class P, class T>
 OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length, typename P::Word* out) {
   using V = typename P::V;
-  constexpr int kLanes = V::kLanes, kPanel = kTileVecs * kLanes;
-  const int64_t depth = (length + P::kStep - 1) / P::kStep;
+  constexpr int kLanes = V::kLanes, kPanel = P::kTileVecs * kLanes;
+  const int64_t depth = words<P>(length);
   for (int64_t first = 0; first < count; first += kPanel) {
     const int64_t left = count - first;
     const int64_t width = left > kLanes ? kPanel : kLanes;
@@ -151,11 +151,11 @@ OPST_NOINLINE bool rows_finite(const void* const* rows, int64_t count, int64_t l
 template <class P, class T>
 OPST_NOINLINE bool pack_values(const Rows<T>& in, int64_t count, int64_t length, typename P::Word* out) {
   using V = typename P::V;
-  constexpr int kLanes = V::kLanes, kPanel = kTileVecs * kLanes;
-  const int64_t words = (count + P::kStep - 1) / P::kStep;
+  constexpr int kLanes = V::kLanes, kPanel = P::kTileVecs * kLanes;
+  const int64_t num_words = words<P>(count);
   const V zero = V::zero();
   V not_finite = zero;  // 0 * x: NaN where x is not finite
-  for (int64_t w = 0; w < words; ++w) {
+  for (int64_t w = 0; w < num_words; ++w) {
     for (int64_t column = 0; column < length; column += kPanel) {
       const int64_t left = length - column;
       constexpr int64_t kRowsAhead = 8;
@@ -167,7 +167,7 @@ OPST_NOINLINE bool pack_values(const Rows<T>& in, int64_t count, int64_t length,
         }
       }
       const int64_t width = left > kLanes ? kPanel : kLanes;
-      typename P::Word* target = out + column * words + w * width;
+      typename P::Word* target = out + column * num_words + w * width;
       if constexpr (P::kStep == 1) {
         for (int64_t half = 0; half < width; half += kLanes) {
           const V x = load_row<V>(in.row(w), in.dim_stride, column + half, length);

@@ -1,0 +1,38 @@
+// Elements of tensors by their dtype, for code that runs on every processor.
+#pragma once
+
+#include <cstdint>
+
+#include "opst/tensor.h"
+
+namespace opst {
+
+// Place of a storage type of floats in kernel tables: f32, bf16, f16.
+constexpr int float_index(DType dtype) { return dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2; }
+
+// Element i of an i32 or i64 tensor [n], or element (i, j) of [m, n].
+inline int64_t index_at(const ConstTensor& tensor, int64_t i, int64_t j = 0) {
+  const int64_t offset = i * tensor.strides[0] + (tensor.rank > 1 ? j * tensor.strides[1] : 0);
+  return tensor.dtype == DType::i64 ? static_cast<const int64_t*>(tensor.data)[offset]
+                                    : static_cast<const int32_t*>(tensor.data)[offset];
+}
+
+// A view of the same memory that may be written, for those who know that the memory may be, or that nobody writes.
+inline Tensor mutable_view(const ConstTensor& tensor) {
+  Tensor view;
+  view.dtype = tensor.dtype, view.rank = tensor.rank, view.data = const_cast<void*>(tensor.data);
+  for (int i = 0; i < kMaxRank; ++i) view.shape[i] = tensor.shape[i], view.strides[i] = tensor.strides[i];
+  return view;
+}
+
+// In elements: from the first row of a tensor to the row with this row-major index over the `num_leading` dimensions.
+inline int64_t row_offset(const ConstTensor& tensor, int64_t row, int num_leading) {
+  int64_t offset = 0;
+  for (int i = num_leading - 1; i > 0; --i) {
+    offset += row % tensor.shape[i] * tensor.strides[i];
+    row /= tensor.shape[i];
+  }
+  return num_leading > 0 ? offset + row * tensor.strides[0] : 0;
+}
+
+}  // namespace opst
