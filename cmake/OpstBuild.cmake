@@ -1,7 +1,7 @@
 # How a room adds its parts to the build:
 #   opst_sources(attention.cc plan.cc)                 code for every processor
-#   opst_kernels(SOURCE kernels_isa.cc FAMILY float)   the same file once per instruction set level of a family (below, and
-#                                                      machine/levels.h); the objects join the library, or TARGET name
+#   opst_kernels(SOURCE kernels_isa.cc FAMILY float)   the same file once per instruction set level of a family (below,
+#                                                      and machine/levels.h); the objects join the library, or TARGET name
 #   opst_test(attention_test SOURCES attention_test.cc LABELS attention)
 #   opst_bench(attention_bench SOURCES attention_bench.cc)
 #   opst_fuzz(gguf_fuzz SOURCES gguf_fuzz.cc LIBRARIES opst_model)
@@ -58,10 +58,13 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   set(OPST_WARNINGS_avx512_bf16 ${OPST_WARNINGS_avx512})
 endif()
 
-# Compiles SOURCE once for each level of FAMILY (or of LEVELS), with OPST_ISA_NS defined as the level's name: all kernel code lives in
-# namespace opst::OPST_ISA_NS, so that the linker can never exchange code between levels.
+# Compiles SOURCE once for each level of FAMILY (or of LEVELS), with OPST_ISA_NS defined as the level's name: all kernel
+# code lives in namespace opst::OPST_ISA_NS, so that the linker can never exchange code between levels.
 function(opst_kernels)
   cmake_parse_arguments(ARG "" "SOURCE;TARGET;FAMILY" "LEVELS" ${ARGN})
+  if(ARG_FAMILY AND NOT OPST_FAMILY_${ARG_FAMILY})
+    message(FATAL_ERROR "opst_kernels(${ARG_SOURCE}): there is no family ${ARG_FAMILY}")
+  endif()
   if(NOT ARG_TARGET)
     set(ARG_TARGET opst)
   endif()

@@ -19,8 +19,8 @@
 
 namespace opst {
 
-// Instruction set levels. A level may use everything that its base may: generic <- avx2 <- avx512 <- avx512_vnni <-
-// avx512_bf16.
+// Instruction set levels. Each adds instructions to a base, all of which it may use too: avx2 to generic, avx512 to
+// avx2, avx512_vnni to avx512, avx512_bf16 to avx512_vnni.
 //   generic      the compiler's baseline (x86-64-v1)
 //   avx2         AVX2, FMA, F16C, BMI2 (x86-64-v3)
 //   avx512       AVX-512 F, BW, DQ, VL, CD (x86-64-v4)

@@ -1,4 +1,5 @@
-// The kernel tables that were compiled, by level.
+// The kernel tables that were compiled, by level. A build for another architecture has fewer: a plan for an invented
+// machine counts in the tiles of the highest level that was compiled.
 #pragma once
 
 #include "attention/kernels.h"

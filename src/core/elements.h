@@ -1,4 +1,4 @@
-// Elements of tensors by their dtype, for code that runs on every processor.
+// Where elements of tensors lie, and of which type they are, for code that runs on every processor.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline int64_t index_at(const ConstTensor& tensor, int64_t i, int64_t j = 0) {
                                     : static_cast<const int32_t*>(tensor.data)[offset];
 }
 
-// A view of the same memory that may be written, for those who know that the memory may be, or that nobody writes.
+// The same view, writable. The caller knows that its memory may be written, or only reads.
 inline Tensor mutable_view(const ConstTensor& tensor) {
   Tensor view;
   view.dtype = tensor.dtype, view.rank = tensor.rank, view.data = const_cast<void*>(tensor.data);
@@ -25,7 +25,8 @@ inline Tensor mutable_view(const ConstTensor& tensor) {
   return view;
 }
 
-// In elements: from the first row of a tensor to the row with this row-major index over the `num_leading` dimensions.
+// In elements: from the first row of a tensor to the row with this row-major index over the first `num_leading`
+// dimensions.
 inline int64_t row_offset(const ConstTensor& tensor, int64_t row, int num_leading) {
   int64_t offset = 0;
   for (int i = num_leading - 1; i > 0; --i) {

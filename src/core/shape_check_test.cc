@@ -83,6 +83,25 @@ TEST(ShapeCheck, Rank) {
   }
 }
 
+TEST(ShapeCheck, LeadingDimensions) {
+  ShapeCheck check("op");
+  check.tensor("x", view(DType::f32, {2, 3, 4, 5, 6})).leading_dims(4, "k");
+  check.tensor("y", view(DType::f32, {2, 3, 4, 5, 7})).leading_dims(5, nullptr);
+  check.tensor("sums", view(DType::f32, {2, 3, 4, 5})).leading_dims(4, nullptr);
+  check.tensor("row", view(DType::f32, {6})).leading_dims(0, "k");
+  EXPECT_TRUE(check.ok()) << check.status().message();
+  EXPECT_EQ(check["dim_3"], 5);
+  EXPECT_EQ(check["dim_4"], 7);
+  EXPECT_EQ(check["k"], 6);
+  expect_refused("op: x has rank 3, but [dim_0, k] has rank 2", [](ShapeCheck& c) {
+    c.tensor("x", view(DType::f32, {2, 3, 4})).leading_dims(1, "k");
+  });
+  expect_refused("op: sums dim 1 (dim_1) is 4, but x set dim_1 = 3", [](ShapeCheck& c) {
+    c.tensor("x", view(DType::f32, {2, 3, 9})).leading_dims(2, "k");
+    c.tensor("sums", view(DType::f32, {2, 4})).leading_dims(2, nullptr);
+  });
+}
+
 TEST(ShapeCheck, DTypes) {
   expect_refused("op: key is f64, but must be f32, bf16 or f16", [](ShapeCheck& check) {
     check.tensor("key", view(DType::f64, {2})).dtype({DType::f32, DType::bf16, DType::f16});

@@ -3,12 +3,15 @@
 // A room names a family of levels, here and in its CMakeLists.txt, and no level:
 //   OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, rowwise, Kernels, kKernels, kernels)
 // stands in one source of the room, in namespace opst. kKernels is the constant that the room's *_isa.cc defines in
-// opst::avx2::rowwise and so on; the line defines
+// opst::avx2::rowwise and so on (and declares extern first: else a constant is known in its own file only); the line
+// defines
 //   const Kernels& opst::rowwise::kernels(Isa isa)
 // as the table of the highest level of the family that `isa` includes.
 //
-// A new level: its enumerator and its base in opst/context.h, its name and how a processor shows it in cpu.cc, its
-// families here, its flags and families in cmake/OpstBuild.cmake. levels_test compares the two lists of families.
+// A new level: its enumerator, its base and kNumIsaLevels in opst/context.h, its name and how a processor shows it in
+// cpu.cc, its families here, its flags and families in cmake/OpstBuild.cmake; then the places that name all levels to
+// users (help of tools/opst/main.cc, docs/program.md, docs/python.md). levels_test compares the two lists of families,
+// scripts/check_layers.py the families that a room names here and there.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +34,7 @@ struct TableAtLevel {
 
 // The first table whose level `isa` includes. The tables come in descending order; the last is generic's.
 template <class Table, size_t n>
-const Table& select(Isa isa, const TableAtLevel<Table> (&tables)[n]) {
+const Table& table_for(Isa isa, const TableAtLevel<Table> (&tables)[n]) {
   size_t i = 0;
   while (i + 1 < n && !includes(isa, tables[i].level)) ++i;
   return *tables[i].table;
@@ -43,6 +46,7 @@ const Table& select(Isa isa, const TableAtLevel<Table> (&tables)[n]) {
 //   FLOAT  f32 and f64 products, conversions, copies
 //   BF16   + the pairwise dot product of bf16
 //   INT8   + the dot product of bytes
+//   ALL    both
 #if defined(__x86_64__)
 #define OPST_FLOAT_LEVELS(each, ...) each(avx512, __VA_ARGS__) each(avx2, __VA_ARGS__) each(generic, __VA_ARGS__)
 #define OPST_BF16_LEVELS(each, ...) each(avx512_bf16, __VA_ARGS__) OPST_FLOAT_LEVELS(each, __VA_ARGS__)
@@ -65,6 +69,6 @@ const Table& select(Isa isa, const TableAtLevel<Table> (&tables)[n]) {
   family(OPST_DECLARE_TABLE, room, Table, name) namespace room {                                         \
     const Table& function(Isa isa) {                                                                     \
       static constexpr TableAtLevel<Table> kTables[] = {family(OPST_TABLE_AT_LEVEL, room, Table, name)}; \
-      return select(isa, kTables);                                                                       \
+      return table_for(isa, kTables);                                                                    \
     }                                                                                                    \
   }

@@ -42,16 +42,24 @@ TEST(Levels, CommonLevelIsTheHighestThatBothInclude) {
   }
 }
 
-TEST(Levels, SelectTakesTheHighestIncludedTable) {
+TEST(Levels, TheTableOfTheHighestIncludedLevelIsTaken) {
   const int tables[] = {3, 2, 1};
   const TableAtLevel<int> float_levels[] = {
       {Isa::avx512, &tables[0]}, {Isa::avx2, &tables[1]}, {Isa::generic, &tables[2]}};
-  EXPECT_EQ(select(Isa::generic, float_levels), 1);
-  EXPECT_EQ(select(Isa::avx2, float_levels), 2);
-  EXPECT_EQ(select(Isa::avx512, float_levels), 3);
-  EXPECT_EQ(select(Isa::avx512_bf16, float_levels), 3);
+  EXPECT_EQ(table_for(Isa::generic, float_levels), 1);
+  EXPECT_EQ(table_for(Isa::avx2, float_levels), 2);
+  EXPECT_EQ(table_for(Isa::avx512, float_levels), 3);
+  EXPECT_EQ(table_for(Isa::avx512_bf16, float_levels), 3);
+  // Siblings: what one family has at a level is nothing to the other.
+  const TableAtLevel<int> byte_levels[] = {
+      {Isa::avx512_vnni, &tables[0]}, {Isa::avx512, &tables[1]}, {Isa::generic, &tables[2]}};
+  EXPECT_EQ(table_for(Isa::avx512_bf16, byte_levels), 3);
+  EXPECT_EQ(table_for(Isa::avx2, byte_levels), 1);
+  const TableAtLevel<int> pair_levels[] = {
+      {Isa::avx512_bf16, &tables[0]}, {Isa::avx512, &tables[1]}, {Isa::generic, &tables[2]}};
+  EXPECT_EQ(table_for(Isa::avx512_vnni, pair_levels), 2);
   const TableAtLevel<int> only_generic[] = {{Isa::generic, &tables[2]}};
-  EXPECT_EQ(select(Isa::avx512_bf16, only_generic), 1);
+  EXPECT_EQ(table_for(Isa::avx512_bf16, only_generic), 1);
 }
 
 // What the build compiles is what the code selects from. The build's lists come as "generic,avx2,avx512".
@@ -60,9 +68,13 @@ void expect_same(std::vector<std::string> levels, const std::string& built) {
   std::istringstream list(built);
   for (std::string name; std::getline(list, name, ',');) names.push_back(name);
   std::sort(names.begin(), names.end());
-  EXPECT_TRUE(std::is_sorted(levels.rbegin(), levels.rend(), [](const std::string& a, const std::string& b) {
-    return parse_isa(a).value() < parse_isa(b).value();
-  })) << "not in descending order";
+  // No level before one that includes it, else its table would never be taken.
+  for (size_t i = 0; i < levels.size(); ++i) {
+    for (size_t j = i + 1; j < levels.size(); ++j) {
+      EXPECT_FALSE(includes(parse_isa(levels[j]).value(), parse_isa(levels[i]).value()))
+          << levels[i] << " " << levels[j];
+    }
+  }
   std::sort(levels.begin(), levels.end());
   EXPECT_EQ(levels, names);
 }

@@ -44,8 +44,8 @@ struct BlockRows {
   OutputPart out;
 };
 
-// One table per instruction set level that multiplies bytes; an entry is null where the level has no quick product for
-// the format.
+// One table per instruction set level; an entry is null where the level multiplies no bytes, or has no quick product
+// for the format.
 struct FewRowsBlockKernels {
   // k values `x_stride` apart -> k / 32 blocks; false where the row is not representable.
   bool (*fix_row)(const float* x, int64_t x_stride, int64_t k, FixedBlock* out);

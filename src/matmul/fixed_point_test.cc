@@ -71,7 +71,8 @@ TEST(FixedPoint, IsUsedForQuantisedFormatsWhereBytesMultiplyFast) {
     const Isa isa = t.context.machine().isa;
     for (QuantFormat format : kQuantFormats) {
       const bool is_float = block_values(format) == 1;
-      const bool expected = !is_float && isa >= Isa::avx2 && (isa >= Isa::avx512_vnni || format != QuantFormat::q8_0);
+      const bool expected =
+          !is_float && includes(isa, Isa::avx2) && (includes(isa, Isa::avx512_vnni) || format != QuantFormat::q8_0);
       EXPECT_EQ(in_fixed_point(t, format), expected) << t.name << ", " << to_string(format);
     }
   }

@@ -15,6 +15,9 @@
 #include "quant/quant_check.h"
 
 namespace opst {
+
+OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, quant, Kernels, kKernels, kernels)
+
 namespace {
 
 struct FormatInfo {
@@ -166,8 +169,6 @@ void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_r
     return;
   }
 }
-
-OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, quant, Kernels, kKernels, kernels)
 
 Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out) {
   return guarded([&]() -> Status {

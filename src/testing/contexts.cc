@@ -1,6 +1,5 @@
 #include "testing/contexts.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <map>

@@ -22,8 +22,8 @@ namespace opst::OPST_ISA_NS::tile {
 
 using simd::F32;
 
-// Rows and vectors of a full tile, by the number of registers. Every product has them as members, through this base or
-// of its own.
+// Rows and vectors of a full tile, by the number of registers. Every product inherits them or
+// has its own.
 struct RegisterTile {
 #if defined(__AVX512F__)
   static constexpr int kTileRows = 12;

@@ -22,7 +22,7 @@ class RowTiles {
   }
 
   OPST_INLINE int64_t count() const { return count_; }
-  // Rows of the first tiles, and of those behind them.
+  // Where unit is 1: rows of the first tiles, for which is_tall(), and of the others.
   OPST_INLINE int tallest() const { return static_cast<int>((height_ + (num_taller_ > 0 ? 1 : 0)) * unit_); }
   OPST_INLINE int lowest() const { return static_cast<int>(height_ * unit_); }
   OPST_INLINE bool is_tall(int64_t index) const { return index < num_taller_; }

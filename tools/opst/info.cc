@@ -17,7 +17,7 @@ struct Options {
 };
 
 std::string how_bf16_was_chosen(const Machine& machine) {
-  if (machine.isa < Isa::avx512_bf16) return "the level has no bf16 dot product";
+  if (!includes(machine.isa, Isa::avx512_bf16)) return "the level has no bf16 dot product";
   return std::getenv("OPST_BF16") != nullptr ? "pinned by OPST_BF16" : "measured at start";
 }
 

@@ -1,0 +1,59 @@
+#include "core/elements.h"
+
+#include <gtest/gtest.h>
+
+namespace opst {
+namespace {
+
+TEST(Elements, IndexAtReadsBothTypesThroughStrides) {
+  const int32_t narrow[] = {10, -1, 11, -1, 12, -1, 20, -1, 21, -1, 22, -1};
+  const int64_t wide[] = {10, -1, 11, -1, 12, -1, 20, -1, 21, -1, 22, int64_t{1} << 40};
+  for (const bool is_wide : {false, true}) {
+    ConstTensor all = is_wide ? ConstTensor::contiguous(DType::i64, {2, 6}, wide)
+                              : ConstTensor::contiguous(DType::i32, {2, 6}, narrow);
+    if (is_wide) {
+      EXPECT_EQ(index_at(all, 1, 5), int64_t{1} << 40);
+    }
+    all.shape[1] = 3, all.strides[1] = 2;
+    for (int64_t i = 0; i < 2; ++i) {
+      for (int64_t j = 0; j < 3; ++j) EXPECT_EQ(index_at(all, i, j), 10 * (i + 1) + j);
+    }
+    all.rank = 1, all.shape[0] = 3, all.strides[0] = 4;
+    for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(index_at(all, i), (is_wide ? wide[i * 4] : narrow[i * 4]));
+  }
+}
+
+// Rows in row-major order of the leading dimensions, whatever their strides.
+TEST(Elements, RowOffsetCountsInRowMajorOrder) {
+  ConstTensor t;
+  t.dtype = DType::f32, t.rank = 4;
+  const int64_t shape[] = {2, 3, 4, 5}, strides[] = {7, 1000, 100, 1};
+  for (int i = 0; i < 4; ++i) t.shape[i] = shape[i], t.strides[i] = strides[i];
+  for (int num_leading = 1; num_leading <= 3; ++num_leading) {
+    int64_t row = 0;
+    for (int64_t a = 0; a < 2; ++a) {
+      for (int64_t b = 0; b < (num_leading > 1 ? 3 : 1); ++b) {
+        for (int64_t c = 0; c < (num_leading > 2 ? 4 : 1); ++c) {
+          EXPECT_EQ(row_offset(t, row++, num_leading), a * 7 + b * 1000 + c * 100);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(row_offset(t, 0, 0), 0);
+}
+
+TEST(Elements, AMutableViewIsTheSameView) {
+  const float values[6] = {};
+  const ConstTensor t = ConstTensor::contiguous(DType::f32, {2, 3}, values).transposed(0, 1);
+  const Tensor view = mutable_view(t);
+  EXPECT_EQ(view.data, values);
+  EXPECT_EQ(view.dtype, DType::f32);
+  ASSERT_EQ(view.rank, 2);
+  EXPECT_EQ(view.shape[0], 3);
+  EXPECT_EQ(view.strides[0], 1);
+  EXPECT_EQ(view.shape[1], 2);
+  EXPECT_EQ(view.strides[1], 3);
+}
+
+}  // namespace
+}  // namespace opst
