@@ -250,7 +250,10 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in) {
   if (in.drop_mask.data != nullptr) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
 }
 
-Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
+namespace {
+
+// What the shapes, strides and the presence of tensors say of the call; lengths come later.
+AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
   AttentionProblem p;
   p.query_dtype = in.query.dtype;
   p.kv_dtype = in.key.dtype;
@@ -269,16 +272,15 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   p.has_alibi = in.alibi_slopes.data != nullptr;
   p.has_sinks = in.sinks.data != nullptr;
   p.has_drop_mask = in.drop_mask.data != nullptr;
-  if (check.ok()) {
-    p.value_head_dim = panels(in) ? panel_value_head_dim(in) : check["value_head_dim"];
-    p.block_size = panels(in) ? panel_block_size(in) : p.paged ? check["block_size"] : 0;
-    const auto unit_stride = [](const ConstTensor& t) {
-      return t.shape[t.rank - 1] <= 1 || t.strides[t.rank - 1] == 1;
-    };
-    p.unit_stride_kv = unit_stride(in.key) && unit_stride(in.value);
-  }
+  if (!check.ok()) return p;
+  p.value_head_dim = panels(in) ? panel_value_head_dim(in) : check["value_head_dim"];
+  p.block_size = panels(in) ? panel_block_size(in) : p.paged ? check["block_size"] : 0;
+  const auto unit_stride = [](const ConstTensor& t) { return t.shape[t.rank - 1] <= 1 || t.strides[t.rank - 1] == 1; };
+  p.unit_stride_kv = unit_stride(in.key) && unit_stride(in.value);
+  return p;
+}
 
-  check_options(check, in, options, p.num_heads);
+void check_heads(ShapeCheck& check, const AttentionProblem& p) {
   const auto require_dim = [&](const char* name, int64_t d) {
     check.require(d >= 1 && d <= kMaxHeadDim,
                   [&] { return std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim); });
@@ -288,14 +290,10 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0, [&] {
     return "num_heads is " + str(p.num_heads) + ", not a multiple of num_kv_heads = " + str(p.num_kv_heads);
   });
-  if (!check.ok()) return check.status();
+}
 
-  // Offsets first, then lengths within them, then what must lie within lengths.
-  if (p.varlen_q) check_offsets(check, "cu_seqlens_q", in.cu_seqlens_q, "query", check["total_q"]);
-  if (p.varlen_k) check_offsets(check, "cu_seqlens_k", in.cu_seqlens_k, "key", check["total_k"]);
-  p.query_len = p.varlen_q ? 0 : check["query_len"];
-  p.kv_len = p.paged || p.varlen_k ? 0 : check["kv_len"];
-  if (!check.ok()) return check.status();
+// kv_lengths within the pages, the keys of each packed sequence, or kv_len; the entries of block_table within the pool.
+void check_kv_lengths(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p) {
   if (p.paged) {
     const int64_t max_blocks = check["max_blocks"];
     check.require(p.block_size >= 1, [&] { return "block_size is " + str(p.block_size) + ", must be at least 1"; });
@@ -312,6 +310,35 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
         check, "kv_lengths", in.kv_lengths, whole.num_different(), [&](int64_t b) { return whole.kv_len(b); },
         [&](int64_t b) { return p.varlen_k ? "keys of sequence " + str(b) : std::string("kv_len of key"); });
   }
+}
+
+void check_drop_mask(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p) {
+  check.require(in.drop_mask.is_contiguous(), [&] {
+    return "drop_mask " + to_string(in.drop_mask) + " is not contiguous, but its bits are counted on";
+  });
+  const Size bits = CallRules(in, p).drop_mask_bits();
+  const int64_t bytes = in.drop_mask.num_elements(), needed = ceil_div(bits.value(), 8);
+  check.require(bits.within_limit() && needed <= bytes, [&] {
+    return "drop_mask has " + str(bytes) + " bytes, but " + (bits.within_limit() ? "" : "at least ") +
+           str(bits.value()) + " weights need " + str(needed);
+  });
+}
+
+}  // namespace
+
+Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
+  AttentionProblem p = describe_call(check, in, options);
+  check_options(check, in, options, p.num_heads);
+  check_heads(check, p);
+  if (!check.ok()) return check.status();
+
+  // Offsets first, then lengths within them, then what must lie within lengths.
+  if (p.varlen_q) check_offsets(check, "cu_seqlens_q", in.cu_seqlens_q, "query", check["total_q"]);
+  if (p.varlen_k) check_offsets(check, "cu_seqlens_k", in.cu_seqlens_k, "key", check["total_k"]);
+  p.query_len = p.varlen_q ? 0 : check["query_len"];
+  p.kv_len = p.paged || p.varlen_k ? 0 : check["kv_len"];
+  if (!check.ok()) return check.status();
+  check_kv_lengths(check, in, p);
   if (!check.ok()) return check.status();
 
   const Sequences sequences(in, p);
@@ -335,17 +362,7 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   p.query_len = longest_query;
   // Where there are no keys at all no length says so.
   p.kv_len = p.batch > 0 ? longest_keys : p.kv_len;
-  if (p.has_drop_mask && check.ok()) {
-    check.require(in.drop_mask.is_contiguous(), [&] {
-      return "drop_mask " + to_string(in.drop_mask) + " is not contiguous, but its bits are counted on";
-    });
-    const Size bits = CallRules(in, p).drop_mask_bits();
-    const int64_t bytes = in.drop_mask.num_elements(), needed = ceil_div(bits.value(), 8);
-    check.require(bits.within_limit() && needed <= bytes, [&] {
-      return "drop_mask has " + str(bytes) + " bytes, but " + (bits.within_limit() ? "" : "at least ") +
-             str(bits.value()) + " weights need " + str(needed);
-    });
-  }
+  if (p.has_drop_mask && check.ok()) check_drop_mask(check, in, p);
   if (!check.ok()) return check.status();
   return p;
 }

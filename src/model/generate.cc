@@ -25,6 +25,24 @@ namespace {
 
 std::string str(int64_t value) { return std::to_string(value); }
 
+Status check_continuation(const LlamaSession& session, const Tokenizer& tokenizer, std::span<const int32_t> tokens,
+                          const GenerateOptions& options) {
+  if (tokenizer.vocab_size() != session.config().vocab_size) {
+    return Status::invalid_argument("the tokenizer has " + str(tokenizer.vocab_size()) + " tokens, but the model has " +
+                                    str(session.config().vocab_size));
+  }
+  if (options.max_tokens < 1) {
+    return Status::invalid_argument("max_tokens is " + str(options.max_tokens) + ", must be >= 1");
+  }
+  const auto prompt_tokens = static_cast<int64_t>(tokens.size());
+  if (session.position() + prompt_tokens >= session.context()) {
+    const std::string behind = session.position() > 0 ? " behind " + str(session.position()) + " others" : "";
+    return Status::invalid_argument("the prompt has " + str(prompt_tokens) + " tokens" + behind +
+                                    ", which leaves no room in a context of " + str(session.context()));
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, std::span<const int32_t> prompt,
@@ -41,19 +59,7 @@ Result<Generation> generate(LlamaSession& session, const Tokenizer& tokenizer, s
 Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tokenizer, Sampler& sampler,
                                      std::span<const int32_t> tokens, const GenerateOptions& options,
                                      const TextReader& on_text, const std::function<bool()>& interrupted) try {
-  if (tokenizer.vocab_size() != session.config().vocab_size) {
-    return Status::invalid_argument("the tokenizer has " + str(tokenizer.vocab_size()) + " tokens, but the model has " +
-                                    str(session.config().vocab_size));
-  }
-  if (options.max_tokens < 1) {
-    return Status::invalid_argument("max_tokens is " + str(options.max_tokens) + ", must be >= 1");
-  }
-  const auto prompt_tokens = static_cast<int64_t>(tokens.size());
-  if (session.position() + prompt_tokens >= session.context()) {
-    const std::string behind = session.position() > 0 ? " behind " + str(session.position()) + " others" : "";
-    return Status::invalid_argument("the prompt has " + str(prompt_tokens) + " tokens" + behind +
-                                    ", which leaves no room in a context of " + str(session.context()));
-  }
+  if (Status status = check_continuation(session, tokenizer, tokens, options); !status.ok()) return status;
 
   using Clock = std::chrono::steady_clock;
   const auto ms = [](Clock::duration duration) { return std::chrono::duration<double, std::milli>(duration).count(); };
@@ -75,7 +81,7 @@ Result<Generation> continue_sequence(LlamaSession& session, const Tokenizer& tok
     return generation;
   }
   if (!logits.ok()) return logits.status();
-  generation.prefill_tokens_per_s = static_cast<double>(prompt_tokens) * 1000.0 / ms(Clock::now() - start);
+  generation.prefill_tokens_per_s = static_cast<double>(tokens.size()) * 1000.0 / ms(Clock::now() - start);
   Clock::time_point first_token, last_token;
   for (;;) {
     const Result<int32_t> token = sampler.next(logits.value());

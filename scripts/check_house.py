@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""How large the library's files and functions are, against the bounds below. Prints every number, fails beyond a bound.
+
+    check_house.py [ROOT]        measures the tree
+    check_house.py --self-test   checks the measure: a small tree with one file, function and sum too large
+
+The library is what include/ and src/ hold without tests, benches, references and src/testing (check_layers.py tells
+them apart). Lines are lines of the file, comments and blank ones too. Functions are found by ctags.
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import check_layers
+
+FILE_LINES = 500  # a file is read at one sitting
+FUNCTION_LINES = 80
+LIBRARY_LINES = 19500  # without src/model and the example of docs/extending.md
+EXAMPLE_LINES = 160  # src/extending: what a fused operator costs its author, without its tests
+SHOWN = 5  # the largest files and functions are printed, whether too large or not
+
+
+def library_files(root):
+    files = check_layers.read_tree(root)
+    check_layers.find_test_headers(root, files)
+    tests = lambda f: f.is_test or f.is_bench or f.is_reference or f.room == "testing"
+    return [f for f in files.values() if f.path.startswith(("include/", "src/")) and not tests(f)]
+
+
+def count_lines(root, file):
+    return len((root / file.path).read_text(encoding="utf-8").splitlines())
+
+
+def functions(root, files):
+    """(lines, "path:line name") of every function"""
+    form = "%{input}\t%{line}\t%{end}\t%{name}"
+    command = ["ctags", "-x", "--languages=C++", "--langmap=C++:+.h", "--kinds-C++=f", "--fields=+ne", f"--_xformat={form}"]
+    result = subprocess.run(command + [f.path for f in files], cwd=root, capture_output=True, text=True, check=True)
+    found = []
+    for line in result.stdout.splitlines():
+        path, first, last, name = line.split("\t")
+        if last.isdigit():
+            found.append((int(last) - int(first) + 1, f"{path}:{first} {name}"))
+    return sorted(found, reverse=True)
+
+
+def measure(root):
+    """(lines of the report, number of excesses)"""
+    report, excesses = [], 0
+
+    def bounded(what, value, bound):
+        nonlocal excesses
+        excesses += value > bound
+        report.append(f"{value:7d} of {bound:6d}  {what}{'  TOO LARGE' if value > bound else ''}")
+
+    files = library_files(root)
+    lines = {f.path: count_lines(root, f) for f in files}
+    rooms = {f.path: f.room for f in files}
+    bounded("lines of the library without model", sum(n for p, n in lines.items() if rooms[p] not in {"model", "extending"}), LIBRARY_LINES)
+    bounded("lines of the example in docs/extending.md", sum(n for p, n in lines.items() if rooms[p] == "extending"), EXAMPLE_LINES)
+    for kind, bound, measured in (
+        ("file", FILE_LINES, sorted(((n, p) for p, n in lines.items()), reverse=True)),
+        ("function", FUNCTION_LINES, functions(root, files)),
+    ):
+        for i, (n, name) in enumerate(measured):
+            if i < SHOWN or n > bound:
+                bounded(f"{kind} {name}", n, bound)
+    return report, excesses
+
+
+def self_test():
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder).resolve()
+        (root / "src/tile").mkdir(parents=True)
+        (root / "src/extending").mkdir()
+        room = root / "src/tile"
+        statement = "  x += 1;\n"
+        (room / "function.cc").write_text(f"int f(int x) {{\n{statement * (FUNCTION_LINES - 2)}}}\n")
+        (room / "tile_test.cc").write_text("\n" * 2 * LIBRARY_LINES)
+        (room / "file.h").write_text("\n" * FILE_LINES)
+        if measure(root)[1]:
+            sys.exit("check_house: a tree within its bounds is refused")
+        faults = {
+            "a long function": lambda: (room / "function.cc").write_text(f"int f(int x) {{\n{statement * FUNCTION_LINES}}}\n"),
+            "a long file": lambda: (room / "file.h").write_text("\n" * (FILE_LINES + 1)),
+            "a long example": lambda: (root / "src/extending/op.cc").write_text("\n" * (EXAMPLE_LINES + 1)),
+            "a large library": lambda: [(room / f"{i}.cc").write_text("\n" * 400) for i in range(LIBRARY_LINES // 400)],
+        }
+        for i, (name, make) in enumerate(faults.items(), 1):
+            make()
+            if measure(root)[1] != i:
+                sys.exit(f"check_house: {name} is not found")
+    print(f"check_house: finds all {len(faults)} faults")
+
+
+def main():
+    if sys.argv[1:] == ["--self-test"]:
+        return self_test()
+    report, excesses = measure(pathlib.Path(sys.argv[1] if sys.argv[1:] else ".").resolve())
+    print("\n".join(report))
+    if excesses:
+        sys.exit(f"check_house: {excesses} numbers beyond their bounds")
+
+
+if __name__ == "__main__":
+    main()
