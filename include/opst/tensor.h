@@ -65,6 +65,10 @@ struct BasicTensor {
     return n;
   }
   bool is_contiguous() const;
+  // Whether the data lie at a multiple of an element's size, as C++ demands of memory that is read as that type.
+  bool is_aligned() const {  // sizes are powers of two
+    return (reinterpret_cast<uintptr_t>(data) & (static_cast<uintptr_t>(opst::size_bytes(dtype)) - 1)) == 0;
+  }
 };
 
 using Tensor = BasicTensor<false>;

@@ -62,10 +62,6 @@ std::string name_of(nb::dlpack::dtype type) {
   return kind + std::to_string(type.bits);
 }
 
-bool is_aligned(const void* address, DType dtype) {
-  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(size_bytes(dtype)) == 0;
-}
-
 }  // namespace
 
 void raise(PyObject* type, const std::string& message) {
@@ -93,10 +89,11 @@ std::optional<Tensor> tensor_of_capsule(nb::handle capsule) {
   if (source == nullptr) throw nb::python_error();
   const std::optional<DType> type = dtype_of(source->dtype);
   if (!type || source->device.device_type != nb::device::cpu::value || source->ndim > kMaxRank ||
-      source->data == nullptr || !is_aligned(static_cast<char*>(source->data) + source->byte_offset, *type)) {
+      source->data == nullptr) {
     return std::nullopt;
   }
   Tensor tensor = Tensor::contiguous(*type, {}, static_cast<char*>(source->data) + source->byte_offset);
+  if (!tensor.is_aligned()) return std::nullopt;
   tensor.rank = source->ndim;
   int64_t stride = 1;
   for (int i = tensor.rank - 1; i >= 0; --i) {
@@ -161,14 +158,13 @@ View::View(nb::handle object, const std::optional<std::string>& dtype) {
     tensor_.shape[i] = static_cast<int64_t>(owner_.shape(static_cast<size_t>(i)));
     tensor_.strides[i] = owner_.stride(static_cast<size_t>(i));
   }
-  // Operators read whole elements: an address between them is undefined behaviour.
-  if (!is_aligned(owner_.data(), *type) && tensor_.num_elements() > 0) {
+  tensor_.data = const_cast<void*>(static_cast<const void*>(owner_.data()));
+  if (!tensor_.is_aligned() && tensor_.num_elements() > 0) {
     raise(PyExc_ValueError, "the array lies at an address that is no multiple of its elements' " +
                                 std::to_string(size_bytes(*type)) + " bytes; a copy has such an address");
   }
   // Operators take a null pointer for a tensor that is not there; one without elements may have any other.
   alignas(64) static char nothing[64];
-  tensor_.data = const_cast<void*>(static_cast<const void*>(owner_.data()));
   if (tensor_.data == nullptr) {
     if (tensor_.num_elements() > 0) raise(PyExc_ValueError, "the array has no memory");
     tensor_.data = nothing;

@@ -83,31 +83,68 @@ int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t peri
   return span;
 }
 
-// Whether elements lie at multiples of their size, as C++ demands of whatever is read as that type.
-bool is_aligned(const ConstTensor& tensor, int64_t element_bytes) {
-  return reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(element_bytes) == 0;
-}
-
-// What the sizes and strides of a tensor of at most kMaxRank dimensions come to.
-struct Measures {
-  // elements: repeated ones counted; a size of 0 counts as 1, since plans multiply the other sizes.
-  // span: elements from the first one's start to the last one's end.
-  Size elements = 1, span = 1;
-  int negative_size = -1, negative_stride = -1;  // the dimension, or -1
-  bool empty = false;
+// What no tensor may be, in the order in which it is looked for.
+enum class Fault { none, rank, dtype, size, stride, bytes, span, data, alignment };
+struct Examined {
+  Fault fault = Fault::none;
+  int dim = -1;            // of a negative size or stride
+  int64_t span_bytes = 0;  // from the first element's start to the last one's end
 };
-inline Measures measure(const ConstTensor& tensor) {
-  Measures m;
+inline Examined examine(const ConstTensor& tensor) {
+  if (tensor.rank < 0 || tensor.rank > kMaxRank) return {Fault::rank};
+  const int64_t element_bytes = size_bytes(tensor.dtype);
+  if (element_bytes == 0) return {Fault::dtype};
+  // Repeated elements are counted; a size of 0 counts as 1, since plans multiply the other sizes.
+  Size bytes = element_bytes, span = 1;
+  int negative_size = -1, negative_stride = -1;
+  bool empty = false;
   for (int i = tensor.rank - 1; i >= 0; --i) {
     const int64_t size = tensor.shape[i], stride = tensor.strides[i];
-    if (size < 0) m.negative_size = i;
-    m.empty = m.empty || size == 0;
+    if (size < 0) negative_size = i;
+    empty = empty || size == 0;
     if (size <= 1) continue;
-    if (stride < 0) m.negative_stride = i;
-    m.elements *= size;
-    m.span += Size(size - 1) * stride;
+    if (stride < 0) negative_stride = i;
+    bytes *= size;
+    span += Size(size - 1) * stride;
   }
-  return m;
+  if (negative_size >= 0) return {Fault::size, negative_size};
+  if (negative_stride >= 0 && !empty) return {Fault::stride, negative_stride};
+  if (!bytes.within_limit()) return {Fault::bytes};
+  if (empty) return {};
+  span *= element_bytes;
+  if (!span.within_limit()) return {Fault::span};
+  if (tensor.data == nullptr) return {Fault::data};
+  return {tensor.is_aligned() ? Fault::none : Fault::alignment, -1, span.value()};
+}
+
+// Follows the tensor's name.
+std::string describe(const Examined& examined, const ConstTensor& tensor) {
+  const std::string dim = std::to_string(examined.dim), text = " " + to_string(tensor);
+  switch (examined.fault) {
+    case Fault::none:
+      break;
+    case Fault::rank:
+      return " has rank " + std::to_string(tensor.rank) + ", but it must be from 0 to " + std::to_string(kMaxRank);
+    case Fault::dtype:
+      return " has dtype " + std::to_string(static_cast<int>(tensor.dtype)) + ", which is no DType";
+    case Fault::size:
+      return " dim " + dim + " is " + std::to_string(tensor.shape[examined.dim]) + ", but must be >= 0";
+    case Fault::stride:
+      return " stride " + dim + " is " + std::to_string(tensor.strides[examined.dim]) + ", but must be >= 0";
+    case Fault::bytes:
+      return text + " has more bytes than the limit of 2^56, repeated elements counted";
+    case Fault::span:
+      return text + " spans more bytes than the limit of 2^56";
+    case Fault::data:
+      return " has null data, but " + std::to_string(tensor.num_elements()) + " elements:" + text;
+    case Fault::alignment: {
+      const int64_t bytes = size_bytes(tensor.dtype);
+      const auto beyond = reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes);
+      return text + " lies " + std::to_string(beyond) + " beyond a multiple of " + std::to_string(bytes) +
+             " bytes, but elements must lie at multiples of their size";
+    }
+  }
+  return "";
 }
 
 }  // namespace
@@ -146,14 +183,7 @@ bool may_overlap(const ConstTensor& a, const ConstTensor& b) {
   return true;
 }
 
-bool is_sound(const ConstTensor& tensor) {
-  const int64_t element_bytes = size_bytes(tensor.dtype);
-  if (tensor.rank < 0 || tensor.rank > kMaxRank || element_bytes == 0) return false;
-  const Measures m = measure(tensor);
-  if (m.negative_size >= 0 || !(m.elements * element_bytes).within_limit()) return false;
-  return m.empty || (m.negative_stride < 0 && (m.span * element_bytes).within_limit() && tensor.data != nullptr &&
-                     is_aligned(tensor, element_bytes));
-}
+bool is_sound(const ConstTensor& tensor) { return examine(tensor).fault == Fault::none; }
 
 bool may_alias_itself(const ConstTensor& tensor) {
   // Strides in ascending order must each step over all that the smaller ones reach.
@@ -199,8 +229,8 @@ int64_t distinct(const ConstTensor& tensor, int dim) {
 void make_strides_normal(ConstTensor& tensor) { set_normal_strides(tensor); }
 void make_strides_normal(Tensor& tensor) { set_normal_strides(tensor); }
 
-void ShapeCheck::fail(std::string message) {
-  if (status_.ok()) status_ = Status::invalid_argument(std::string(operator_name_) + ": " + std::move(message));
+void ShapeCheck::fail(std::string message, StatusCode code) {
+  if (status_.ok()) status_ = Status(code, std::string(operator_name_) + ": " + std::move(message));
 }
 
 ShapeCheck& ShapeCheck::require(bool condition, const std::string& message) {
@@ -208,54 +238,51 @@ ShapeCheck& ShapeCheck::require(bool condition, const std::string& message) {
   return *this;
 }
 
-int64_t ShapeCheck::operator[](const char* name) const {
+ShapeCheck& ShapeCheck::require(const Status& status) {
+  if (!status.ok()) fail(status.message(), status.code());
+  return *this;
+}
+
+const ShapeCheck::Dimension* ShapeCheck::find(const char* name) const {
   for (int i = 0; i < num_dimensions_; ++i) {
-    if (same_name(dimensions_[i].name, name)) return dimensions_[i].size;
+    if (same_name(dimensions_[i].name, name)) return &dimensions_[i];
   }
-  return 0;
+  return nullptr;
+}
+
+template <class Where>
+void ShapeCheck::bind(const char* name, const char* tensor, int64_t size, const Where& where) {
+  if (const Dimension* const bound = find(name)) {
+    if (bound->size == size) return;
+    fail(where() + " " + std::to_string(size) + ", but " + bound->tensor + " set " + name + " = " +
+         std::to_string(bound->size));
+  } else if (num_dimensions_ == kMaxDimensions) {
+    fail(where() + " one name more than a check holds");
+  } else {
+    dimensions_[num_dimensions_++] = {name, tensor, size};
+  }
+}
+
+int64_t ShapeCheck::operator[](const char* name) const {
+  const Dimension* const bound = find(name);
+  return bound != nullptr ? bound->size : 0;
+}
+
+ShapeCheck& ShapeCheck::holds(const char* tensor, const char* name, int64_t size) {
+  if (ok()) bind(name, tensor, size, [&] { return std::string(tensor) + " holds " + name + " ="; });
+  return *this;
 }
 
 ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& tensor) {
   TensorCheck result(this, name, tensor);
   if (!ok()) return result;
-  const auto prefix = [&] { return std::string(name); };
-  if (tensor.rank < 0 || tensor.rank > kMaxRank) {
-    fail(prefix() + " has rank " + std::to_string(tensor.rank) + ", but it must be from 0 to " +
-         std::to_string(kMaxRank));
-    return result;
-  }
-  const int64_t element_bytes = size_bytes(tensor.dtype);
-  if (element_bytes == 0) {
-    fail(prefix() + " has dtype " + std::to_string(static_cast<int>(tensor.dtype)) + ", which is no DType");
-    return result;
-  }
-  const auto [elements, span, negative_size, negative_stride, empty] = measure(tensor);
-  if (negative_size >= 0) {
-    fail(prefix() + " dim " + std::to_string(negative_size) + " is " + std::to_string(tensor.shape[negative_size]) +
-         ", but must be >= 0");
-    return result;
-  }
-  if (negative_stride >= 0 && !empty) {
-    fail(prefix() + " stride " + std::to_string(negative_stride) + " is " +
-         std::to_string(tensor.strides[negative_stride]) + ", but must be >= 0");
-    return result;
-  }
-  const Size span_bytes = empty ? Size(0) : span * element_bytes;
-  if (!(elements * element_bytes).within_limit()) {
-    fail(prefix() + " " + to_string(tensor) + " has more bytes than the limit of 2^56, repeated elements counted");
-  } else if (!span_bytes.within_limit()) {
-    fail(prefix() + " " + to_string(tensor) + " spans more bytes than the limit of 2^56");
-  } else if (tensor.data == nullptr && !empty) {
-    fail(prefix() + " has null data, but " + std::to_string(tensor.num_elements()) + " elements: " + to_string(tensor));
-  } else if (!empty && !is_aligned(tensor, element_bytes)) {
-    const auto beyond = reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(element_bytes);
-    fail(prefix() + " " + to_string(tensor) + " lies " + std::to_string(beyond) + " beyond a multiple of " +
-         std::to_string(element_bytes) + " bytes, but elements must lie at multiples of their size");
-  }
-  if (num_seen_ == kMaxTensors) {
-    fail(prefix() + " is one tensor more than a check holds");
+  const Examined examined = examine(tensor);
+  if (examined.fault != Fault::none) {
+    fail(name + describe(examined, tensor));
+  } else if (num_seen_ == kMaxTensors) {
+    fail(std::string(name) + " is one tensor more than a check holds");
   } else {
-    new (&seen_[num_seen_++].seen) Seen{name, tensor, span_bytes.value()};
+    new (&seen_[num_seen_++].seen) Seen{name, tensor, examined.span_bytes};
   }
   return result;
 }
@@ -288,42 +315,27 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::leading_dims(int num_leading, 
   const char* names[kMaxRank + 1];
   std::copy_n(kNames, num_leading, names);
   names[num_leading] = last;
-  return dims(names, static_cast<size_t>(num_leading) + (last != nullptr ? 1 : 0));
+  return dims({names, static_cast<size_t>(num_leading) + (last != nullptr ? 1 : 0)});
 }
 
-ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(const char* const* names, size_t count) {
+ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* const> names) {
   if (!check_->ok()) return *this;
-  if (static_cast<size_t>(tensor_.rank) != count) {
+  if (static_cast<size_t>(tensor_.rank) != names.size()) {
     std::string expected;
-    for (size_t i = 0; i < count; ++i) expected += (i > 0 ? ", " : "") + std::string(names[i]);
+    for (const char* name : names) expected += (expected.empty() ? "" : ", ") + std::string(name);
     check_->fail(std::string(name_) + " has rank " + std::to_string(tensor_.rank) + ", but [" + expected +
-                 "] has rank " + std::to_string(count));
+                 "] has rank " + std::to_string(names.size()));
     return *this;
   }
-  for (int dim = 0; dim < tensor_.rank; ++dim) {
-    const char* const name = names[dim];
+  for (int dim = 0; dim < tensor_.rank && check_->ok(); ++dim) {
+    const char* const name = names[static_cast<size_t>(dim)];
     const int64_t size = tensor_.shape[dim];
     const auto where = [&] { return std::string(name_) + " dim " + std::to_string(dim); };
     if (const std::optional<int64_t> number = as_number(name)) {
-      if (size == *number) continue;
-      check_->fail(where() + " is " + std::to_string(size) + ", but must be " + name);
-      return *this;
+      if (size != *number) check_->fail(where() + " is " + std::to_string(size) + ", but must be " + name);
+    } else {
+      check_->bind(name, name_, size, [&] { return where() + " (" + name + ") is"; });
     }
-    Dimension* const end = check_->dimensions_ + check_->num_dimensions_;
-    const Dimension* const bound =
-        std::find_if(check_->dimensions_, end, [&](const Dimension& d) { return same_name(d.name, name); });
-    if (bound != end) {
-      if (bound->size == size) continue;
-      check_->fail(where() + " (" + name + ") is " + std::to_string(size) + ", but " + bound->tensor + " set " + name +
-                   " = " + std::to_string(bound->size));
-      return *this;
-    }
-    if (check_->num_dimensions_ == kMaxDimensions) {
-      check_->fail(where() + " (" + name + ") is one name more than a check holds");
-      return *this;
-    }
-    *end = {name, name_, size};
-    ++check_->num_dimensions_;
   }
   return *this;
 }

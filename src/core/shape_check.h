@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <type_traits>
 
@@ -30,7 +31,8 @@ class ShapeCheck {
   // One tensor's part of the paragraph. A name that is a number ("8") demands that size.
   class TensorCheck {
    public:
-    TensorCheck& dims(std::initializer_list<const char*> names) { return dims(names.begin(), names.size()); }
+    TensorCheck& dims(std::span<const char* const> names);
+    TensorCheck& dims(std::initializer_list<const char*> names) { return dims({names.begin(), names.size()}); }
     // `num_leading` dimensions dim_0, dim_1, .., at most kMaxRank, and behind them `last`, unless it is null.
     TensorCheck& leading_dims(int num_leading, const char* last);
     TensorCheck& dtype(std::initializer_list<DType> allowed);
@@ -39,7 +41,6 @@ class ShapeCheck {
 
    private:
     friend class ShapeCheck;
-    TensorCheck& dims(const char* const* names, size_t count);
     TensorCheck(ShapeCheck* check, const char* name, const ConstTensor& tensor)
         : check_(check), name_(name), tensor_(tensor) {}
     ShapeCheck* check_;
@@ -60,6 +61,12 @@ class ShapeCheck {
     if (!condition) fail(message());
     return *this;
   }
+  // What another function says of the call: its code is kept, and its message follows "operator: " likewise.
+  ShapeCheck& require(const Status& status);
+
+  // A size that a tensor's shape holds without being one of its dimensions: bound, or compared to what is bound.
+  //   key_cache holds head_dim = 8, but key set head_dim = 16
+  ShapeCheck& holds(const char* tensor, const char* name, int64_t size);
 
   // A bound size; 0 for a name that is not bound (which only happens after a failure).
   int64_t operator[](const char* name) const;
@@ -81,7 +88,11 @@ class ShapeCheck {
   // Whether the ranges of addresses cross.
   static bool cross(const Seen& a, const Seen& b);
   friend bool may_overlap(const ConstTensor& a, const ConstTensor& b);
-  void fail(std::string message);
+  void fail(std::string message, StatusCode code = StatusCode::invalid_argument);
+  const Dimension* find(const char* name) const;
+  // Binds the name, or compares what it is bound to. `where` begins the message: "key dim 3 (head_dim) is".
+  template <class Where>
+  void bind(const char* name, const char* tensor, int64_t size, const Where& where);
 
   // Room for any operator: a check that succeeds allocates nothing.
   static constexpr int kMaxDimensions = 32;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "core/int_math.h"
@@ -309,6 +310,38 @@ TEST(ShapeCheck, LazyMessagesAreMadeOnlyForFailures) {
     });
     check.require(false, [] { return std::string("made now"); });
   });
+}
+
+TEST(ShapeCheck, SizesThatFollowFromAShape) {
+  expect_refused("op: pages holds head_dim = 6, but query set head_dim = 8", [](ShapeCheck& check) {
+    check.tensor("query", view(DType::f32, {2, 8})).dims({"tokens", "head_dim"});
+    check.tensor("pages", view(DType::f32, {4, 3, 2})).dims({"blocks", "pairs", "2"});
+    check.holds("pages", "head_dim", 6);
+  });
+  expect_refused("op: key dim 1 (head_dim) is 8, but pages set head_dim = 6", [](ShapeCheck& check) {
+    check.holds("pages", "head_dim", 6).holds("more pages", "head_dim", 6);
+    EXPECT_EQ(check["head_dim"], 6);
+    check.tensor("key", view(DType::f32, {2, 8})).dims({"tokens", "head_dim"});
+    check.holds("key", "tokens", 3);
+  });
+}
+
+TEST(ShapeCheck, NamesInAnArray) {
+  const char* const names[] = {"a", "b", "a"};
+  expect_refused("op: t dim 2 (a) is 4, but t set a = 2", [&](ShapeCheck& check) {
+    check.tensor("t", view(DType::f32, {2, 3, 4})).dims(names);
+  });
+  expect_refused("op: t has rank 1, but [a, b] has rank 2",
+                 [&](ShapeCheck& check) { check.tensor("t", view(DType::f32, {2})).dims(std::span(names, 2)); });
+}
+
+TEST(ShapeCheck, AnotherFunctionsStatus) {
+  ShapeCheck check("op");
+  check.require(Status());
+  EXPECT_TRUE(check.ok());
+  check.require(Status::unsupported("no such layout")).require(Status::invalid_argument("nor this"));
+  EXPECT_EQ(check.status().code(), StatusCode::unsupported);
+  EXPECT_EQ(check.status().message(), "op: no such layout");
 }
 
 TEST(ShapeCheck, MoreNamesOrTensorsThanItHolds) {

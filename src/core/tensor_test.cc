@@ -100,6 +100,15 @@ TEST(Tensor, ContiguityIgnoresStridesOfSingleIndices) {
   EXPECT_FALSE(t.is_contiguous());
 }
 
+TEST(Tensor, AlignedAtMultiplesOfAnElement) {
+  alignas(8) char memory[32];
+  for (const DType dtype : {DType::u8, DType::bf16, DType::f32, DType::i64}) {
+    for (int64_t at = 0; at < 16; ++at) {
+      EXPECT_EQ(ConstTensor::contiguous(dtype, {1}, memory + at).is_aligned(), at % size_bytes(dtype) == 0);
+    }
+  }
+}
+
 TEST(Buffer, AlignedAndUsableAtEverySize) {
   const int64_t huge_page = int64_t{2} << 20;
   for (int64_t bytes :
