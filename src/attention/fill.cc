@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "attention/element.h"
+#include "core/elements.h"
 #include "core/int_math.h"
 
 namespace opst::attention {
@@ -72,7 +72,7 @@ void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
 void fill(const Tensor& t, double x, ThreadPool& pool) {
   if (t.data == nullptr || t.num_elements() == 0) return;
   alignas(8) char storage[8];
-  store(Tensor::contiguous(t.dtype, {}, storage), 0, x);
+  store_element(Tensor::contiguous(t.dtype, {}, storage), 0, x);
   switch (size_bytes(t.dtype)) {
     case 8:
       return fill_as<uint64_t>(t, storage, pool);

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <string>
 
-#include "attention/element.h"
 #include "attention/sequences.h"
+#include "core/elements.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
@@ -100,12 +100,6 @@ class Merge {
   Merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate)
       : parts_(parts), out_(out), held_(out.out), by_lse_(parts.softmax_lse.data != nullptr), accumulate_(accumulate) {}
 
-  int64_t rows() const {
-    int64_t n = 1;
-    for (int d = 1; d + 1 < parts_.out.rank; ++d) n *= parts_.out.shape[d];
-    return n;
-  }
-
   void row(int64_t index) const {
     const int64_t num_parts = parts_.out.shape[0] + (accumulate_ ? 1 : 0);
     double max = -HUGE_VAL;
@@ -137,11 +131,11 @@ class Merge {
         any = true;
       }
       for (int64_t d = 0; d < n; ++d) {
-        store(out_.out, out_row + (first + d) * out_step, static_cast<double>(sum_of_parts[d]));
+        store_element(out_.out, out_row + (first + d) * out_step, static_cast<double>(sum_of_parts[d]));
       }
     }
     const auto statistic = [&](const Tensor& t, double x) {
-      if (t.data != nullptr) store(t, offset(t, 0, index), x);
+      if (t.data != nullptr) store_element(t, offset(t, 0, index), x);
     };
     statistic(out_.softmax_lse, total == 0 ? -HUGE_VAL : max + std::log(total));
     statistic(out_.softmax_max, max);
@@ -188,12 +182,7 @@ class Merge {
 
   // Of row `index` in a tensor whose row dimensions begin at `first`.
   int64_t offset(const ConstTensor& t, int first, int64_t index) const {
-    int64_t total = 0;
-    for (int d = parts_.out.rank - 2; d >= 1; --d) {
-      total += index % parts_.out.shape[d] * t.strides[first + d - 1];
-      index /= parts_.out.shape[d];
-    }
-    return total;
+    return row_offset(t, index, parts_.out.rank - 2, first);
   }
 
   const AttentionParts& parts_;
@@ -209,7 +198,7 @@ void merge_all(Context::Impl& context, const AttentionParts& parts, const Attent
       out.softmax_lse.data != nullptr || out.softmax_max.data != nullptr || out.softmax_sum.data != nullptr;
   if (out.out.num_elements() == 0 && !statistics) return;
   const Merge<Real> merge(parts, out, accumulate);
-  const int64_t rows = merge.rows();
+  const int64_t rows = num_rows(out.out);
   context.pool.parallel_for(ceil_div(rows, kRowsPerTask), [&](int64_t task, int) {
     const int64_t end = std::min(rows, (task + 1) * kRowsPerTask);
     for (int64_t row = task * kRowsPerTask; row < end; ++row) merge.row(row);

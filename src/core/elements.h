@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/convert.h"
 #include "opst/tensor.h"
 
 namespace opst {
@@ -25,15 +26,40 @@ inline Tensor mutable_view(const ConstTensor& tensor) {
   return view;
 }
 
-// In elements: from the first row of a tensor to the row with this row-major index over the first `num_leading`
-// dimensions.
-inline int64_t row_offset(const ConstTensor& tensor, int64_t row, int num_leading) {
+// Rounds x to the tensor's dtype, f64, f32, bf16 or f16; `offset` in elements.
+inline void store_element(const Tensor& tensor, int64_t offset, double x) {
+  switch (tensor.dtype) {
+    case DType::f64:
+      static_cast<double*>(tensor.data)[offset] = x;
+      break;
+    case DType::f32:
+      static_cast<float*>(tensor.data)[offset] = static_cast<float>(x);
+      break;
+    case DType::bf16:
+      static_cast<bf16*>(tensor.data)[offset] = to_bf16(x);
+      break;
+    default:
+      static_cast<f16*>(tensor.data)[offset] = to_f16(x);
+      break;
+  }
+}
+
+// The product of all dimensions but the last.
+inline int64_t num_rows(const ConstTensor& tensor) {
+  int64_t rows = 1;
+  for (int i = 0; i + 1 < tensor.rank; ++i) rows *= tensor.shape[i];
+  return rows;
+}
+
+// In elements: from the first row of a tensor to the row with this row-major index over `num_leading` dimensions from
+// `first` on.
+inline int64_t row_offset(const ConstTensor& tensor, int64_t row, int num_leading, int first = 0) {
   int64_t offset = 0;
-  for (int i = num_leading - 1; i > 0; --i) {
+  for (int i = first + num_leading - 1; i > first; --i) {
     offset += row % tensor.shape[i] * tensor.strides[i];
     row /= tensor.shape[i];
   }
-  return num_leading > 0 ? offset + row * tensor.strides[0] : 0;
+  return num_leading > 0 ? offset + row * tensor.strides[first] : 0;
 }
 
 }  // namespace opst

@@ -179,10 +179,8 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
 
     const ConstTensor x = normal_strides(values);
     const Tensor q = normal_strides(integers);
-    int64_t rows = 1;
-    for (int d = 0; d < leading; ++d) rows *= x.shape[d];
     const auto kernel = quant::kernels(context.machine().isa).quantize_group[float_index(x.dtype)];
-    for_each_row(context, rows, k, [&](int64_t row) {
+    for_each_row(context, num_rows(x), k, [&](int64_t row) {
       kernel({.x = static_cast<const char*>(x.data) + row_offset(x, row, leading) * size_bytes(x.dtype),
               .x_stride = x.strides[leading],
               .count = k,

@@ -145,7 +145,6 @@ using rowwise::address;
 using rowwise::check_rows;
 using rowwise::for_each_row;
 using rowwise::kernels;
-using rowwise::num_rows;
 using rowwise::row_of;
 
 Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,

@@ -51,9 +51,7 @@ void check_sections(ShapeCheck& check, const RopeSections& s) {
 }
 
 int64_t position_at(const ConstTensor& positions, int axis, int64_t token) {
-  const int last = positions.rank - 1;
-  const int64_t offset = (last > 0 ? axis * positions.strides[0] : 0) + token * positions.strides[last];
-  return static_cast<const int64_t*>(positions.data)[offset];
+  return positions.rank > 1 ? index_at(positions, axis, token) : index_at(positions, token);
 }
 
 void check_pairs(ShapeCheck& check, const char* cos_name) {

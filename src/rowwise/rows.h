@@ -44,13 +44,6 @@ const T* address(const std::optional<T>& optional) {
   return optional ? &*optional : nullptr;
 }
 
-// The product of all dimensions but the last.
-inline int64_t num_rows(const ConstTensor& tensor) {
-  int64_t rows = 1;
-  for (int i = 0; i + 1 < tensor.rank; ++i) rows *= tensor.shape[i];
-  return rows;
-}
-
 inline ConstRow row_of(const ConstTensor& tensor, int64_t row) {
   const int64_t offset = row_offset(tensor, row, tensor.rank - 1) * size_bytes(tensor.dtype);
   return {static_cast<const char*>(tensor.data) + offset, tensor.strides[tensor.rank - 1]};

@@ -100,7 +100,6 @@ Halves<AnyTensor> halves_of(ShapeCheck& check, const char* name, const AnyTensor
 using rowwise::check_rows;
 using rowwise::for_each_row;
 using rowwise::kernels;
-using rowwise::num_rows;
 using rowwise::row_of;
 
 Status softmax(Context& context, const ConstTensor& x, const Tensor& out, const SoftmaxOptions& options) {
