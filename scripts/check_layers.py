@@ -44,10 +44,10 @@ USERS = {"graph", "model", "tools", "python", "examples"}
 
 # include/opst/NAME.h belongs to the room of that name, except:
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
-                       "attention_backward": "attention"}
+                       "attention_backward": "attention", "page_layout": "kv_cache"}
 
 # Kernel code may also include these, which hold types and constants only.
-PLAIN_DATA = {"include/opst/dtype.h", "src/quant/formats.h", "src/kv_cache/page_layout.h"}
+PLAIN_DATA = {"include/opst/dtype.h", "src/quant/formats.h", "include/opst/page_layout.h"}
 KERNEL_STD = {"cstdint", "cstddef", "cstring", "cfloat", "climits", "type_traits", "immintrin.h", "arm_neon.h"}
 
 # Vectors are written as Vec verbs everywhere else.

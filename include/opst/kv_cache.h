@@ -15,48 +15,16 @@
 #include <vector>
 
 #include "opst/context.h"
+#include "opst/page_layout.h"
 #include "opst/rowwise.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
 namespace opst {
 
-// How the rows of a block lie in memory, and how such a cache is passed.
-//
-// norm: a row of each token and head, as the device has it; any strides.
-//   key_cache    [num_blocks, block_size, num_kv_heads, head_dim]        f32, bf16, f16
-//   value_cache  [num_blocks, block_size, num_kv_heads, value_head_dim]
-//
-// panel32: pages that attention multiplies without packing. Keys are transposed in panels of 32 rows; bf16 lies in
-// pairs, of two consecutive elements of a key, or of the same element of two consecutive rows of values. block_size is
-// a multiple of 32; head_dim is even for bf16.
-//   f32   key_cache    [num_blocks, num_kv_heads, block_size / 32, head_dim, 32]
-//         value_cache  [num_blocks, num_kv_heads, block_size, value_head_dim]
-//   bf16  key_cache    [num_blocks, num_kv_heads, block_size / 32, head_dim / 2, 64]       64 = 32 rows x 2 elements
-//         value_cache  [num_blocks, num_kv_heads, block_size / 2, 2 * value_head_dim]      value_head_dim x 2 rows
-// All dimensions after num_kv_heads are contiguous, as the shape says (the stride of a dimension of size 1 is ignored);
-// the strides of num_blocks and num_kv_heads are free. So element d of row r lies, in elements from the start of its
-// block and head, at
-//   f32   key    (r / 32) * 32 * head_dim + d * 32 + r % 32
-//         value  r * value_head_dim + d
-//   bf16  key    (r / 32) * 32 * head_dim + (d / 2) * 64 + (r % 32) * 2 + d % 2
-//         value  (r / 2) * 2 * value_head_dim + d * 2 + r % 2
-// Both layouts hold the same number of elements.
-enum class PageLayout : uint8_t { norm, panel32 };
-const char* to_string(PageLayout layout);
-
 // Whether pages of these sizes can be held in a layout: ok, or unsupported with the reason. block_size >= 1 always; a
 // layout that is no enumerator holds nothing. head_dim is that of the keys; 0: head_dim is not asked about.
 Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim = 0);
-
-// The sizes of a cache, whatever its layout.
-struct PageSizes {
-  int64_t num_blocks = 0;
-  int64_t block_size = 0;
-  int64_t num_kv_heads = 0;
-  int64_t head_dim = 0;
-  int64_t value_head_dim = 0;
-};
 
 // A contiguous cache over `data` in the shape of its layout: num_blocks * block_size * num_kv_heads * head_dim (or
 // value_head_dim) elements. A rank-0 view where the layout cannot hold the sizes (see supports), a size is negative or

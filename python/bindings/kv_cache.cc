@@ -41,6 +41,24 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> page_shapes(const std::str
   return {shape_of(key_pages(parsed, type, sizes, nullptr)), shape_of(value_pages(parsed, type, sizes, nullptr))};
 }
 
+void bind_page_format(nb::module_& module) {
+  using nb::arg;
+  nb::class_<PageFormat>(module, "PageFormat")
+      .def_ro("rank", &PageFormat::rank)
+      .def_prop_ro("dims", [](const PageFormat& f) { return std::vector<std::string>(f.dims, f.dims + f.rank); })
+      .def_ro("heads_dim", &PageFormat::heads_dim)
+      .def_ro("panel_rows", &PageFormat::panel_rows);
+  module.def(
+      "page_format",
+      [](const std::string& layout, const std::string& dtype, const std::string& side) -> const PageFormat& {
+        return page_format(parse_layout(layout), dtype == to_string(DType::bf16) ? DType::bf16 : DType::f32,
+                           side == "key" ? PageSide::key : PageSide::value);
+      },
+      arg("layout"), arg("dtype"), arg("side"), nb::rv_policy::reference);
+  module.def("page_shapes", &page_shapes, arg("layout"), arg("dtype"), arg("num_blocks"), arg("block_size"),
+             arg("num_kv_heads"), arg("head_dim"), arg("value_head_dim"));
+}
+
 void bind_pool(nb::module_& module) {
   using nb::arg;
   using Blocks = std::vector<int64_t>;
@@ -100,8 +118,7 @@ PageLayout parse_layout(const std::string& name) {
 
 void bind_kv_cache(nb::module_& module) {
   using nb::arg;
-  module.def("page_shapes", &page_shapes, arg("layout"), arg("dtype"), arg("num_blocks"), arg("block_size"),
-             arg("num_kv_heads"), arg("head_dim"), arg("value_head_dim"));
+  bind_page_format(module);
   module.def(
       "scatter_pa_kv_cache",
       [](Context& context, const View& key, const View& value, const View& slots, const View& key_cache,

@@ -8,6 +8,7 @@ from ._arrays import default_context, empty, output, view_of_new
 from ._attention import Options, check_dropout, core_call, read, split_options, starts
 from ._calls import public
 from ._core import UNBOUNDED, Context
+from ._pages import row_elements
 
 __all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]
 
@@ -94,8 +95,7 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
         if return_statistics:
             return PagedStatistics(*given)
         return PagedAttention(*given[:2]) if return_lse else given[0]
-    # A panel of bfloat16 holds the values of two rows beside each other.
-    width = values.shape[-1] // (2 if layout == "panel32" and values.dtype == "bf16" else 1)
+    width = row_elements(layout, values.dtype, "value", values.shape)
     result = output(out, "out") if out is not None else None
     if result is None:
         out = empty(query, (*shape[:-1], width), tensors["query"].dtype)

@@ -17,6 +17,7 @@ from . import _torch_door as door
 from ._arrays import integer_tensor, refusal
 from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, shown, to_view
 from ._core import Context, View
+from ._pages import row_elements
 from ._torch_operator import (calling, context as context_of_call, given_context, map_one_by_one, no_second_derivative,
                               one_by_one, statistics_dtype, using, view, view_of_input)
 
@@ -61,8 +62,9 @@ def _new_outputs(arguments: Tuple[Any, ...], order: str, statistics: bool) -> Li
     named = dict(zip(_TENSORS, arguments))
     query, value = named["query"], named["value"]
     width = value.shape[-1]
-    if arguments[len(_TENSORS) + Options._fields.index("page_layout")] == "panel32" and value.dtype == torch.bfloat16:
-        width = width // 2  # a panel of bfloat16 holds the values of two rows beside each other
+    if named["block_table"] is not None:
+        layout = arguments[len(_TENSORS) + Options._fields.index("page_layout")]
+        width = row_elements(layout, "bf16" if value.dtype == torch.bfloat16 else "f32", "value", value.shape)
     shape = (*query.shape[:-1], width)
     axes = _ORDERS[order]
     out = query.new_empty([shape[axis] for axis in axes]).permute([axes.index(d) for d in range(len(axes))])

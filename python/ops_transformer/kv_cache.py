@@ -29,6 +29,7 @@ from ._arrays import default_context, empty, integer_array, integers, optional_v
 from ._calls import public
 from ._core import UNBOUNDED, Context, View
 from ._paged_attention import PagedAttention, PagedStatistics, paged_attention
+from ._pages import page_format, row_elements
 
 __all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "convert_pages", "gather_pa_kv_cache", "new_pages",
            "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
@@ -170,8 +171,8 @@ def gather_pa_kv_cache(key_cache: Any, value_cache: Any, block_table: Any, kv_le
     lengths = np.asarray(kv_lengths).astype(np.int64)
     tokens = int(lengths[-1] if lengths.size else 0) if cumulative_lengths else int(lengths.sum())
     keys, values = view(key_cache), view(value_cache)
-    num_kv_heads, head_dim = _page_sizes(keys, key_cache, layout, 2)
-    _, value_head_dim = _page_sizes(values, value_cache, layout, 1)
+    num_kv_heads, head_dim = _page_sizes(keys, key_cache, layout, "key")
+    _, value_head_dim = _page_sizes(values, value_cache, layout, "value")
     head_view = None if head_indices is None else rank(integers(head_indices), head_indices, 1, "[heads]")
     heads = num_kv_heads if head_view is None else head_view.shape[0]
     # Lengths that make no sense are the core's to refuse.
@@ -183,14 +184,8 @@ def gather_pa_kv_cache(key_cache: Any, value_cache: Any, block_table: Any, kv_le
     return key, value
 
 
-def _page_sizes(pages: View, array: Any, layout: str, panel_dims: int) -> Tuple[int, int]:
-    """(num_kv_heads, head_dim) of keys (whose panels have two dimensions) or values (one) in a layout."""
-    if layout != "panel32":
-        rank(pages, array, 4, "[num_blocks, block_size, num_kv_heads, head_dim]")
-        return pages.shape[2], pages.shape[3]
-    rank(pages, array, 3 + panel_dims, "pages in the layout panel32 (new_pages)")
-    # bfloat16 lies in pairs: of elements of a key, of rows of values.
-    pairs = pages.dtype == "bf16"
-    if panel_dims == 2:
-        return pages.shape[1], pages.shape[3] * (2 if pairs else 1)
-    return pages.shape[1], pages.shape[3] // (2 if pairs else 1)
+def _page_sizes(pages: View, array: Any, layout: str, side: str) -> Tuple[int, int]:
+    """num_kv_heads, and head_dim or value_head_dim, of the "key" or "value" pages in a layout."""
+    pages_of = page_format(layout, pages.dtype, side)
+    rank(pages, array, pages_of.rank, f"[{', '.join(pages_of.dims)}]")
+    return pages.shape[pages_of.heads_dim], row_elements(layout, pages.dtype, side, pages.shape)

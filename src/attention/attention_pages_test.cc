@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "attention/attention_problem.h"
-#include "kv_cache/page_layout.h"
 
 namespace opst::test {
 namespace {

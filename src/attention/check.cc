@@ -12,7 +12,6 @@
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
-#include "kv_cache/page_layout.h"
 #include "kv_cache/pages.h"
 
 namespace opst::attention {
@@ -35,12 +34,6 @@ std::string number(double x) {
 bool panels(const AttentionInputs& in) {
   return in.block_table.data != nullptr && in.page_layout == PageLayout::panel32;
 }
-// What panel32 pages hold; their dimensions are no sizes by themselves.
-int64_t panel_head_dim(const AttentionInputs& in) { return in.key.shape[3] * kv_cache::panel_step(in.key.dtype); }
-int64_t panel_value_head_dim(const AttentionInputs& in) {
-  return in.value.shape[3] / kv_cache::panel_step(in.value.dtype);
-}
-int64_t panel_block_size(const AttentionInputs& in) { return in.key.shape[2] * kPanelRows; }
 
 // [batch + 1] offsets: bound as [batch].
 void bind_offsets(ShapeCheck& check, const char* name, const ConstTensor& t) {
@@ -210,12 +203,10 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in) {
   if (varlen_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
   if (panels(in)) {
     kv_cache::check_pages(check, in.page_layout, "key", in.key, "value", in.value);
-    if (check.ok()) {
-      kv_cache::require_size(check, "key", "head_dim", panel_head_dim(in), "query", check["head_dim"]);
-    }
   } else if (paged) {
-    check.tensor("key", in.key).dtype(kFloats).dims({"num_blocks", "block_size", "num_kv_heads", "head_dim"});
-    check.tensor("value", in.value).dtype(kFloats).dims({"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
+    const auto dims = [](PageSide side) { return kv_cache::dims_of(page_format(PageLayout::norm, DType::f32, side)); };
+    check.tensor("key", in.key).dtype(kFloats).dims(dims(PageSide::key));
+    check.tensor("value", in.value).dtype(kFloats).dims(dims(PageSide::value));
   } else if (varlen_k) {
     check.tensor("key", in.key).dtype(kFloats).dims({"total_k", "num_kv_heads", "head_dim"});
     check.tensor("value", in.value).dtype(kFloats).dims({"total_k", "num_kv_heads", "value_head_dim"});
@@ -273,8 +264,8 @@ AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& i
   p.has_sinks = in.sinks.data != nullptr;
   p.has_drop_mask = in.drop_mask.data != nullptr;
   if (!check.ok()) return p;
-  p.value_head_dim = panels(in) ? panel_value_head_dim(in) : check["value_head_dim"];
-  p.block_size = panels(in) ? panel_block_size(in) : p.paged ? check["block_size"] : 0;
+  p.value_head_dim = check["value_head_dim"];
+  p.block_size = check["block_size"];  // 0: dense
   const auto unit_stride = [](const ConstTensor& t) { return t.shape[t.rank - 1] <= 1 || t.strides[t.rank - 1] == 1; };
   p.unit_stride_kv = unit_stride(in.key) && unit_stride(in.value);
   return p;
@@ -370,10 +361,6 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
 Result<AttentionProblem> check_forward(const AttentionInputs& in, const AttentionOutputs& out,
                                        const AttentionOptions& options) {
   ShapeCheck check("flash_attention_forward");
-  if (panels(in)) {
-    Status dtype = kv_cache::check_layout_dtype("flash_attention_forward", in.page_layout, in.key.dtype);
-    if (!dtype.ok()) return dtype;
-  }
   bind_inputs(check, in);
   const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
   check.output("out", out.out).dtype(kFloats).dims(dims.out);
@@ -384,9 +371,6 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
   statistic("softmax_lse", out.softmax_lse);
   statistic("softmax_max", out.softmax_max);
   statistic("softmax_sum", out.softmax_sum);
-  if (panels(in) && check.ok()) {
-    kv_cache::require_size(check, "value", "value_head_dim", panel_value_head_dim(in), "out", check["value_head_dim"]);
-  }
   check_dtypes(check, in, out.out.dtype);
   return pose_problem(check, in, options);
 }
@@ -398,10 +382,6 @@ namespace opst {
 Result<AttentionProblem> attention_problem(const AttentionInputs& inputs, const AttentionOptions& options) {
   return guarded([&]() -> Result<AttentionProblem> {
     ShapeCheck check("attention_problem");
-    if (attention::panels(inputs)) {
-      Status dtype = kv_cache::check_layout_dtype("attention_problem", inputs.page_layout, inputs.key.dtype);
-      if (!dtype.ok()) return dtype;
-    }
     attention::bind_inputs(check, inputs);
     attention::check_dtypes(check, inputs, inputs.query.dtype);
     return attention::pose_problem(check, inputs, options);

@@ -1,7 +1,7 @@
 // Attention forward over panel32 pages: keys and values are multiplied where they are, for any number of query rows.
 //
 // Computes   what forward.h computes; only where the operands of the two products come from differs
-// Shapes     a tile's keys in stretches of 32 (`group` in names), each somewhere in a page (kv_cache/page_layout.h):
+// Shapes     a tile's keys in stretches of 32 (`group` in names), each somewhere in a page (opst/page_layout.h):
 //              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32) or 2 (bf16)
 //              value_rows[g]  [32 / e][value_head_dim] words
 // Loop nest  as forward.h. Values of stretches that follow one another in memory (in a page) are multiplied as one
@@ -14,7 +14,7 @@
 #pragma once
 
 #include "attention/forward.h"
-#include "kv_cache/page_layout.h"
+#include "opst/page_layout.h"
 #include "tile/stream_tile.h"
 
 namespace opst::OPST_ISA_NS::attention {

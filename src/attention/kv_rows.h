@@ -10,13 +10,13 @@
 namespace opst::attention {
 
 struct KvRows {
-  const char* base = nullptr;   // key 0, or row 0 of page 0
-  int64_t row_bytes = 0;        // between keys, or rows of a page
-  int64_t page_bytes = 0;       // paged: between pages
-  int64_t block_size = 0;       // paged: rows of a page; 0: dense
-  const void* pages = nullptr;  // paged: the sequence's row of the block table
-  int64_t pages_stride = 0;
-  bool pages_i64 = false;
+  const char* base = nullptr;  // key 0, or row 0 of page 0
+  // Between keys, or rows of a page; in panel32 pages where whole panels begin.
+  int64_t row_bytes = 0;
+  int64_t page_bytes = 0;              // paged: between pages
+  int64_t block_size = 0;              // paged: rows of a page; 0: dense
+  const ConstTensor* table = nullptr;  // paged: the block table, which outlives the rows,
+  int64_t sequence = 0;                // and the row of it
 
   // `tensor`: key or value, or a tensor of the shape of one, as in a call without varlen (uniform_shapes).
   static KvRows of(const ConstTensor& tensor, const AttentionInputs& in, const AttentionProblem& p,
@@ -30,24 +30,19 @@ struct KvRows {
       kv.row_bytes = tensor.strides[2] * size;
       return kv;
     }
-    const bool panels = p.page_layout == PageLayout::panel32;
-    const ConstTensor& table = in.block_table;
+    // Only panels of keys have five dimensions; norm pages of keys and values are alike.
+    const PageFormat& format =
+        page_format(p.page_layout, tensor.dtype, tensor.rank == 5 ? PageSide::key : PageSide::value);
     kv.block_size = p.block_size;
-    kv.pages = static_cast<const char*>(table.data) + b * table.strides[0] * size_bytes(table.dtype);
-    kv.pages_stride = table.strides[1];
-    kv.pages_i64 = table.dtype == DType::i64;
-    kv.base = data + kv_head * tensor.strides[panels ? 1 : 2] * size;
+    kv.table = &in.block_table;
+    kv.sequence = b;
+    kv.base = data + kv_head * tensor.strides[format.heads_dim] * size;
     kv.page_bytes = tensor.strides[0] * size;
-    // Of panel32 pages, whose keys have five dimensions, 32 rows begin at a multiple of a row's length.
-    const int64_t panel_row = tensor.rank == 5 ? p.head_dim : p.value_head_dim;
-    kv.row_bytes = (panels ? panel_row : tensor.strides[1]) * size;
+    kv.row_bytes = tensor.strides[format.rows_dim] / format.panel_rows * size;
     return kv;
   }
 
-  int64_t page(int64_t index) const {
-    const int64_t at = index * pages_stride;
-    return pages_i64 ? static_cast<const int64_t*>(pages)[at] : static_cast<const int32_t*>(pages)[at];
-  }
+  int64_t page(int64_t index) const { return index_at(*table, sequence, index); }
   int64_t page_of(int64_t key) const { return page(key / block_size); }
   const char* row(int64_t key) const {
     if (block_size == 0) return base + key * row_bytes;

@@ -6,9 +6,9 @@
 
 #include "attention/kernel_table.h"
 #include "core/int_math.h"
-#include "kv_cache/page_layout.h"
 #include "machine/workspace.h"
 #include "opst/attention.h"
+#include "opst/page_layout.h"
 
 namespace opst::attention {
 

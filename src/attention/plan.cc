@@ -5,8 +5,8 @@
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
 #include "core/int_math.h"
-#include "kv_cache/page_layout.h"
 #include "opst/attention.h"
+#include "opst/page_layout.h"
 
 namespace opst {
 

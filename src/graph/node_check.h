@@ -77,7 +77,6 @@ class NodeCheck {
       tensor("value_cache", value_cache, {dtype}, {"num_blocks", "block_size", "num_kv_heads", "value_head_dim"});
       return;
     }
-    constexpr int64_t kPanelRows = 32;
     if (const Status status = supports(layout, dtype, kPanelRows); !status.ok()) return fail(status.message());
     int64_t step = 1;
     if (dtype == DType::bf16) {

@@ -15,7 +15,6 @@ namespace {
 
 using kv_cache::CopyRowsKernel;
 using kv_cache::Pages;
-using kv_cache::PageSide;
 
 constexpr int64_t kTaskElements = int64_t{1} << 14;
 constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
@@ -163,13 +162,9 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
                           const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
                           const Tensor& value, const GatherOptions& options) {
   return guarded([&]() -> Status {
-    constexpr const char* kName = "gather_pa_kv_cache";
-    if (const Status status = kv_cache::check_layout_dtype(kName, options.layout, key_cache.dtype); !status.ok()) {
-      return status;
-    }
     const ConstTensor& head_indices = options.head_indices;
     const bool all_heads = head_indices.data == nullptr;
-    ShapeCheck check(kName);
+    ShapeCheck check("gather_pa_kv_cache");
     const PageSizes sizes =
         kv_cache::check_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
     check.tensor("block_table", block_table).dtype({DType::i32, DType::i64}).dims({"batch", "max_blocks"});
@@ -183,8 +178,6 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     const char* const heads = all_heads ? "num_kv_heads" : "heads";
     check.output("key", key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", heads, "head_dim"});
     check.output("value", value).dtype({key.dtype}).dims({"tokens", heads, "value_head_dim"});
-    kv_cache::require_size(check, "key", "head_dim", key.shape[2], "key_cache", sizes.head_dim);
-    kv_cache::require_size(check, "value", "value_head_dim", value.shape[2], "value_cache", sizes.value_head_dim);
     if (options.cumulative_lengths) {
       check.require(kv_lengths.shape[0] == check["batch"] + 1, [&] {
         return std::string("kv_lengths dim 0 is ") + std::to_string(kv_lengths.shape[0]) +
@@ -193,11 +186,6 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
       });
     }
     if (!check.ok()) return check.status();
-    if (const Status status =
-            kv_cache::check_layout(kName, options.layout, key_cache.dtype, sizes.block_size, sizes.head_dim);
-        !status.ok()) {
-      return status;
-    }
 
     const Sequences sequences = {block_table, kv_lengths, options, check["batch"], sizes.num_blocks, sizes.block_size};
     const int64_t num_heads = all_heads ? sizes.num_kv_heads : check["heads"];

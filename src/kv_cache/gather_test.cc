@@ -500,9 +500,9 @@ TEST(Gather, NamesWhatIsWrong) {
   EXPECT_EQ(gather(PageLayout::norm, DType::f32, key.narrowed(2, 0, 3), value).message(),
             "gather_pa_kv_cache: key dim 2 (head_dim) is 3, but key_cache set head_dim = 4");
   EXPECT_EQ(gather(PageLayout::panel32, DType::bf16, key.narrowed(2, 0, 3), value).message(),
-            "gather_pa_kv_cache: key holds head_dim = 3, but key_cache set head_dim = 4");
+            "gather_pa_kv_cache: key dim 2 (head_dim) is 3, but key_cache set head_dim = 4");
   EXPECT_EQ(gather(PageLayout::panel32, DType::bf16, key, value.narrowed(2, 0, 1)).message(),
-            "gather_pa_kv_cache: value holds value_head_dim = 1, but value_cache set value_head_dim = 2");
+            "gather_pa_kv_cache: value dim 2 (value_head_dim) is 1, but value_cache set value_head_dim = 2");
   EXPECT_EQ(gather(PageLayout::norm, DType::f32, key, value.narrowed(0, 0, 2)).message(),
             "gather_pa_kv_cache: value dim 0 (tokens) is 2, but key set tokens = 3");
   EXPECT_NE(gather(PageLayout::norm, DType::f32, Tensor::contiguous(DType::f32, {3, 1, 4}, memory.data()), value)

@@ -16,7 +16,6 @@ namespace {
 
 using kv_cache::CopyRowsKernel;
 using kv_cache::Pages;
-using kv_cache::PageSide;
 
 // Elements of a convert_pages task: fewer are not worth handing out.
 constexpr int64_t kTaskElements = int64_t{1} << 14;
@@ -53,10 +52,6 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const 
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options) {
   return guarded([&]() -> Status {
-    if (const Status status = kv_cache::check_layout_dtype("scatter_pa_kv_cache", options.layout, key_cache.dtype);
-        !status.ok()) {
-      return status;
-    }
     ShapeCheck check("scatter_pa_kv_cache");
     check.tensor("key", key_rows)
         .dtype({DType::f32, DType::bf16, DType::f16})
@@ -65,15 +60,6 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const 
     check.tensor("slot_mapping", slot_mapping).dtype({DType::i32, DType::i64}).dims({"tokens"});
     const PageSizes sizes =
         kv_cache::check_output_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
-    kv_cache::require_size(check, "key_cache", "head_dim", sizes.head_dim, "key", key_rows.shape[2]);
-    kv_cache::require_size(check, "value_cache", "value_head_dim", sizes.value_head_dim, "value", value_rows.shape[2]);
-    if (!check.ok()) return check.status();
-    if (const Status status = kv_cache::check_layout("scatter_pa_kv_cache", options.layout, key_cache.dtype,
-                                                     sizes.block_size, sizes.head_dim);
-        !status.ok()) {
-      return status;
-    }
-
     kv_cache::check_slots(check, slot_mapping, sizes);
     if (!check.ok()) return check.status();
 
@@ -110,26 +96,10 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const 
 Status convert_pages(Context& context, const ConstTensor& from_key, const ConstTensor& from_value, const Tensor& to_key,
                      const Tensor& to_value, const ConvertPagesOptions& options) {
   return guarded([&]() -> Status {
-    constexpr const char* kName = "convert_pages";
-    if (const Status status = kv_cache::check_layout_dtype(kName, options.from, from_key.dtype); !status.ok()) {
-      return status;
-    }
-    if (const Status status = kv_cache::check_layout_dtype(kName, options.to, to_key.dtype); !status.ok()) {
-      return status;
-    }
-    ShapeCheck check(kName);
+    ShapeCheck check("convert_pages");
     const PageSizes sizes = kv_cache::check_pages(check, options.from, "from_key", from_key, "from_value", from_value);
-    const PageSizes to = kv_cache::check_output_pages(check, options.to, "to_key", to_key, "to_value", to_value);
-    kv_cache::require_size(check, "to_key", "block_size", to.block_size, "from_key", sizes.block_size);
-    kv_cache::require_size(check, "to_key", "head_dim", to.head_dim, "from_key", sizes.head_dim);
-    kv_cache::require_size(check, "to_value", "value_head_dim", to.value_head_dim, "from_value", sizes.value_head_dim);
+    kv_cache::check_output_pages(check, options.to, "to_key", to_key, "to_value", to_value);
     if (!check.ok()) return check.status();
-    for (const bool from : {true, false}) {
-      const Status status =
-          kv_cache::check_layout(kName, from ? options.from : options.to, from ? from_key.dtype : to_key.dtype,
-                                 sizes.block_size, sizes.head_dim);
-      if (!status.ok()) return status;
-    }
 
     const int64_t row_elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
     if (sizes.num_blocks == 0 || sizes.block_size == 0 || row_elements == 0) return {};

@@ -288,7 +288,7 @@ TEST(Scatter, NamesWhatIsWrongWithPanels) {
   EXPECT_EQ(message(keys(DType::f32).narrowed(2, 0, 0), values(DType::f32).narrowed(2, 0, 0)),
             "scatter_pa_kv_cache: page layout panel32: block_size is 0, but must be >= 1");
   EXPECT_EQ(message(keys(DType::f32), values(DType::f32).narrowed(2, 0, 63)),
-            "scatter_pa_kv_cache: value_cache dim 2 is 63, of block_size = 63, but key_cache set block_size = 64");
+            "scatter_pa_kv_cache: value_cache dim 2 (block_size) is 63, but key_cache set block_size = 64");
   Tensor gap = keys(DType::f32).narrowed(0, 0, 1);
   gap.strides[2] = 512;
   gap.strides[1] = 1024;
@@ -299,14 +299,39 @@ TEST(Scatter, NamesWhatIsWrongWithPanels) {
             "scatter_pa_kv_cache: value_cache stride 2 is 8, but must be 7: page layout panel32 is contiguous after "
             "num_kv_heads");
   EXPECT_EQ(message(keys(DType::bf16), Tensor::contiguous(DType::bf16, {2, 2, 32, 7}, at(3))),
-            "scatter_pa_kv_cache: value_cache dim 3 (2 * value_head_dim) is 7, but must be even");
+            "scatter_pa_kv_cache: value_cache dim 3 (2 * value_head_dim) is 7, but must be a multiple of 2");
   EXPECT_EQ(message(keys(DType::bf16), Tensor::contiguous(DType::bf16, {2, 2, 16, 8}, at(3))),
-            "scatter_pa_kv_cache: value_cache dim 2 is 16, of block_size = 32, but key_cache set block_size = 64");
+            "scatter_pa_kv_cache: value_cache holds block_size = 32, but key_cache set block_size = 64");
   sizes.head_dim = 6;
   EXPECT_EQ(message(keys(DType::bf16), values(DType::bf16)),
             "scatter_pa_kv_cache: key_cache holds head_dim = 6, but key set head_dim = 8");
   EXPECT_EQ(message(keys(DType::f32), values(DType::f32)),
             "scatter_pa_kv_cache: key_cache dim 3 (head_dim) is 6, but key set head_dim = 8");
+}
+
+TEST(PageLayout, FormatsSayWhereElementsLie) {
+  Random random(test::seed());
+  const PageSizes s = {.num_blocks = 3, .block_size = 64, .num_kv_heads = 2, .head_dim = 6, .value_head_dim = 5};
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const TestCache cache(PageLayout::panel32, dtype, s, false, random);
+    for (const PageSide side : {PageSide::key, PageSide::value}) {
+      const bool keys = side == PageSide::key;
+      const Tensor& tensor = keys ? cache.key : cache.value;
+      const PageFormat& format = page_format(PageLayout::panel32, dtype, side);
+      const int64_t elements = keys ? s.head_dim : s.value_head_dim;
+      ASSERT_EQ(tensor.rank, format.rank);
+      EXPECT_EQ(tensor.shape[format.heads_dim], s.num_kv_heads);
+      EXPECT_EQ(format.block_size(tensor.shape), s.block_size);
+      EXPECT_EQ(format.row_elements(tensor.shape), elements);
+      const std::vector<double> pages = test::to_doubles(tensor), norm = keys ? cache.keys() : cache.values();
+      for (int64_t i = 0; i < std::ssize(norm); ++i) {
+        const int64_t d = i % elements, head = i / elements % s.num_kv_heads, token = i / elements / s.num_kv_heads;
+        const int64_t at = (token / s.block_size * s.num_kv_heads + head) * s.block_size * elements +
+                           format.offset(token % s.block_size, d, elements);
+        ASSERT_EQ(norm[static_cast<size_t>(i)], pages[static_cast<size_t>(at)]) << to_string(dtype) << " " << i;
+      }
+    }
+  }
 }
 
 TEST(PageLayout, SaysWhatItHolds) {

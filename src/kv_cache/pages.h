@@ -7,7 +7,9 @@
 //   keys.at(block, row)      // the row's first element in head 0; the other heads and elements as heads_view() says
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "core/elements.h"
 #include "core/shape_check.h"
@@ -16,27 +18,17 @@
 
 namespace opst::kv_cache {
 
-// Checks a cache as a pair of inputs or (check_output_pages) outputs: dtypes that agree, ranks, sizes that agree,
-// strides that the layout allows. Binds num_blocks and num_kv_heads, and the other names of PageSizes where the layout
-// has them as dimensions. Sizes mean nothing where the check fails.
+// Checks a cache as a pair of inputs or (check_output_pages) outputs: a layout that can hold it, or unsupported; dtypes,
+// ranks and sizes that agree, strides that the layout allows. Binds the names of PageSizes. The result means nothing
+// where the check fails.
 PageSizes check_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const ConstTensor& key,
                       const char* value_name, const ConstTensor& value);
 PageSizes check_output_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const Tensor& key,
                              const char* value_name, const Tensor& value);
 
-// One size must be what another tensor set: "key_cache holds head_dim = 8, but key set head_dim = 16".
-void require_size(ShapeCheck& check, const char* tensor, const char* name, int64_t size, const char* setter,
-                  int64_t expected);
-
-// supports(), with the operator's name in front.
-Status check_layout(const char* operator_name, PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim);
-// check_layout for the dtype alone: called before check_pages, since the shapes depend on the dtype.
-Status check_layout_dtype(const char* operator_name, PageLayout layout, DType dtype);
-
-// Elements of a word of panel32 (PanelStep, for a dtype known when the code runs).
-int64_t panel_step(DType dtype);
-
-enum class PageSide : uint8_t { key, value };
+inline std::span<const char* const> dims_of(const PageFormat& format) {
+  return {format.dims, static_cast<size_t>(format.rank)};
+}
 
 // Addresses in one tensor of a checked cache.
 class Pages {
@@ -67,7 +59,7 @@ class Pages {
   const char* data_;
   DType dtype_;
   int64_t element_bytes_, dim_, block_stride_;
-  // group_ rows lie row_stride_ apart: a panel of keys, a pair of values.
+  // group_ rows lie row_stride_ apart: a panel of keys, a pair of values (PageFormat::panel_rows).
   int64_t group_, group_stride_, row_stride_;
   RowsView view_;
 };

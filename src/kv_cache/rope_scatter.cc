@@ -16,7 +16,6 @@ namespace {
 using kv_cache::CopyRows;
 using kv_cache::CopyRowsKernel;
 using kv_cache::Pages;
-using kv_cache::PageSide;
 using kv_cache::RowsView;
 using kv_cache::SlotTasks;
 
@@ -81,14 +80,9 @@ struct Turning {
   }
 };
 
-constexpr const char* kName = "rope_scatter_pa_kv_cache";
-
 // Checks all tensors and options; gives the cache's sizes.
 Result<PageSizes> check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tensor& query_out,
                              const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
-  if (const Status status = kv_cache::check_layout_dtype(kName, options.layout, key_cache.dtype); !status.ok()) {
-    return status;
-  }
   check.tensor("cos", in.cos).dtype({DType::f32}).dims({"tokens", "half"});
   check.tensor("sin", in.sin).dtype({DType::f32}).dims({"tokens", "half"});
   check.tensor("slot_mapping", in.slot_mapping).dtype({DType::i32, DType::i64}).dims({"tokens"});
@@ -103,8 +97,6 @@ Result<PageSizes> check_call(ShapeCheck& check, const RopeScatterInputs& in, con
   const PageSizes sizes =
       kv_cache::check_output_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
   if (!check.ok()) return check.status();
-  kv_cache::require_size(check, "key_cache", "head_dim", sizes.head_dim, "key", in.key.shape[2]);
-  kv_cache::require_size(check, "value_cache", "value_head_dim", sizes.value_head_dim, "value", in.value.shape[2]);
   const int64_t half = check["half"];
   check.require(half <= sizes.head_dim / 2, [&] {
     return "cos dim 1 (half) is " + std::to_string(half) +
@@ -113,12 +105,6 @@ Result<PageSizes> check_call(ShapeCheck& check, const RopeScatterInputs& in, con
   });
   rowwise::check_style(check, options.style);
   check.require(options.eps >= 0, [&] { return "eps is " + std::to_string(options.eps) + ", but must be >= 0"; });
-  if (!check.ok()) return check.status();
-  if (const Status status =
-          kv_cache::check_layout(kName, options.layout, key_cache.dtype, sizes.block_size, sizes.head_dim);
-      !status.ok()) {
-    return status;
-  }
   kv_cache::check_slots(check, in.slot_mapping, sizes);
   if (!check.ok()) return check.status();
   return sizes;
@@ -135,7 +121,7 @@ RopeScatterInputs normal_inputs(RopeScatterInputs in) {
 Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& inputs, const Tensor& query_result,
                                 const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
   return guarded([&]() -> Status {
-    ShapeCheck check(kName);
+    ShapeCheck check("rope_scatter_pa_kv_cache");
     const Result<PageSizes> checked = check_call(check, inputs, query_result, key_cache, value_cache, options);
     if (!checked.ok()) return checked.status();
     const PageSizes& sizes = checked.value();
