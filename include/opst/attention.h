@@ -23,7 +23,7 @@
 //
 // Paged keys and values: with a block_table,
 //   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
-//          the shapes of another PageLayout (kv_cache.h): panel32 pages are multiplied without packing
+//          the shapes of another PageLayout (page_layout.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it.
 //
@@ -61,7 +61,7 @@
 #include <string>
 
 #include "opst/context.h"
-#include "opst/kv_cache.h"
+#include "opst/page_layout.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 

@@ -16,7 +16,7 @@
 
 #include "opst/context.h"
 #include "opst/page_layout.h"
-#include "opst/rowwise.h"
+#include "opst/rope_style.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
@@ -58,7 +58,7 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
 //   query         [tokens, num_heads, head_dim]            f32, bf16 or f16
 //   key           [tokens, num_kv_heads, head_dim]         the dtype of query
 //   value         [tokens, num_kv_heads, value_head_dim]   the dtype of query
-//   cos, sin      [tokens, half] f32, 2 * half <= head_dim (rowwise.h)
+//   cos, sin      [tokens, half] f32, 2 * half <= head_dim (rope_table in rowwise.h)
 //   weights       [head_dim] f32, the same for all heads; absent: no norm
 //   query_out     as query; may be the very same view
 //   slot_mapping, key_cache, value_cache                   as in scatter_pa_kv_cache

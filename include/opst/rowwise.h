@@ -17,6 +17,7 @@
 #include <optional>
 
 #include "opst/context.h"
+#include "opst/rope_style.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
@@ -114,13 +115,6 @@ struct RopeTableOptions {
 };
 Status rope_table(Context& context, const ConstTensor& positions, const Tensor& cos, const Tensor& sin,
                   const RopeTableOptions& options = {});
-
-// Which two elements of a head turn together.
-enum class RopeStyle : uint8_t {
-  pairs,   // 2i and 2i + 1 (GGUF's llama files)
-  halves,  // i and i + half (GPT-NeoX, Hugging Face)
-};
-const char* to_string(RopeStyle style);
 
 // (a, b) -> (a cos - b sin, a sin + b cos) for the first 2 * half elements of every head; the others are copied.
 //   x, out    [tokens, num_heads, head_dim], the same dtype

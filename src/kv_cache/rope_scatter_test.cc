@@ -8,6 +8,7 @@
 
 #include "kv_cache/test_cache.h"
 #include "opst/kv_cache.h"
+#include "opst/rowwise.h"
 #include "rowwise/reference.h"
 #include "testing/compare.h"
 #include "testing/contexts.h"
