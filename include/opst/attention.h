@@ -50,6 +50,9 @@
 //
 // Errors: invalid_argument names the tensor or option, the dimension and both values; nothing has been written then.
 //
+// Threads: the structs here are plain values, and plans are pure functions. Several threads may call the operators on
+// one Context at once, as long as no call writes memory that another one reads or writes.
+//
 // Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov and Gimelshein, "Online normalizer calculation for
 // softmax" (2018); Press et al., "Train Short, Test Long" (2022) for ALiBi; Salmon et al., "Parallel Random Numbers: As
 // Easy as 1, 2, 3" (2011) for Philox.

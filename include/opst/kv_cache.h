@@ -7,10 +7,13 @@
 //   Tensor key_cache = key_pages(PageLayout::norm, DType::f32, sizes, key_memory);
 //   Tensor value_cache = value_pages(PageLayout::norm, DType::f32, sizes, value_memory);
 //   Status status = scatter_pa_kv_cache(context, key, value, slot_mapping, key_cache, value_cache);
+//
+// A tensor whose default is {} is optional: absent where it has no data. Threads: several may call these operators on
+// one Context at once, also on one cache as long as no call writes blocks that another one reads or writes; a BlockPool
+// is used by one thread at a time.
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -59,7 +62,7 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const Const
 //   key           [tokens, num_kv_heads, head_dim]         the dtype of query
 //   value         [tokens, num_kv_heads, value_head_dim]   the dtype of query
 //   cos, sin      [tokens, half] f32, 2 * half <= head_dim (rope_table in rowwise.h)
-//   weights       [head_dim] f32, the same for all heads; absent: no norm
+//   weights       [head_dim] f32, the same for all heads; absent (no data): no norm
 //   query_out     as query; may be the very same view
 //   slot_mapping, key_cache, value_cache                   as in scatter_pa_kv_cache
 // Arithmetic in f32, each result rounded once, when it is stored: for f32 the bits of rms_norm, rope and
@@ -68,7 +71,7 @@ struct RopeScatterInputs {
   ConstTensor query, key, value;
   ConstTensor cos, sin;
   ConstTensor slot_mapping;
-  std::optional<ConstTensor> query_weight = {}, key_weight = {};
+  ConstTensor query_weight = {}, key_weight = {};
 };
 struct RopeScatterOptions {
   PageLayout layout = PageLayout::norm;
@@ -125,7 +128,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
                           const Tensor& value, const GatherOptions& options = {});
 
 // Which blocks of a cache are in use, and by how many sequences. A pool holds block ids, not memory: the cache is the
-// caller's. Not thread-safe: calls on one pool come one after the other.
+// caller's. Not locked: calls on one pool come one after the other.
 //
 // A block has as many references as sequences hold it. Sequences that share a prefix share its blocks: fork() adds a
 // reference to each. Whoever is about to write a row calls prepare_write(): a shared block gives way to a private one,

@@ -4,8 +4,9 @@
 // Everywhere: tensors f32, bf16 or f16 with any strides; arithmetic in f32, one rounding when a result is stored. An
 // output may be the very same view as an input of its shape and dtype (in place); any other overlap is refused. Rows
 // are independent: NaN and Inf reach their own row only, and the bits depend neither on the other rows nor on the
-// number of threads. Zero sizes are legal. Errors: invalid_argument, naming operator, tensor, dimension and both
-// values; nothing has been written then.
+// number of threads. Zero sizes are legal. A tensor whose default is {} is optional: absent where it has no data.
+// Errors: invalid_argument, naming operator, tensor, dimension and both values; nothing has been written then. Threads:
+// several may call these operators on one Context at once, as long as no call writes memory that another one uses.
 //
 // Gradients. X_backward takes grad_out, the gradient of a loss with respect to out of X, and gives the gradients with
 // respect to the inputs of X; it computes means, roots and exponentials of X again. Gradients of a weight sum over all
@@ -14,7 +15,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 #include "opst/context.h"
 #include "opst/rope_style.h"
@@ -32,7 +32,7 @@ namespace opst {
 // pass products of grad_out, weight and x overflow as well, grad_x is NaN.
 struct RmsNormOptions {
   double eps = 1e-5;
-  std::optional<Tensor> rstd = {};  // f32 [..]: written as well
+  Tensor rstd = {};  // f32 [..]: written as well
 };
 Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                 const RmsNormOptions& options = {});
@@ -42,11 +42,11 @@ Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weigh
 Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b, const ConstTensor& weight,
                     const Tensor& out, const Tensor& sum, const RmsNormOptions& options = {});
 
-// Absent gradients are not computed.
+// Gradients without data are not computed.
 struct NormGradients {
-  std::optional<Tensor> x = {};       // as x
-  std::optional<Tensor> weight = {};  // [features], f32 or the dtype of x
-  std::optional<Tensor> bias = {};    // likewise; layer_norm only
+  Tensor x = {};       // as x
+  Tensor weight = {};  // [features], f32 or the dtype of x
+  Tensor bias = {};    // likewise; layer_norm only
 };
 
 //   grad_out, x  [.., features], the same dtype
@@ -54,7 +54,7 @@ struct RmsNormBackwardOptions {
   double eps = 1e-5;
   // As x, added to the gradient of x. With x = sum and grad_sum = the gradient of sum, the result is the gradient of
   // a and of b of add_rms_norm.
-  std::optional<ConstTensor> grad_sum = {};
+  ConstTensor grad_sum = {};
 };
 Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
                          const NormGradients& gradients, const RmsNormBackwardOptions& options = {});
@@ -67,10 +67,10 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
 // and weight that are 0 (torch's layer_norm gives NaN); one whose sum is above it gives NaN.
 struct LayerNormOptions {
   double eps = 1e-5;
-  std::optional<ConstTensor> weight = {};
-  std::optional<ConstTensor> bias = {};  // of the dtype of weight, where both are there
-  std::optional<Tensor> mean = {};       // f32 [..]: written as well
-  std::optional<Tensor> rstd = {};
+  ConstTensor weight = {};
+  ConstTensor bias = {};  // of the dtype of weight, where both are there
+  Tensor mean = {};       // f32 [..]: written as well
+  Tensor rstd = {};
 };
 Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, const LayerNormOptions& options = {});
 

@@ -4,6 +4,11 @@
 // BSND, BNSD, BSH, SBH are views of one another, and no kernel knows a layout by name. Where a dimension has several
 // indices, strides of inputs are any value >= 0 (0 repeats an element), and those of outputs keep elements apart.
 //
+// An optional tensor of a call is absent where it has no data: Tensor{} is. (Of a tensor that must be there, only one
+// without elements may have none.)
+//
+// Threads: tensors are plain values. A Buffer has no lock: one thread moves or frees it while no other uses its memory.
+//
 //   float q[2 * 5 * 4 * 64];                                     // stored [batch, seq, heads, head_dim]
 //   Tensor bsnd = Tensor::contiguous(DType::f32, {2, 5, 4, 64}, q);
 //   Tensor bnsd = bsnd.transposed(1, 2);                         // [2, 4, 5, 64], the same bytes
@@ -38,6 +43,8 @@ struct BasicTensor {
   Data data = nullptr;             // at a multiple of size_bytes(dtype), where there are elements
 
   BasicTensor() = default;
+  // Whether an optional tensor is there.
+  explicit operator bool() const { return data != nullptr; }
   // A mutable view may be read as a const one.
   template <bool kOther>
   requires(kConst && !kOther) BasicTensor(const BasicTensor<kOther>& other)

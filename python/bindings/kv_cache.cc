@@ -142,8 +142,8 @@ void bind_kv_cache(nb::module_& module) {
                                           .cos = cos.input(),
                                           .sin = sin.input(),
                                           .slot_mapping = slots.input(),
-                                          .query_weight = optional_input(query_weight),
-                                          .key_weight = optional_input(key_weight)};
+                                          .query_weight = input_or_empty(query_weight),
+                                          .key_weight = input_or_empty(key_weight)};
         const RopeScatterOptions options = {.layout = parse_layout(layout), .style = parse_style(style), .eps = eps};
         run([&, q = query_out.output("query_out"), k = key_cache.output("key_cache"),
              v = value_cache.output("value_cache")] {

@@ -20,9 +20,9 @@ RopeSections sections(const std::optional<std::tuple<int64_t, int64_t, int64_t, 
 }
 
 NormGradients gradients(const View* x, const View* weight, const View* bias) {
-  return {.x = optional_output(x, "grad_x"),
-          .weight = optional_output(weight, "grad_weight"),
-          .bias = optional_output(bias, "grad_bias")};
+  return {.x = output_or_empty(x, "grad_x"),
+          .weight = output_or_empty(weight, "grad_weight"),
+          .bias = output_or_empty(bias, "grad_bias")};
 }
 
 }  // namespace
@@ -39,7 +39,7 @@ void bind_rowwise(nb::module_& module) {
   module.def(
       "rms_norm",
       [](Context& context, const View& x, const View& weight, const View& out, double eps, const View* rstd) {
-        const RmsNormOptions options = {.eps = eps, .rstd = optional_output(rstd, "rstd")};
+        const RmsNormOptions options = {.eps = eps, .rstd = output_or_empty(rstd, "rstd")};
         run([&, y = out.output("out")] { return rms_norm(context, x.input(), weight.input(), y, options); });
       },
       arg("context"), arg("x"), arg("weight"), arg("out"), arg("eps"), arg("rstd").none());
@@ -47,7 +47,7 @@ void bind_rowwise(nb::module_& module) {
       "add_rms_norm",
       [](Context& context, const View& a, const View& b, const View& weight, const View& out, const View& sum,
          double eps, const View* rstd) {
-        const RmsNormOptions options = {.eps = eps, .rstd = optional_output(rstd, "rstd")};
+        const RmsNormOptions options = {.eps = eps, .rstd = output_or_empty(rstd, "rstd")};
         run([&, y = out.output("out"), s = sum.output("sum")] {
           return add_rms_norm(context, a.input(), b.input(), weight.input(), y, s, options);
         });
@@ -57,7 +57,7 @@ void bind_rowwise(nb::module_& module) {
       "rms_norm_backward",
       [](Context& context, const View& grad_out, const View& x, const View& weight, const View* grad_x,
          const View* grad_weight, double eps, const View* grad_sum) {
-        const RmsNormBackwardOptions options = {.eps = eps, .grad_sum = optional_input(grad_sum)};
+        const RmsNormBackwardOptions options = {.eps = eps, .grad_sum = input_or_empty(grad_sum)};
         run([&, g = gradients(grad_x, grad_weight, nullptr)] {
           return rms_norm_backward(context, grad_out.input(), x.input(), weight.input(), g, options);
         });
@@ -69,10 +69,10 @@ void bind_rowwise(nb::module_& module) {
       [](Context& context, const View& x, const View* weight, const View* bias, const View& out, double eps,
          const View* mean, const View* rstd) {
         const LayerNormOptions options = {.eps = eps,
-                                          .weight = optional_input(weight),
-                                          .bias = optional_input(bias),
-                                          .mean = optional_output(mean, "mean"),
-                                          .rstd = optional_output(rstd, "rstd")};
+                                          .weight = input_or_empty(weight),
+                                          .bias = input_or_empty(bias),
+                                          .mean = output_or_empty(mean, "mean"),
+                                          .rstd = output_or_empty(rstd, "rstd")};
         run([&, y = out.output("out")] { return layer_norm(context, x.input(), y, options); });
       },
       arg("context"), arg("x"), arg("weight").none(), arg("bias").none(), arg("out"), arg("eps"), arg("mean").none(),
@@ -81,7 +81,7 @@ void bind_rowwise(nb::module_& module) {
       "layer_norm_backward",
       [](Context& context, const View& grad_out, const View& x, const View* weight, const View* grad_x,
          const View* grad_weight, const View* grad_bias, double eps) {
-        const LayerNormOptions options = {.eps = eps, .weight = optional_input(weight)};
+        const LayerNormOptions options = {.eps = eps, .weight = input_or_empty(weight)};
         run([&, g = gradients(grad_x, grad_weight, grad_bias)] {
           return layer_norm_backward(context, grad_out.input(), x.input(), g, options);
         });

@@ -26,11 +26,12 @@ inline Tensor mutable_view(const ConstTensor& tensor) {
   return view;
 }
 
-// Rounds x to the tensor's dtype, f64, f32, bf16 or f16; `offset` in elements.
-inline void store_element(const Tensor& tensor, int64_t offset, double x) {
+// Rounds x, a float or double, to the tensor's dtype: f64, f32, bf16 or f16. `offset` in elements.
+template <class Real>
+void store_element(const Tensor& tensor, int64_t offset, Real x) {
   switch (tensor.dtype) {
     case DType::f64:
-      static_cast<double*>(tensor.data)[offset] = x;
+      static_cast<double*>(tensor.data)[offset] = static_cast<double>(x);
       break;
     case DType::f32:
       static_cast<float*>(tensor.data)[offset] = static_cast<float>(x);

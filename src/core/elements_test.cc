@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <cstring>
+
 namespace opst {
 namespace {
 
@@ -40,6 +43,33 @@ TEST(Elements, RowOffsetCountsInRowMajorOrder) {
     }
   }
   EXPECT_EQ(row_offset(t, 0, 0), 0);
+}
+
+// The dimensions of rows may follow others: those of a part among parts, say.
+TEST(Elements, RowsBehindOtherDimensions) {
+  ConstTensor t;
+  t.dtype = DType::f32, t.rank = 4;
+  const int64_t shape[] = {9, 2, 3, 5}, strides[] = {10000, 7, 1000, 1};
+  for (int i = 0; i < 4; ++i) t.shape[i] = shape[i], t.strides[i] = strides[i];
+  for (int64_t row = 0; row < 6; ++row) EXPECT_EQ(row_offset(t, row, 2, 1), row / 3 * 7 + row % 3 * 1000);
+  EXPECT_EQ(row_offset(t, 0, 0, 1), 0);
+  EXPECT_EQ(num_rows(t), 9 * 2 * 3);
+  EXPECT_EQ(num_rows(t.selected(0, 0).selected(0, 0).selected(0, 0)), 1);
+}
+
+TEST(Elements, StoredElementsAreRoundedOnce) {
+  alignas(8) char memory[16] = {};
+  const auto bits = [&]<class T>(T, DType dtype, double x) {
+    store_element(Tensor::contiguous(dtype, {2}, memory), 1, x);
+    T result;
+    std::memcpy(&result, memory + sizeof(T), sizeof(T));
+    return result;
+  };
+  EXPECT_EQ(bits(double{}, DType::f64, 0.1), 0.1);
+  EXPECT_EQ(bits(float{}, DType::f32, 0.1), 0.1f);
+  EXPECT_EQ(bits(uint16_t{}, DType::bf16, 1.0 + 0x1p-8), 0x3f80);            // a tie, to even
+  EXPECT_EQ(bits(uint16_t{}, DType::bf16, 1.0 + 0x1p-8 + 0x1p-40), 0x3f81);  // through f32 it would be that tie
+  EXPECT_EQ(bits(uint16_t{}, DType::f16, 1.0 + 0x1p-11 + 0x1p-40), 0x3c01);
 }
 
 TEST(Elements, AMutableViewIsTheSameView) {

@@ -10,7 +10,7 @@
 // A dimension's name is bound to its first size; a later tensor with another size fails with
 //   flash_attention_forward: key dim 3 (head_dim) is 64, but query set head_dim = 128
 // Only the first failure is kept. Names are kept as pointers: they must outlive the check, as literals do. Inputs may
-// have any strides >= 0; an output's elements must not share addresses.
+// have any strides >= 0; an output's elements must not share addresses. A check belongs to one call, and to its thread.
 #pragma once
 
 #include <cstddef>

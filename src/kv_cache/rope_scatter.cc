@@ -1,7 +1,6 @@
 // rope_scatter_pa_kv_cache: a token's heads are normalised and turned in f32, where they lie or in scratch that stays
 // in L1, and stored once.
 #include <algorithm>
-#include <optional>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
@@ -88,8 +87,8 @@ Result<PageSizes> check_call(ShapeCheck& check, const RopeScatterInputs& in, con
   check.tensor("slot_mapping", in.slot_mapping).dtype({DType::i32, DType::i64}).dims({"tokens"});
   check.tensor("key", in.key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "num_kv_heads", "head_dim"});
   check.tensor("value", in.value).dtype({in.key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
-  if (in.query_weight) check.tensor("query_weight", *in.query_weight).dtype({DType::f32}).dims({"head_dim"});
-  if (in.key_weight) check.tensor("key_weight", *in.key_weight).dtype({DType::f32}).dims({"head_dim"});
+  if (in.query_weight) check.tensor("query_weight", in.query_weight).dtype({DType::f32}).dims({"head_dim"});
+  if (in.key_weight) check.tensor("key_weight", in.key_weight).dtype({DType::f32}).dims({"head_dim"});
   const bool in_place = same_view(in.query, query_out);
   if (in_place) check.output("query_out", query_out).dims({"tokens", "num_heads", "head_dim"});
   check.tensor("query", in.query).dtype({in.key.dtype}).dims({"tokens", "num_heads", "head_dim"});
@@ -137,11 +136,11 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
 
     const Isa isa = context.machine().isa;
     const rowwise::Kernels& table = rowwise::kernels(isa);
-    const auto turning = [&](const std::optional<ConstTensor>& weight) {
+    const auto turning = [&](const ConstTensor& weight) {
       return Turning{.norm = table.rms_norm[kF32][1],
                      .rope = table.rope[kF32],
                      .widen = kv_cache::copy_rows_kernel(isa, in.key.dtype, DType::f32),
-                     .weight = weight && head_dim > 0 ? rowwise::ConstRow{weight->data, weight->strides[0]}
+                     .weight = weight && head_dim > 0 ? rowwise::ConstRow{weight.data, weight.strides[0]}
                                                       : rowwise::ConstRow{nullptr, 0},
                      .cos = in.cos,
                      .sin = in.sin,

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "core/convert.h"
+#include "core/elements.h"
 #include "core/guarded.h"
 #include "opst/rowwise.h"
 #include "rowwise/rows.h"
@@ -15,13 +15,7 @@ void check_eps(ShapeCheck& check, double eps) {
   check.require(eps >= 0, [&] { return "eps is " + std::to_string(eps) + ", but must be >= 0"; });
 }
 
-ConstRow weight_row(const ConstTensor* weight) {
-  return weight != nullptr ? ConstRow{weight->data, weight->strides[0]} : ConstRow{nullptr, 0};
-}
-
-ConstRow optional_row(const ConstTensor* tensor, int64_t row) {
-  return tensor != nullptr ? row_of(*tensor, row) : ConstRow{nullptr, 0};
-}
+ConstRow weight_row(const ConstTensor& weight) { return {weight.data, weight.strides[0]}; }
 
 struct NormCall {
   Norm kernel;
@@ -29,32 +23,29 @@ struct NormCall {
   ConstRow weight, bias;
   Tensor out;
   double eps;
-  const Tensor* mean;
-  const Tensor* rstd;
+  Tensor mean, rstd;
 };
 
 void run_row(const NormCall& call, int64_t row) {
   const Moments moments = call.kernel(row_of(call.x, row), call.weight, call.bias, row_of(call.out, row),
                                       call.x.shape[call.x.rank - 1], call.eps);
-  if (call.mean != nullptr) *row_number(*call.mean, row) = moments.mean;
-  if (call.rstd != nullptr) *row_number(*call.rstd, row) = moments.rstd;
+  if (call.mean) *row_number(call.mean, row) = moments.mean;
+  if (call.rstd) *row_number(call.rstd, row) = moments.rstd;
 }
 
 // Of rows without elements: means of nothing, as 0 / 0 is.
 void fill_statistics_of_nothing(Context& context, const NormCall& call) {
-  if (call.x.shape[call.x.rank - 1] != 0 || (call.mean == nullptr && call.rstd == nullptr)) return;
+  if (call.x.shape[call.x.rank - 1] != 0 || (!call.mean && !call.rstd)) return;
   for_each_row(context, num_rows(call.x), 1, [&](int64_t row) {
-    for (const Tensor* const numbers : {call.mean, call.rstd}) {
-      if (numbers != nullptr) *row_number(*numbers, row) = std::numeric_limits<float>::quiet_NaN();
+    for (const Tensor* const numbers : {&call.mean, &call.rstd}) {
+      if (*numbers) *row_number(*numbers, row) = std::numeric_limits<float>::quiet_NaN();
     }
   });
 }
 
 struct NormBackwardCall {
   NormBackward kernel;
-  ConstTensor grad_out, x;
-  const ConstTensor* weight;
-  const ConstTensor* grad_sum;
+  ConstTensor grad_out, x, weight, grad_sum;
   const NormGradients* gradients;
   double eps;
 };
@@ -71,13 +62,6 @@ RowChunks chunks_of(int64_t rows, int64_t features) {
   return {std::max<int64_t>(1, ceil_div(rows, chunk_rows)), chunk_rows};
 }
 
-void store(float value, const Tensor& tensor, int64_t i) {
-  const int64_t at = i * tensor.strides[0];
-  if (tensor.dtype == DType::f32) static_cast<float*>(tensor.data)[at] = value;
-  if (tensor.dtype == DType::bf16) static_cast<bf16*>(tensor.data)[at] = to_bf16(value);
-  if (tensor.dtype == DType::f16) static_cast<f16*>(tensor.data)[at] = to_f16(value);
-}
-
 // `sums` [chunks.count][features]: adds up the chunks and writes them.
 void finish_weight_gradient(Context& context, float* sums, const RowChunks& chunks, const Tensor& gradient) {
   constexpr int64_t kColumns = 512;
@@ -88,7 +72,7 @@ void finish_weight_gradient(Context& context, float* sums, const RowChunks& chun
       const float* const part = sums + chunk * features;
       for (int64_t i = begin; i < end; ++i) sums[i] += part[i];
     }
-    for (int64_t i = begin; i < end; ++i) store(sums[i], gradient, i);
+    for (int64_t i = begin; i < end; ++i) store_element(gradient, i * gradient.strides[0], sums[i]);
   });
 }
 
@@ -99,8 +83,8 @@ Status run_backward(Context& context, const NormBackwardCall& call) {
     call.kernel({.grad_out = row_of(call.grad_out, row),
                  .x = row_of(call.x, row),
                  .weight = weight_row(call.weight),
-                 .grad_sum = optional_row(call.grad_sum, row),
-                 .grad_x = gradients.x ? row_of(*gradients.x, row) : Row{nullptr, 0},
+                 .grad_sum = call.grad_sum ? row_of(call.grad_sum, row) : ConstRow{nullptr, 0},
+                 .grad_x = gradients.x ? row_of(gradients.x, row) : Row{nullptr, 0},
                  .grad_weight = grad_weight,
                  .grad_bias = grad_bias,
                  .features = features,
@@ -127,23 +111,23 @@ Status run_backward(Context& context, const NormBackwardCall& call) {
     const int64_t end = std::min(rows, (chunk + 1) * chunks.rows);
     for (int64_t row = chunk * chunks.rows; row < end; ++row) run(row, weight_sum, bias_sum);
   });
-  if (gradients.weight) finish_weight_gradient(context, weight_sums, chunks, *gradients.weight);
-  if (gradients.bias) finish_weight_gradient(context, bias_sums, chunks, *gradients.bias);
+  if (gradients.weight) finish_weight_gradient(context, weight_sums, chunks, gradients.weight);
+  if (gradients.bias) finish_weight_gradient(context, bias_sums, chunks, gradients.bias);
   return {};
 }
 
-void check_weight_gradient(ShapeCheck& check, const char* name, const std::optional<Tensor>& gradient, DType dtype) {
+void check_weight_gradient(ShapeCheck& check, const char* name, const Tensor& gradient, DType dtype) {
   if (!gradient) return;
-  ShapeCheck::TensorCheck tensor = check.output(name, *gradient);
+  ShapeCheck::TensorCheck tensor = check.output(name, gradient);
   (dtype == DType::f32 ? tensor.dtype({dtype}) : tensor.dtype({DType::f32, dtype})).dims({"features"});
 }
 
 }  // namespace
 }  // namespace rowwise
 
-using rowwise::address;
 using rowwise::check_rows;
 using rowwise::for_each_row;
+using rowwise::if_there;
 using rowwise::kernels;
 using rowwise::row_of;
 
@@ -153,19 +137,19 @@ Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weigh
     ShapeCheck check("rms_norm");
     rowwise::check_weight(check, "weight", weight, x.dtype);
     check_rows(check, {{"x", &x}}, {{"out", &out}});
-    if (options.rstd) rowwise::check_row_numbers(check, "rstd", *options.rstd, x.rank);
+    if (options.rstd) rowwise::check_row_numbers(check, "rstd", options.rstd, x.rank);
     rowwise::check_eps(check, options.eps);
     if (!check.ok()) return check.status();
 
     const rowwise::NormCall call = {
         .kernel = kernels(context.machine().isa).rms_norm[float_index(x.dtype)][weight.dtype == DType::f32],
         .x = x,
-        .weight = rowwise::weight_row(&weight),
+        .weight = rowwise::weight_row(weight),
         .bias = {nullptr, 0},
         .out = out,
         .eps = options.eps,
-        .mean = nullptr,
-        .rstd = address(options.rstd)};
+        .mean = {},
+        .rstd = options.rstd};
     fill_statistics_of_nothing(context, call);
     for_each_row(context, num_rows(x), check["features"], [&](int64_t row) { run_row(call, row); });
     return {};
@@ -178,7 +162,7 @@ Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b
     ShapeCheck check("add_rms_norm");
     rowwise::check_weight(check, "weight", weight, a.dtype);
     check_rows(check, {{"a", &a}, {"b", &b}}, {{"out", &out}, {"sum", &sum}});
-    if (options.rstd) rowwise::check_row_numbers(check, "rstd", *options.rstd, a.rank);
+    if (options.rstd) rowwise::check_row_numbers(check, "rstd", options.rstd, a.rank);
     rowwise::check_eps(check, options.eps);
     if (!check.ok()) return check.status();
 
@@ -186,12 +170,12 @@ Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b
     const rowwise::Binary add_rows = table.add[float_index(a.dtype)];
     const rowwise::NormCall call = {.kernel = table.rms_norm[float_index(a.dtype)][weight.dtype == DType::f32],
                                     .x = sum,
-                                    .weight = rowwise::weight_row(&weight),
+                                    .weight = rowwise::weight_row(weight),
                                     .bias = {nullptr, 0},
                                     .out = out,
                                     .eps = options.eps,
-                                    .mean = nullptr,
-                                    .rstd = address(options.rstd)};
+                                    .mean = {},
+                                    .rstd = options.rstd};
     const int64_t features = check["features"];
     fill_statistics_of_nothing(context, call);
     for_each_row(context, num_rows(a), features, [&](int64_t row) {
@@ -207,8 +191,8 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
   return guarded([&]() -> Status {
     ShapeCheck check("rms_norm_backward");
     rowwise::check_weight(check, "weight", weight, x.dtype);
-    check_rows(check, {{"x", &x}, {"grad_out", &grad_out}, {"grad_sum", address(options.grad_sum)}},
-               {{"gradients.x", address(gradients.x)}});
+    check_rows(check, {{"x", &x}, {"grad_out", &grad_out}, {"grad_sum", if_there(options.grad_sum)}},
+               {{"gradients.x", if_there(gradients.x)}});
     rowwise::check_weight_gradient(check, "gradients.weight", gradients.weight, x.dtype);
     check.require(!gradients.bias, "gradients.bias is asked for, but rms_norm has no bias");
     rowwise::check_eps(check, options.eps);
@@ -218,8 +202,8 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
         {.kernel = kernels(context.machine().isa).rms_norm_backward[float_index(x.dtype)][weight.dtype == DType::f32],
          .grad_out = grad_out,
          .x = x,
-         .weight = &weight,
-         .grad_sum = address(options.grad_sum),
+         .weight = weight,
+         .grad_sum = options.grad_sum,
          .gradients = &gradients,
          .eps = options.eps});
   });
@@ -229,16 +213,16 @@ namespace {
 
 // Weight and bias of layer_norm; gives whether they are f32.
 bool check_affine(ShapeCheck& check, const LayerNormOptions& options, DType dtype) {
-  if (options.weight) rowwise::check_weight(check, "weight", *options.weight, dtype);
-  if (options.bias) rowwise::check_weight(check, "bias", *options.bias, dtype);
+  if (options.weight) rowwise::check_weight(check, "weight", options.weight, dtype);
+  if (options.bias) rowwise::check_weight(check, "bias", options.bias, dtype);
   if (options.weight && options.bias) {
-    check.require(options.weight->dtype == options.bias->dtype, [&] {
-      return std::string("bias is ") + to_string(options.bias->dtype) + ", but weight is " +
-             to_string(options.weight->dtype);
+    check.require(options.weight.dtype == options.bias.dtype, [&] {
+      return std::string("bias is ") + to_string(options.bias.dtype) + ", but weight is " +
+             to_string(options.weight.dtype);
     });
   }
-  const ConstTensor* const any = options.weight ? &*options.weight : address(options.bias);
-  return any == nullptr || any->dtype == DType::f32;
+  const ConstTensor& any = options.weight ? options.weight : options.bias;
+  return !any || any.dtype == DType::f32;
 }
 
 }  // namespace
@@ -248,20 +232,20 @@ Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, con
     ShapeCheck check("layer_norm");
     const bool f32_weight = check_affine(check, options, x.dtype);
     check_rows(check, {{"x", &x}}, {{"out", &out}});
-    if (options.mean) rowwise::check_row_numbers(check, "mean", *options.mean, x.rank);
-    if (options.rstd) rowwise::check_row_numbers(check, "rstd", *options.rstd, x.rank);
+    if (options.mean) rowwise::check_row_numbers(check, "mean", options.mean, x.rank);
+    if (options.rstd) rowwise::check_row_numbers(check, "rstd", options.rstd, x.rank);
     rowwise::check_eps(check, options.eps);
     if (!check.ok()) return check.status();
 
     const rowwise::NormCall call = {
         .kernel = kernels(context.machine().isa).layer_norm[float_index(x.dtype)][f32_weight],
         .x = x,
-        .weight = rowwise::weight_row(address(options.weight)),
-        .bias = rowwise::weight_row(address(options.bias)),
+        .weight = rowwise::weight_row(options.weight),
+        .bias = rowwise::weight_row(options.bias),
         .out = out,
         .eps = options.eps,
-        .mean = address(options.mean),
-        .rstd = address(options.rstd)};
+        .mean = options.mean,
+        .rstd = options.rstd};
     fill_statistics_of_nothing(context, call);
     for_each_row(context, num_rows(x), check["features"], [&](int64_t row) { run_row(call, row); });
     return {};
@@ -272,19 +256,19 @@ Status layer_norm_backward(Context& context, const ConstTensor& grad_out, const 
                            const NormGradients& gradients, const LayerNormOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("layer_norm_backward");
-    if (options.weight) rowwise::check_weight(check, "weight", *options.weight, x.dtype);
-    check_rows(check, {{"x", &x}, {"grad_out", &grad_out}}, {{"gradients.x", address(gradients.x)}});
+    if (options.weight) rowwise::check_weight(check, "weight", options.weight, x.dtype);
+    check_rows(check, {{"x", &x}, {"grad_out", &grad_out}}, {{"gradients.x", if_there(gradients.x)}});
     rowwise::check_weight_gradient(check, "gradients.weight", gradients.weight, x.dtype);
     rowwise::check_weight_gradient(check, "gradients.bias", gradients.bias, x.dtype);
     rowwise::check_eps(check, options.eps);
     if (!check.ok()) return check.status();
-    const bool f32_weight = !options.weight || options.weight->dtype == DType::f32;
+    const bool f32_weight = !options.weight || options.weight.dtype == DType::f32;
     return rowwise::run_backward(
         context, {.kernel = kernels(context.machine().isa).layer_norm_backward[float_index(x.dtype)][f32_weight],
                   .grad_out = grad_out,
                   .x = x,
-                  .weight = address(options.weight),
-                  .grad_sum = nullptr,
+                  .weight = options.weight,
+                  .grad_sum = {},
                   .gradients = &gradients,
                   .eps = options.eps});
   });

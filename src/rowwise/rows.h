@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <optional>
 #include <string>
 #include <type_traits>
 
@@ -39,9 +38,9 @@ void check_style(ShapeCheck& check, RopeStyle style);
 // [features], f32 or `dtype`.
 void check_weight(ShapeCheck& check, const char* name, const ConstTensor& weight, DType dtype);
 
-template <class T>
-const T* address(const std::optional<T>& optional) {
-  return optional ? &*optional : nullptr;
+template <class AnyTensor>
+const AnyTensor* if_there(const AnyTensor& tensor) {
+  return tensor ? &tensor : nullptr;
 }
 
 inline ConstRow row_of(const ConstTensor& tensor, int64_t row) {

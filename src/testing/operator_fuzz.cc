@@ -162,17 +162,17 @@ FuzzedCall draw_rowwise(Choices& c, Operands& t) {
   return {[=](Context& context, const Views& v) -> Status {
     switch (what) {
       case 0:
-        return rms_norm(context, v[0], v[2], v[3], {eps, wanted(v[4])});
+        return rms_norm(context, v[0], v[2], v[3], {eps, v[4]});
       case 1:
         return add_rms_norm(context, v[0], v[1], v[2], v[3], v[4], {eps, {}});
       case 2:
         return swiglu_backward(context, v[0], v[1], v[0], v[3], v[4]);
       case 3:
-        return rms_norm_backward(context, v[0], v[1], v[2], {wanted(v[3]), wanted(v[5]), {}}, {eps, {}});
+        return rms_norm_backward(context, v[0], v[1], v[2], {v[3], v[5], {}}, {eps, {}});
       case 4:
-        return layer_norm(context, v[0], v[3], {eps, given(v[2]), {}, wanted(v[4]), {}});
+        return layer_norm(context, v[0], v[3], {eps, v[2], {}, v[4], {}});
       case 5:
-        return layer_norm_backward(context, v[0], v[1], {wanted(v[3]), wanted(v[5]), {}}, {.eps = eps, .weight = v[2]});
+        return layer_norm_backward(context, v[0], v[1], {v[3], v[5], {}}, {.eps = eps, .weight = v[2]});
       case 6:
         return softmax(context, v[0], v[3], {scale});
       case 7:
@@ -271,7 +271,7 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
   for (int i = 0; i < 2; ++i) c.coin() ? t.input(DType::f32, {s.head_dim}) : t.absent();
   t.output(x, {tokens, heads, s.head_dim});
   return {[=](Context& context, const Views& v) {
-    const RopeScatterInputs in = {v[5], v[0], v[1], v[6], v[7], v[2], given(v[8]), given(v[9])};
+    const RopeScatterInputs in = {v[5], v[0], v[1], v[6], v[7], v[2], v[8], v[9]};
     return rope_scatter_pa_kv_cache(context, in, v[10], v[3], v[4], {from});
   }};
 }
