@@ -156,55 +156,69 @@ struct Side {
   }
 };
 
+void check_heads(ShapeCheck& check, const ConstTensor& head_indices, int64_t num_kv_heads) {
+  for (int64_t h = 0; head_indices && h < distinct(head_indices, 0) && check.ok(); ++h) {
+    const int64_t head = index_at(head_indices, h);
+    check.require(head >= 0 && head < num_kv_heads, [&] {
+      return std::string("head_indices[") + std::to_string(h) + "] is " + std::to_string(head) +
+             ", but the cache has num_kv_heads = " + std::to_string(num_kv_heads);
+    });
+  }
+}
+
+// Checks all tensors, and the integers in them; gives the cache's sizes.
+Result<PageSizes> check_call(ShapeCheck& check, const ConstTensor& key_cache, const ConstTensor& value_cache,
+                             const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
+                             const Tensor& value, const GatherOptions& options) {
+  const ConstTensor& head_indices = options.head_indices;
+  const PageSizes sizes =
+      kv_cache::check_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
+  check.tensor("block_table", block_table).dtype({DType::i32, DType::i64}).dims({"batch", "max_blocks"});
+  check.tensor("kv_lengths", kv_lengths)
+      .dtype({DType::i32, DType::i64})
+      .dims({options.cumulative_lengths ? "batch + 1" : "batch"});
+  if (options.seq_offset) {
+    check.tensor("seq_offset", options.seq_offset).dtype({DType::i32, DType::i64}).dims({"batch"});
+  }
+  if (head_indices) check.tensor("head_indices", head_indices).dtype({DType::i32, DType::i64}).dims({"heads"});
+  const char* const heads = head_indices ? "heads" : "num_kv_heads";
+  check.output("key", key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", heads, "head_dim"});
+  check.output("value", value).dtype({key.dtype}).dims({"tokens", heads, "value_head_dim"});
+  if (options.cumulative_lengths) {
+    check.require(kv_lengths.shape[0] == check["batch"] + 1, [&] {
+      return std::string("kv_lengths dim 0 is ") + std::to_string(kv_lengths.shape[0]) +
+             ", but cumulative lengths of block_table's batch = " + std::to_string(check["batch"]) + " are " +
+             std::to_string(check["batch"] + 1);
+    });
+  }
+  if (!check.ok()) return check.status();
+  check_heads(check, head_indices, sizes.num_kv_heads);
+  const Sequences sequences = {block_table, kv_lengths, options, check["batch"], sizes.num_blocks, sizes.block_size};
+  if (const std::optional<int64_t> total = check_lengths(check, sequences)) {
+    check.require(key.shape[0] == *total, [&] {
+      return std::string("key dim 0 (tokens) is ") + std::to_string(key.shape[0]) + ", but the lengths of " +
+             std::to_string(sequences.batch) + " sequences sum to " + std::to_string(*total);
+    });
+  }
+  if (check.ok() && !options.zero_fill) check_blocks(check, sequences);
+  if (!check.ok()) return check.status();
+  return sizes;
+}
+
 }  // namespace
 
 Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const ConstTensor& value_cache,
                           const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
                           const Tensor& value, const GatherOptions& options) {
   return guarded([&]() -> Status {
-    const ConstTensor& head_indices = options.head_indices;
-    const bool all_heads = head_indices.data == nullptr;
     ShapeCheck check("gather_pa_kv_cache");
-    const PageSizes sizes =
-        kv_cache::check_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache);
-    check.tensor("block_table", block_table).dtype({DType::i32, DType::i64}).dims({"batch", "max_blocks"});
-    check.tensor("kv_lengths", kv_lengths)
-        .dtype({DType::i32, DType::i64})
-        .dims({options.cumulative_lengths ? "batch + 1" : "batch"});
-    if (options.seq_offset.data != nullptr) {
-      check.tensor("seq_offset", options.seq_offset).dtype({DType::i32, DType::i64}).dims({"batch"});
-    }
-    if (!all_heads) check.tensor("head_indices", head_indices).dtype({DType::i32, DType::i64}).dims({"heads"});
-    const char* const heads = all_heads ? "num_kv_heads" : "heads";
-    check.output("key", key).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", heads, "head_dim"});
-    check.output("value", value).dtype({key.dtype}).dims({"tokens", heads, "value_head_dim"});
-    if (options.cumulative_lengths) {
-      check.require(kv_lengths.shape[0] == check["batch"] + 1, [&] {
-        return std::string("kv_lengths dim 0 is ") + std::to_string(kv_lengths.shape[0]) +
-               ", but cumulative lengths of block_table's batch = " + std::to_string(check["batch"]) + " are " +
-               std::to_string(check["batch"] + 1);
-      });
-    }
-    if (!check.ok()) return check.status();
-
+    const Result<PageSizes> checked =
+        check_call(check, key_cache, value_cache, block_table, kv_lengths, key, value, options);
+    if (!checked.ok()) return checked.status();
+    const PageSizes& sizes = checked.value();
+    const ConstTensor& head_indices = options.head_indices;
     const Sequences sequences = {block_table, kv_lengths, options, check["batch"], sizes.num_blocks, sizes.block_size};
-    const int64_t num_heads = all_heads ? sizes.num_kv_heads : check["heads"];
-    for (int64_t h = 0; !all_heads && h < distinct(head_indices, 0) && check.ok(); ++h) {
-      const int64_t head = index_at(head_indices, h);
-      check.require(head >= 0 && head < sizes.num_kv_heads, [&] {
-        return std::string("head_indices[") + std::to_string(h) + "] is " + std::to_string(head) +
-               ", but the cache has num_kv_heads = " + std::to_string(sizes.num_kv_heads);
-      });
-    }
-    if (const std::optional<int64_t> total = check_lengths(check, sequences)) {
-      check.require(key.shape[0] == *total, [&] {
-        return std::string("key dim 0 (tokens) is ") + std::to_string(key.shape[0]) + ", but the lengths of " +
-               std::to_string(sequences.batch) + " sequences sum to " + std::to_string(*total);
-      });
-    }
-    if (check.ok() && !options.zero_fill) check_blocks(check, sequences);
-    if (!check.ok()) return check.status();
-
+    const int64_t num_heads = head_indices ? check["heads"] : sizes.num_kv_heads;
     const int64_t tokens = check["tokens"];
     const int64_t elements = tokens * num_heads * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return {};

@@ -115,13 +115,87 @@ RopeScatterInputs normal_inputs(RopeScatterInputs in) {
   return in;
 }
 
+// A checked call: what is done with one token.
+class RopeScatter {
+ public:
+  RopeScatter(Isa isa, const RopeScatterInputs& in, const Tensor& query_out, const Tensor& key_cache,
+              const Tensor& value_cache, const PageSizes& sizes, const RopeScatterOptions& options)
+      : in_(normal_inputs(in)),
+        query_out_(normal_strides(query_out)),
+        sizes_(sizes),
+        query_turning_(turning(isa, in_.query_weight, options)),
+        key_turning_(turning(isa, in_.key_weight, options)),
+        store_query_(kv_cache::copy_rows_kernel(isa, DType::f32, in.key.dtype)),
+        store_key_(kv_cache::copy_rows_kernel(isa, DType::f32, key_cache.dtype)),
+        store_value_(kv_cache::copy_rows_kernel(isa, in.key.dtype, key_cache.dtype)),
+        keys_(options.layout, PageSide::key, key_cache),
+        values_(options.layout, PageSide::value, value_cache) {}
+
+  // `scratch`: the heads of one token.
+  void write_query(int64_t token, const Heads& scratch) const {
+    char* const to = const_cast<char*>(token_of(query_out_, token));
+    if (query_out_.dtype == DType::f32) {
+      return query_turning_.run(in_.query, token, {to, query_out_.strides[1], query_out_.strides[2]});
+    }
+    query_turning_.run(in_.query, token, scratch);
+    store_query_({.num_rows = query_out_.shape[1],
+                  .dim = sizes_.head_dim,
+                  .from = scratch.data,
+                  .from_view = {.row_stride = sizes_.head_dim, .word_stride = 1, .step = 1},
+                  .to = to,
+                  .to_view = heads_of(query_out_)});
+  }
+
+  void write_cache(int64_t token, int64_t slot, const Heads& scratch) const {
+    const int64_t block = slot / sizes_.block_size, row = slot % sizes_.block_size;
+    if (sizes_.head_dim > 0) {
+      key_turning_.run(in_.key, token, scratch);
+      store_key_({.num_rows = sizes_.num_kv_heads,
+                  .dim = sizes_.head_dim,
+                  .from = scratch.data,
+                  .from_view = {.row_stride = sizes_.head_dim, .word_stride = 1, .step = 1},
+                  .to = keys_.writable_at(block, row),
+                  .to_view = keys_.heads_view()});
+    }
+    if (sizes_.value_head_dim > 0) {
+      store_value_({.num_rows = sizes_.num_kv_heads,
+                    .dim = sizes_.value_head_dim,
+                    .from = token_of(in_.value, token),
+                    .from_view = heads_of(in_.value),
+                    .to = values_.writable_at(block, row),
+                    .to_view = values_.heads_view()});
+    }
+  }
+
+ private:
+  Turning turning(Isa isa, const ConstTensor& weight, const RopeScatterOptions& options) const {
+    const rowwise::Kernels& table = rowwise::kernels(isa);
+    return {.norm = table.rms_norm[kF32][1],
+            .rope = table.rope[kF32],
+            .widen = kv_cache::copy_rows_kernel(isa, in_.key.dtype, DType::f32),
+            .weight =
+                sizes_.head_dim > 0 ? rowwise::ConstRow{weight.data, weight.strides[0]} : rowwise::ConstRow{nullptr, 0},
+            .cos = in_.cos,
+            .sin = in_.sin,
+            .pairs = options.style == RopeStyle::pairs,
+            .eps = options.eps};
+  }
+
+  const RopeScatterInputs in_;
+  const Tensor query_out_;
+  const PageSizes sizes_;
+  const Turning query_turning_, key_turning_;
+  const CopyRowsKernel store_query_, store_key_, store_value_;
+  const Pages keys_, values_;
+};
+
 }  // namespace
 
-Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& inputs, const Tensor& query_result,
+Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& inputs, const Tensor& query_out,
                                 const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("rope_scatter_pa_kv_cache");
-    const Result<PageSizes> checked = check_call(check, inputs, query_result, key_cache, value_cache, options);
+    const Result<PageSizes> checked = check_call(check, inputs, query_out, key_cache, value_cache, options);
     if (!checked.ok()) return checked.status();
     const PageSizes& sizes = checked.value();
 
@@ -131,28 +205,7 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     const int64_t cached = has_slots ? sizes.num_kv_heads * (head_dim + sizes.value_head_dim) : 0;
     const int64_t query_elements = num_heads * head_dim;
     if (tokens == 0 || cached + query_elements == 0) return {};
-    const RopeScatterInputs in = normal_inputs(inputs);
-    const Tensor query_out = normal_strides(query_result);
-
-    const Isa isa = context.machine().isa;
-    const rowwise::Kernels& table = rowwise::kernels(isa);
-    const auto turning = [&](const ConstTensor& weight) {
-      return Turning{.norm = table.rms_norm[kF32][1],
-                     .rope = table.rope[kF32],
-                     .widen = kv_cache::copy_rows_kernel(isa, in.key.dtype, DType::f32),
-                     .weight = weight && head_dim > 0 ? rowwise::ConstRow{weight.data, weight.strides[0]}
-                                                      : rowwise::ConstRow{nullptr, 0},
-                     .cos = in.cos,
-                     .sin = in.sin,
-                     .pairs = options.style == RopeStyle::pairs,
-                     .eps = options.eps};
-    };
-    const Turning query_turning = turning(in.query_weight), key_turning = turning(in.key_weight);
-    const CopyRowsKernel store_query = kv_cache::copy_rows_kernel(isa, DType::f32, in.key.dtype);
-    const CopyRowsKernel store_key = kv_cache::copy_rows_kernel(isa, DType::f32, key_cache.dtype);
-    const CopyRowsKernel store_value = kv_cache::copy_rows_kernel(isa, in.key.dtype, key_cache.dtype);
-    const Pages keys(options.layout, PageSide::key, key_cache);
-    const Pages values(options.layout, PageSide::value, value_cache);
+    const RopeScatter call(context.machine().isa, inputs, query_out, key_cache, value_cache, sizes, options);
 
     // Per worker: the heads of one token in f32.
     const int64_t scratch_bytes =
@@ -161,41 +214,8 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     if (!lease.ok()) return lease.status();
     char* const all_scratch = static_cast<char*>(lease.value().data());
 
-    const auto write_query = [&](int64_t token, const Heads& scratch) {
-      char* const to = const_cast<char*>(token_of(query_out, token));
-      if (query_out.dtype == DType::f32) {
-        return query_turning.run(in.query, token, {to, query_out.strides[1], query_out.strides[2]});
-      }
-      query_turning.run(in.query, token, scratch);
-      store_query({.num_rows = num_heads,
-                   .dim = head_dim,
-                   .from = scratch.data,
-                   .from_view = {.row_stride = head_dim, .word_stride = 1, .step = 1},
-                   .to = to,
-                   .to_view = heads_of(query_out)});
-    };
-    const auto write_cache = [&](int64_t token, int64_t slot, const Heads& scratch) {
-      const int64_t block = slot / sizes.block_size, row = slot % sizes.block_size;
-      if (head_dim > 0) {
-        key_turning.run(in.key, token, scratch);
-        store_key({.num_rows = sizes.num_kv_heads,
-                   .dim = head_dim,
-                   .from = scratch.data,
-                   .from_view = {.row_stride = head_dim, .word_stride = 1, .step = 1},
-                   .to = keys.writable_at(block, row),
-                   .to_view = keys.heads_view()});
-      }
-      if (sizes.value_head_dim > 0) {
-        store_value({.num_rows = sizes.num_kv_heads,
-                     .dim = sizes.value_head_dim,
-                     .from = token_of(in.value, token),
-                     .from_view = heads_of(in.value),
-                     .to = values.writable_at(block, row),
-                     .to_view = values.heads_view()});
-      }
-    };
-
     // Slots first, then queries, in one region.
+    const ConstTensor& slots = inputs.slot_mapping;
     const SlotTasks slot_tasks(tokens * cached);
     const int64_t tokens_per_task =
         query_elements > 0 ? std::max<int64_t>(1, SlotTasks::kTaskElements / query_elements) : tokens;
@@ -203,15 +223,15 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     context.impl().pool.parallel_for(num_tasks, [&](int64_t task, int worker) {
       const Heads scratch = {all_scratch + worker * scratch_bytes, head_dim, 1};
       if (task < slot_tasks.count) {
-        for (int64_t t = cached > 0 ? kv_cache::first_written(in.slot_mapping) : tokens; t < tokens; ++t) {
-          const int64_t slot = index_at(in.slot_mapping, t);
-          if (slot_tasks.writes(task, slot)) write_cache(t, slot, scratch);
+        for (int64_t t = cached > 0 ? kv_cache::first_written(slots) : tokens; t < tokens; ++t) {
+          const int64_t slot = index_at(slots, t);
+          if (slot_tasks.writes(task, slot)) call.write_cache(t, slot, scratch);
         }
         return;
       }
       const int64_t begin = (task - slot_tasks.count) * tokens_per_task;
       const int64_t end = query_elements > 0 ? std::min(tokens, begin + tokens_per_task) : begin;
-      for (int64_t t = begin; t < end; ++t) write_query(t, scratch);
+      for (int64_t t = begin; t < end; ++t) call.write_query(t, scratch);
     });
     return {};
   });
