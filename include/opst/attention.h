@@ -23,7 +23,7 @@
 //
 // Paged keys and values: with a block_table,
 //   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
-//          the shapes of another PageLayout (page_layout.h): panel32 pages are multiplied without packing
+//          the shapes of options.page_layout (page_layout.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it.
 //
@@ -100,7 +100,6 @@ struct AttentionInputs {
   ConstTensor block_table = {};
   // i32 or i64 [batch]: keys of each sequence. Required with a block_table; absent: kv_len for all.
   ConstTensor kv_lengths = {};
-  PageLayout page_layout = PageLayout::norm;  // with a block_table
 
   // Each of the following only if it has data.
   // i32 or i64 [batch + 1]: where sequences begin; see above.
@@ -164,6 +163,7 @@ struct AttentionOptions {
   AlibiForm alibi_form = AlibiForm::linear;
   int64_t alibi_query_start = 0;  // of a sequence that was cut: index of the first query, and of the first key
   int64_t alibi_key_start = 0;
+  PageLayout page_layout = PageLayout::norm;  // of keys and values, with a block_table
   DropoutOptions dropout = {};
 };
 
@@ -189,7 +189,6 @@ struct AttentionProblem {
   int64_t head_dim = 1;
   int64_t value_head_dim = 1;
   bool paged = false;
-  PageLayout page_layout = PageLayout::norm;
   int64_t block_size = 0;      // paged: keys of a page
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
   AttentionOptions options = {};

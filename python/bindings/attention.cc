@@ -167,8 +167,8 @@ void bind_attention(nb::module_& module) {
                                                   {"flash", AttentionPath::flash}});
       });
   type.def_prop_rw(
-      "page_layout", [](const AttentionCall& call) { return to_string(call.inputs.page_layout); },
-      [](AttentionCall& call, const std::string& text) { call.inputs.page_layout = parse_layout(text); });
+      "page_layout", [](const AttentionCall& call) { return to_string(call.options.page_layout); },
+      [](AttentionCall& call, const std::string& text) { call.options.page_layout = parse_layout(text); });
 
   type.def(
       "forward",

@@ -40,7 +40,7 @@ def each(names, where):
 LIST = {
     "AttentionInputs": {
         "query": by_name(SCORE, GRAD, PAGED), "key": by_name(SCORE, GRAD), "value": by_name(SCORE, GRAD),
-        "block_table": by_name(PAGED), "kv_lengths": EVERYWHERE, "page_layout": named("layout", PAGED),
+        "block_table": by_name(PAGED), "kv_lengths": EVERYWHERE,
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
         "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE},
     "AttentionOutputs": {
@@ -55,7 +55,7 @@ LIST = {
         "window_left": lambda field: [(SCORE, "pre_tokens"), (GRAD, "pre_tokens"), (PLAIN, field), (PAGED, field)],
         "window_right": lambda field: [(SCORE, "next_tokens"), (GRAD, "next_tokens"), (PLAIN, field), (PAGED, field)],
         "softcap": EVERYWHERE, "bias_scale": EVERYWHERE, "alibi_form": EVERYWHERE, "alibi_query_start": EVERYWHERE,
-        "alibi_key_start": EVERYWHERE, "dropout": lambda field: [(PLAIN, "keep_prob")]},
+        "alibi_key_start": EVERYWHERE, "page_layout": named("layout", PAGED), "dropout": lambda field: [(PLAIN, "keep_prob")]},
     "AttentionParts": {"out": named("attention_out", MERGE), "softmax_lse": by_name(MERGE), "softmax_max": by_name(MERGE),
                        "softmax_sum": by_name(MERGE)},
     "AttentionSaved": {"out": named("attention_out", GRAD), "softmax_lse": by_name(GRAD), "softmax_max": by_name(GRAD),
@@ -109,7 +109,7 @@ def fields_of(struct):
 
 def test_the_parser_reads_fields():
     assert fields_of("AttentionSaved") == ["out", "softmax_lse", "softmax_max", "softmax_sum", "grad_out", "grad_lse"]
-    assert len(fields_of("AttentionOptions")) == 14 and fields_of("LayerNormNodeOptions") == ["eps", "weight", "bias"]
+    assert len(fields_of("AttentionOptions")) == 15 and fields_of("LayerNormNodeOptions") == ["eps", "weight", "bias"]
 
 
 @pytest.mark.parametrize("struct", LIST)
@@ -139,5 +139,5 @@ def test_every_struct_of_options_is_in_the_list():
 
 def test_options_and_tensors_of_a_call_are_those_of_the_core():
     dropout = set(fields_of("DropoutOptions"))
-    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | {"page_layout"}
-    assert set(_attention.Tensors._fields) == set(fields_of("AttentionInputs")) - {"page_layout"}
+    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout
+    assert set(_attention.Tensors._fields) == set(fields_of("AttentionInputs"))

@@ -361,16 +361,17 @@ TEST(AttentionBackwardPages, RefusalsNameWhatIsWrongAndWriteNothing) {
     c.grads.grad_value = Tensor::contiguous(DType::f32, {4, 4, 2, 5}, written.data() + 2000);
     return c;
   };
-  const auto refused = [&](const Call& c, StatusCode code, const std::string& message) {
+  const auto refused = [&](const Call& c, StatusCode code, const std::string& message,
+                           const AttentionOptions& options = {}) {
     const Status status =
-        flash_attention_backward(const_cast<Context&>(contexts().front().context), c.in, c.saved, c.grads);
+        flash_attention_backward(const_cast<Context&>(contexts().front().context), c.in, c.saved, c.grads, options);
     EXPECT_EQ(status.code(), code) << message;
     EXPECT_EQ(status.message(), "flash_attention_backward: " + message);
     for (const float x : written) ASSERT_EQ(x, 7.0f) << message;
   };
   Call c = make();
-  c.in.page_layout = PageLayout::panel32;
-  refused(c, StatusCode::unsupported, "pages are panel32, but gradients are taken of norm pages only");
+  refused(c, StatusCode::unsupported, "pages are panel32, but gradients are taken of norm pages only",
+          {.page_layout = PageLayout::panel32});
   c = make(), c.in.kv_lengths = {};
   refused(c, StatusCode::invalid_argument, "block_table is given, but kv_lengths is not");
   c = make(), c.grads.grad_key.shape[0] = 3;

@@ -180,7 +180,7 @@ struct Pages {
   AttentionInputs inputs;
 };
 
-// The cache of `norm` pages laid out anew, element by element from the definition.
+// The cache of `norm` pages laid out anew as panel32, element by element from the definition.
 struct PanelPages {
   std::unique_ptr<GuardedBuffer> key, value;
   AttentionInputs inputs;
@@ -189,7 +189,6 @@ struct PanelPages {
 inline PanelPages panels_of(const AttentionInputs& norm) {
   PanelPages out;
   out.inputs = norm;
-  out.inputs.page_layout = PageLayout::panel32;
   const auto relaid = [&](const ConstTensor& from, bool keys, std::unique_ptr<GuardedBuffer>& memory) {
     const int64_t blocks = from.shape[0], size = from.shape[1], heads = from.shape[2], dim = from.shape[3];
     const int64_t step = from.dtype == DType::bf16 ? 2 : 1;
@@ -239,6 +238,8 @@ class Problem {
   AttentionPlan plan(const Machine& machine) const {
     int64_t kv_len = 0;
     for (int64_t b = 0; b < p_.batch; ++b) kv_len = std::max(kv_len, length(b));
+    AttentionOptions options = p_.options;
+    options.page_layout = layout;
     return plan_attention({.query_dtype = p_.query_dtype,
                            .kv_dtype = p_.kv_dtype,
                            .batch = p_.batch,
@@ -249,9 +250,8 @@ class Problem {
                            .head_dim = p_.head_dim,
                            .value_head_dim = p_.value_head_dim,
                            .paged = layout == PageLayout::panel32,
-                           .page_layout = layout,
                            .unit_stride_kv = inputs.key.strides[3] == 1 && inputs.value.strides[3] == 1,
-                           .options = p_.options},
+                           .options = options},
                           machine);
   }
 
@@ -269,7 +269,9 @@ class Problem {
     out.softmax_lse = statistic(r.lse);
     out.softmax_max = statistic(r.max);
     out.softmax_sum = statistic(r.sum);
-    r.status = flash_attention_forward(const_cast<Context&>(context), in, out, p_.options);
+    AttentionOptions options = p_.options;
+    if (in.key.rank == 5) options.page_layout = PageLayout::panel32;  // panels_of
+    r.status = flash_attention_forward(const_cast<Context&>(context), in, out, options);
     return r;
   }
 

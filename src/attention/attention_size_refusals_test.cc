@@ -88,7 +88,7 @@ const SizeRefusal kOfBoth[] = {
      "alignment is 2, which is no CausalAlignment"},
     {"alibi_form", [](RefusedCall& c) { c.options.alibi_form = static_cast<AlibiForm>(255); },
      "alibi_form is 255, which is no AlibiForm"},
-    {"page_layout", [](RefusedCall& c) { c.in.page_layout = static_cast<PageLayout>(2); },
+    {"page_layout", [](RefusedCall& c) { c.options.page_layout = static_cast<PageLayout>(2); },
      "page_layout is 2, which is no PageLayout"},
     {"dtype", [](RefusedCall& c) { c.in.value.dtype = static_cast<DType>(9); }, "value has dtype 9, which is no DType"},
 };

@@ -60,8 +60,8 @@ AttentionProblem some_problem(Random& random) {
     *size = some_size(random, one_in);
   }
   p.query_dtype = some_enumerator(random, DType::boolean), p.kv_dtype = some_enumerator(random, DType::boolean);
-  p.page_layout = some_enumerator(random, PageLayout::panel32);
   p.options = some_options(random);
+  p.options.page_layout = some_enumerator(random, PageLayout::panel32);
   for (bool* x : {&p.paged, &p.unit_stride_kv, &p.varlen_q, &p.varlen_k, &p.has_prefix, &p.has_mask, &p.has_bias,
                   &p.has_alibi, &p.has_sinks, &p.has_drop_mask}) {
     *x = random.chance(0.5);
@@ -85,7 +85,7 @@ bool possible(const AttentionProblem& p) {
   const AttentionOptions& o = p.options;
   return p.head_dim > 0 && p.value_head_dim > 0 && o.block_q >= 0 && o.block_q <= 4096 && o.block_kv >= 0 &&
          o.block_kv <= 4096 && o.path <= AttentionPath::flash && o.alignment <= CausalAlignment::bottom_right &&
-         o.alibi_form <= AlibiForm::square_root && p.page_layout <= PageLayout::panel32;
+         o.alibi_form <= AlibiForm::square_root && o.page_layout <= PageLayout::panel32;
 }
 
 // No sum wraps: every number of a plan is from 0 to the limit. (Undefined arithmetic shows under -fsanitize=undefined.)

@@ -13,15 +13,15 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
                                                 const AttentionGradients& grads, const AttentionOptions& options) {
   ShapeCheck check("flash_attention_backward");
   const bool paged = in.block_table.data != nullptr;
-  if (paged && in.page_layout != PageLayout::norm) {
-    return Status::unsupported(std::string("flash_attention_backward: pages are ") + to_string(in.page_layout) +
+  if (paged && options.page_layout != PageLayout::norm) {
+    return Status::unsupported(std::string("flash_attention_backward: pages are ") + to_string(options.page_layout) +
                                ", but gradients are taken of norm pages only");
   }
   const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
   const bool f64 = in.query.dtype == DType::f64, varlen_k = in.cu_seqlens_k.data != nullptr;
   const DType real = f64 ? DType::f64 : DType::f32;
 
-  bind_inputs(check, in);
+  bind_inputs(check, in, options.page_layout);
   const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
   check.tensor("out", saved.out).dtype(floats).dims(dims.out);
   check.tensor("grad_out", saved.grad_out).dtype(floats).dims(dims.out);

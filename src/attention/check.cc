@@ -31,8 +31,8 @@ std::string number(double x) {
   return text;
 }
 
-bool panels(const AttentionInputs& in) {
-  return in.block_table.data != nullptr && in.page_layout == PageLayout::panel32;
+bool panels(const AttentionInputs& in, PageLayout page_layout) {
+  return in.block_table.data != nullptr && page_layout == PageLayout::panel32;
 }
 
 // [batch + 1] offsets: bound as [batch].
@@ -82,10 +82,10 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   known("path", "AttentionPath", options.path, AttentionPath::flash);
   known("alignment", "CausalAlignment", options.alignment, CausalAlignment::bottom_right);
   known("alibi_form", "AlibiForm", options.alibi_form, AlibiForm::square_root);
-  known("page_layout", "PageLayout", in.page_layout, PageLayout::panel32);
+  known("page_layout", "PageLayout", options.page_layout, PageLayout::panel32);
   within("block_q", options.block_q, 0, kMaxBlock);
   within("block_kv", options.block_kv, 0, kMaxBlock);
-  if (panels(in)) {
+  if (panels(in, options.page_layout)) {
     check.require(options.path != AttentionPath::standard,
                   [] { return std::string("path = standard does not read panel32 pages"); });
     check.require(options.block_kv % kPanelRows == 0, [&] {
@@ -195,14 +195,14 @@ const QueryDims& query_dims(bool varlen_q) {
   return varlen_q ? kVarlen : kBatched;
 }
 
-void bind_inputs(ShapeCheck& check, const AttentionInputs& in) {
+void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_layout) {
   const bool paged = in.block_table.data != nullptr;
   const bool varlen_q = in.cu_seqlens_q.data != nullptr, varlen_k = in.cu_seqlens_k.data != nullptr;
 
   check.tensor("query", in.query).dtype(kFloats).dims(query_dims(varlen_q).query);
   if (varlen_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
-  if (panels(in)) {
-    kv_cache::check_pages(check, in.page_layout, "key", in.key, "value", in.value);
+  if (panels(in, page_layout)) {
+    kv_cache::check_pages(check, page_layout, "key", in.key, "value", in.value);
   } else if (paged) {
     const auto dims = [](PageSide side) { return kv_cache::dims_of(page_format(PageLayout::norm, DType::f32, side)); };
     check.tensor("key", in.key).dtype(kFloats).dims(dims(PageSide::key));
@@ -253,7 +253,6 @@ AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& i
   p.num_kv_heads = check["num_kv_heads"];
   p.head_dim = check["head_dim"];
   p.paged = in.block_table.data != nullptr;
-  p.page_layout = in.page_layout;
   p.options = options;
   p.varlen_q = in.cu_seqlens_q.data != nullptr;
   p.varlen_k = in.cu_seqlens_k.data != nullptr;
@@ -361,7 +360,7 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
 Result<AttentionProblem> check_forward(const AttentionInputs& in, const AttentionOutputs& out,
                                        const AttentionOptions& options) {
   ShapeCheck check("flash_attention_forward");
-  bind_inputs(check, in);
+  bind_inputs(check, in, options.page_layout);
   const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
   check.output("out", out.out).dtype(kFloats).dims(dims.out);
   const DType statistics = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
@@ -382,7 +381,7 @@ namespace opst {
 Result<AttentionProblem> attention_problem(const AttentionInputs& inputs, const AttentionOptions& options) {
   return guarded([&]() -> Result<AttentionProblem> {
     ShapeCheck check("attention_problem");
-    attention::bind_inputs(check, inputs);
+    attention::bind_inputs(check, inputs, options.page_layout);
     attention::check_dtypes(check, inputs, inputs.query.dtype);
     return attention::pose_problem(check, inputs, options);
   });

@@ -2,7 +2,7 @@
 // stages, so that messages come in the order of its arguments:
 //
 //   ShapeCheck check("flash_attention_forward");
-//   bind_inputs(check, inputs);                          // dtypes, ranks, sizes
+//   bind_inputs(check, inputs, options.page_layout);     // dtypes, ranks, sizes
 //   check.output("out", out).dims(query_dims(...).out);  // the operator's own outputs
 //   Result<AttentionProblem> problem = pose_problem(check, inputs, options);   // values: lengths, options
 #pragma once
@@ -20,7 +20,7 @@ struct QueryDims {
 const QueryDims& query_dims(bool varlen_q);
 
 // Binds batch, num_heads, num_kv_heads, head_dim; query_len, kv_len and value_head_dim where tensors have them.
-void bind_inputs(ShapeCheck& check, const AttentionInputs& inputs);
+void bind_inputs(ShapeCheck& check, const AttentionInputs& inputs, PageLayout page_layout);
 
 Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& inputs,
                                       const AttentionOptions& options);

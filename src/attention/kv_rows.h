@@ -32,7 +32,7 @@ struct KvRows {
     }
     // Only panels of keys have five dimensions; norm pages of keys and values are alike.
     const PageFormat& format =
-        page_format(p.page_layout, tensor.dtype, tensor.rank == 5 ? PageSide::key : PageSide::value);
+        page_format(p.options.page_layout, tensor.dtype, tensor.rank == 5 ? PageSide::key : PageSide::value);
     kv.block_size = p.block_size;
     kv.table = &in.block_table;
     kv.sequence = b;

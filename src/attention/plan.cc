@@ -123,7 +123,7 @@ const char* attention::without_plan(const AttentionProblem& p) {
   }
   const bool all_known = size_bytes(p.query_dtype) > 0 && size_bytes(p.kv_dtype) > 0 &&
                          known(o.path, AttentionPath::flash) && known(o.alignment, CausalAlignment::bottom_right) &&
-                         known(o.alibi_form, AlibiForm::square_root) && known(p.page_layout, PageLayout::panel32);
+                         known(o.alibi_form, AlibiForm::square_root) && known(o.page_layout, PageLayout::panel32);
   return all_known ? nullptr : "an enumerator is unknown";
 }
 
@@ -142,7 +142,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
 
   // Access: packing a key costs about as much as multiplying it with a dozen rows.
   Geometry g = geometry_of(machine.isa, plan.product);
-  const bool pages = p.paged && p.page_layout == PageLayout::panel32;
+  const bool pages = p.paged && p.options.page_layout == PageLayout::panel32;
   const bool few_rows = !pages && rows <= g.tile_rows && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows);

@@ -26,7 +26,6 @@ struct AttentionSizes {
   int64_t tokens, num_heads, head_dim, kv_len, num_kv_heads, value_head_dim;
   DType kv_dtype;
   bool paged = false;
-  PageLayout layout = PageLayout::norm;
   int64_t block_size = 0;
 };
 
@@ -48,7 +47,6 @@ std::string attention_plan_text(const AttentionSizes& s, DType query_dtype, cons
                                    .head_dim = s.head_dim,
                                    .value_head_dim = s.value_head_dim,
                                    .paged = s.paged,
-                                   .page_layout = s.layout,
                                    .block_size = s.block_size,
                                    .options = options},
                                   machine));
@@ -191,8 +189,10 @@ Value Graph::attention(std::string name, Value query, Value key, Value value, co
 }
 
 Value Graph::paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,
-                             const AttentionOptions& options) {
+                             const AttentionOptions& given) {
   return building(*impl_, [&]() -> Value {
+    AttentionOptions options = given;
+    options.page_layout = pages.layout;
     NodeCheck check(*impl_, name, "paged_attention");
     check.tensor("query", query, kFloats, {"tokens", "num_heads", "head_dim"});
     check.pages(pages.layout, key_cache, value_cache);
@@ -213,27 +213,26 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
                  ", but a node attends with one sequence");
     }
     if (!check.ok()) return {};
-    const auto sizes = [kv_len = pages.kv_len, layout = pages.layout, kv_heads = check["num_kv_heads"],
+    const auto sizes = [kv_len = pages.kv_len, kv_heads = check["num_kv_heads"],
                         value_head_dim = check["value_head_dim"],
                         block_size = check["block_size"]](const NodeTensors& t) {
       const Tensor& q = t.input(0);
       return AttentionSizes{
-          q.shape[0],       q.shape[1], q.shape[2], t.size(kv_len),    t.size(kv_heads), t.size(value_head_dim),
-          t.input(1).dtype, true,       layout,     t.size(block_size)};
+          q.shape[0],       q.shape[1], q.shape[2],        t.size(kv_len), t.size(kv_heads), t.size(value_head_dim),
+          t.input(1).dtype, true,       t.size(block_size)};
     };
     return only(node({.name = name,
                       .op = "paged_attention",
                       .inputs = {query, key_cache, value_cache, pages.block_table, pages.kv_lengths},
                       .outputs = {{name, dtype(query), {check["tokens"], check["num_heads"], check["value_head_dim"]}}},
                       .run =
-                          [options, layout = pages.layout](Context& context, const NodeTensors& t) {
+                          [options](Context& context, const NodeTensors& t) {
                             return flash_attention_forward(context,
                                                            {.query = as_batch(t.input(0)),
                                                             .key = t.input(1),
                                                             .value = t.input(2),
                                                             .block_table = t.input(3),
-                                                            .kv_lengths = t.input(4),
-                                                            .page_layout = layout},
+                                                            .kv_lengths = t.input(4)},
                                                            {.out = as_batch(t.output(0))}, options);
                           },
                       .cost =

@@ -346,15 +346,10 @@ TEST(Graph, PagesInAnyLayout) {
       batch.rank = 4, batch.shape[0] = 1, batch.strides[0] = 0;
       return batch;
     };
-    ASSERT_OK(flash_attention_forward(context,
-                                      {.query = as_batch(query),
-                                       .key = pages[2],
-                                       .value = pages[3],
-                                       .block_table = table,
-                                       .kv_lengths = lengths,
-                                       .page_layout = layout},
-                                      {.out = as_batch(view(expected, {kTokens, kHeads, kValueDim}))},
-                                      {.causal = true}));
+    ASSERT_OK(flash_attention_forward(
+        context,
+        {.query = as_batch(query), .key = pages[2], .value = pages[3], .block_table = table, .kv_lengths = lengths},
+        {.out = as_batch(view(expected, {kTokens, kHeads, kValueDim}))}, {.causal = true, .page_layout = layout}));
     EXPECT_EQ(out, expected) << what;
     EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float x) { return x != 0; })) << what;
     const NodeInfo attend = info_of(graph, 1);
