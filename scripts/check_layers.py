@@ -32,8 +32,8 @@ ROOMS = {
     "extending": {"core", "machine", "simd", "tile"},
     # What tests share. Measuring the peak needs vectors and threads.
     "testing": {"core", "machine", "simd"},
-    # Ordinary users of the public headers; the graph computes with sizes from outside as the operators do.
-    "graph": {"core"},
+    # Ordinary users of the public headers; the graph checks declared tensors and pages as the operators check theirs.
+    "graph": {"core", "kv_cache"},
     # Its exceptions end where the operators' do (core/guarded.h).
     "model": {"core"},
     "tools": {"model"},

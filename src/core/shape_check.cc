@@ -243,6 +243,12 @@ ShapeCheck& ShapeCheck::require(const Status& status) {
   return *this;
 }
 
+std::string ShapeCheck::declared_shape(const ConstTensor& tensor) const {
+  std::string shape;
+  for (int i = 0; names_ != nullptr && i < tensor.rank; ++i) shape += (i > 0 ? ", " : " [") + text(tensor.shape[i]);
+  return shape.empty() ? shape : shape + "]";
+}
+
 const ShapeCheck::Dimension* ShapeCheck::find(const char* name) const {
   for (int i = 0; i < num_dimensions_; ++i) {
     if (same_name(dimensions_[i].name, name)) return &dimensions_[i];
@@ -254,8 +260,7 @@ template <class Where>
 void ShapeCheck::bind(const char* name, const char* tensor, int64_t size, const Where& where) {
   if (const Dimension* const bound = find(name)) {
     if (bound->size == size) return;
-    fail(where() + " " + std::to_string(size) + ", but " + bound->tensor + " set " + name + " = " +
-         std::to_string(bound->size));
+    fail(where() + " " + text(size) + ", but " + bound->tensor + " set " + name + " = " + text(bound->size));
   } else if (num_dimensions_ == kMaxDimensions) {
     fail(where() + " one name more than a check holds");
   } else {
@@ -268,6 +273,11 @@ int64_t ShapeCheck::operator[](const char* name) const {
   return bound != nullptr ? bound->size : 0;
 }
 
+const char* ShapeCheck::setter(const char* name) const {
+  const Dimension* const bound = find(name);
+  return bound != nullptr ? bound->tensor : nullptr;
+}
+
 ShapeCheck& ShapeCheck::holds(const char* tensor, const char* name, int64_t size) {
   if (ok()) bind(name, tensor, size, [&] { return std::string(tensor) + " holds " + name + " ="; });
   return *this;
@@ -275,7 +285,7 @@ ShapeCheck& ShapeCheck::holds(const char* tensor, const char* name, int64_t size
 
 ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& tensor) {
   TensorCheck result(this, name, tensor);
-  if (!ok()) return result;
+  if (!ok() || names_ != nullptr) return result;
   const Examined examined = examine(tensor);
   if (examined.fault != Fault::none) {
     fail(name + describe(examined, tensor));
@@ -290,7 +300,7 @@ ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& 
 ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& tensor) {
   const int num_before = num_seen_;
   TensorCheck result = this->tensor(name, tensor);
-  if (!ok()) return result;
+  if (!ok() || names_ != nullptr) return result;
   if (may_alias_itself(tensor)) {
     std::string strides;
     for (int i = 0; i < tensor.rank; ++i) strides += (i > 0 ? ", " : "") + std::to_string(tensor.strides[i]);
@@ -323,8 +333,8 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* con
   if (static_cast<size_t>(tensor_.rank) != names.size()) {
     std::string expected;
     for (const char* name : names) expected += (expected.empty() ? "" : ", ") + std::string(name);
-    check_->fail(std::string(name_) + " has rank " + std::to_string(tensor_.rank) + ", but [" + expected +
-                 "] has rank " + std::to_string(names.size()));
+    check_->fail(name_ + check_->declared_shape(tensor_) + " has rank " + std::to_string(tensor_.rank) + ", but [" +
+                 expected + "] has rank " + std::to_string(names.size()));
     return *this;
   }
   for (int dim = 0; dim < tensor_.rank && check_->ok(); ++dim) {
@@ -332,7 +342,7 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* con
     const int64_t size = tensor_.shape[dim];
     const auto where = [&] { return std::string(name_) + " dim " + std::to_string(dim); };
     if (const std::optional<int64_t> number = as_number(name)) {
-      if (size != *number) check_->fail(where() + " is " + std::to_string(size) + ", but must be " + name);
+      if (size != *number) check_->fail(where() + " is " + check_->text(size) + ", but must be " + name);
     } else {
       check_->bind(name, name_, size, [&] { return where() + " (" + name + ") is"; });
     }

@@ -28,6 +28,17 @@ class ShapeCheck {
  public:
   explicit ShapeCheck(const char* operator_name) : operator_name_(operator_name) {}
 
+  // Of tensors that are declared before they have memory, as a graph's: dtypes and shapes are compared, data and strides
+  // are not looked at. A size < 0 stands for a name, which `names` writes into messages.
+  class SizeNames {
+   public:
+    virtual std::string text(int64_t size) const = 0;
+
+   protected:
+    ~SizeNames() = default;
+  };
+  ShapeCheck(const char* operator_name, const SizeNames& names) : operator_name_(operator_name), names_(&names) {}
+
   // One tensor's part of the paragraph. A name that is a number ("8") demands that size.
   class TensorCheck {
    public:
@@ -70,6 +81,8 @@ class ShapeCheck {
 
   // A bound size; 0 for a name that is not bound (which only happens after a failure).
   int64_t operator[](const char* name) const;
+  // The tensor that bound a size; null for a name that is not bound.
+  const char* setter(const char* name) const;
 
   bool ok() const { return status_.ok(); }
   const Status& status() const { return status_; }
@@ -89,6 +102,9 @@ class ShapeCheck {
   static bool cross(const Seen& a, const Seen& b);
   friend bool may_overlap(const ConstTensor& a, const ConstTensor& b);
   void fail(std::string message, StatusCode code = StatusCode::invalid_argument);
+  std::string text(int64_t size) const { return names_ != nullptr ? names_->text(size) : std::to_string(size); }
+  // " [rows, 32]" of a declared tensor, else nothing: a tensor of memory tells its rank alone.
+  std::string declared_shape(const ConstTensor& tensor) const;
   const Dimension* find(const char* name) const;
   // Binds the name, or compares what it is bound to. `where` begins the message: "key dim 3 (head_dim) is".
   template <class Where>
@@ -99,6 +115,7 @@ class ShapeCheck {
   static constexpr int kMaxTensors = 32;  // attention's backward call with every option has 24, two of them seen twice
 
   const char* operator_name_;
+  const SizeNames* names_ = nullptr;  // of declared tensors
   Status status_;
   int num_dimensions_ = 0;
   int num_seen_ = 0;

@@ -344,6 +344,36 @@ TEST(ShapeCheck, AnotherFunctionsStatus) {
   EXPECT_EQ(check.status().message(), "op: no such layout");
 }
 
+// Of tensors without memory only dtypes and shapes are compared, and sizes < 0 are names.
+TEST(ShapeCheck, DeclaredTensors) {
+  class Names : public ShapeCheck::SizeNames {
+   public:
+    std::string text(int64_t size) const override { return size < 0 ? "rows" : std::to_string(size); }
+  } const names;
+  const auto declared = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(dtype, shape, nullptr);
+  };
+  const auto message = [&](const ConstTensor& weight, const ConstTensor& out) {
+    ShapeCheck check("op", names);
+    check.tensor("x", declared(DType::f32, {-1, 32})).dtype({DType::f32}).dims({"rows", "k"});
+    check.tensor("weight", weight).dtype({DType::f32, DType::bf16}).dims({"8", "k"});
+    check.output("out", out).dims({"rows"});
+    check.holds("out", "blocks", 3).holds("x", "k", 32);
+    EXPECT_EQ(check["rows"], -1);
+    EXPECT_STREQ(check.setter("k"), "x");
+    EXPECT_EQ(check.setter("n"), nullptr);
+    return check.status().message();
+  };
+  const ConstTensor weight = declared(DType::bf16, {8, 32}), out = declared(DType::f32, {-1});
+  EXPECT_EQ(message(weight, out), "");
+  EXPECT_EQ(message(declared(DType::f32, {8, 31}), out), "op: weight dim 1 (k) is 31, but x set k = 32");
+  EXPECT_EQ(message(declared(DType::f32, {8, -1}), out), "op: weight dim 1 (k) is rows, but x set k = 32");
+  EXPECT_EQ(message(declared(DType::f32, {-1, 32}), out), "op: weight dim 0 is rows, but must be 8");
+  EXPECT_EQ(message(declared(DType::f16, {8, 32}), out), "op: weight is f16, but must be f32 or bf16");
+  EXPECT_EQ(message(weight, declared(DType::f32, {4})), "op: out dim 0 (rows) is 4, but x set rows = rows");
+  EXPECT_EQ(message(weight, declared(DType::f32, {-1, 4})), "op: out [rows, 4] has rank 2, but [rows] has rank 1");
+}
+
 TEST(ShapeCheck, MoreNamesOrTensorsThanItHolds) {
   std::vector<std::string> names;
   for (int i = 0; i < 40; ++i) names.push_back(std::string("n").append(std::to_string(i)));

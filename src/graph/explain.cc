@@ -14,31 +14,19 @@ namespace {
 
 NodeCost cost_of(const GraphImpl& graph, int index) {
   const GraphImpl::Node& node = graph.nodes[static_cast<size_t>(index)];
-  if (node.spec.cost) return node.spec.cost(graph.tensors_of(index));
-  NodeCost cost;
   const NodeTensors tensors = graph.tensors_of(index);
-  for (size_t i = 0; i < node.spec.inputs.size(); ++i) {
-    cost += {.tensor_bytes = bytes_of(tensors.input(static_cast<int>(i)))};
-  }
-  for (size_t i = 0; i < node.outputs.size(); ++i) {
-    cost += {.tensor_bytes = bytes_of(tensors.output(static_cast<int>(i)))};
-  }
-  return cost;
+  if (node.spec.cost) return node.spec.cost(tensors);
+  return graph::count_bytes(tensors, static_cast<int>(node.spec.inputs.size()), static_cast<int>(node.outputs.size()),
+                            nullptr);
 }
 
-// What `body` returns; what it throws behind the names of graph and node.
+// What `body` returns, or what a function of the node throws in it.
 template <class Body>
 auto explaining(const GraphImpl& graph, int node, Body&& body) noexcept -> Result<decltype(body())> {
   try {
-    try {
-      return body();
-    } catch (const std::bad_alloc&) {
-      throw;
-    } catch (...) {
-      return thrown("graph " + graph.name + ": " + graph.nodes[static_cast<size_t>(node)].spec.name);
-    }
+    return body();
   } catch (...) {
-    return Status::out_of_memory();
+    return graph.thrown_by(static_cast<size_t>(node));
   }
 }
 
@@ -61,9 +49,21 @@ std::string row(const NodeInfo& info) {
 
 }  // namespace
 
+NodeCost graph::count_bytes(const NodeTensors& t, int num_inputs, int num_outputs, const Counted* counted) {
+  NodeCost cost;
+  for (int i = 0; i < num_inputs; ++i) {
+    const Counted as = counted != nullptr ? counted[i] : Counted::tensor;
+    if (as == Counted::tensor) cost += {.tensor_bytes = bytes_of(t.input(i))};
+    if (as == Counted::weight) cost += {.weight_bytes = bytes_of(t.input(i))};
+    if (as == Counted::packed) cost += {.weight_bytes = t.weight(i).size_bytes()};
+  }
+  for (int i = 0; i < num_outputs; ++i) cost += {.tensor_bytes = bytes_of(t.output(i))};
+  return cost;
+}
+
 Result<NodeInfo> Graph::describe(int node) const {
   if (node < 0 || node >= num_nodes()) {
-    return running([&] { return impl_->error("node " + str(node) + " of " + str(num_nodes()) + " is asked for"); });
+    return guarded([&] { return impl_->error("node " + str(node) + " of " + str(num_nodes()) + " is asked for"); });
   }
   return explaining(*impl_, node, [&] {
     const GraphImpl::Node& data = impl_->nodes[static_cast<size_t>(node)];

@@ -155,43 +155,43 @@ void Graph::output(std::string name, Value value) {
 }
 
 std::vector<Value> Graph::node(NodeSpec spec) {
-  return building(*impl_, [&]() -> std::vector<Value> {
-    if (spec.op == nullptr) return impl_->fail(spec.name + ": op is null"), std::vector<Value>();
-    const std::string where = spec.name + " (" + spec.op + "): ";
-    if (!spec.run) return impl_->fail(where + "nothing to run"), std::vector<Value>();
-    for (size_t i = 0; i < spec.inputs.size(); ++i) {
-      if (!impl_->has(spec.inputs[i])) {
-        return impl_->fail(where + "input " + str(static_cast<int64_t>(i)) + " is no tensor of this graph"),
-               std::vector<Value>();
-      }
+  return building(*impl_, [&] { return impl_->add_node(std::move(spec)); });
+}
+
+std::vector<Value> GraphImpl::add_node(NodeSpec spec) {
+  const auto refuse = [&](const std::string& message) {
+    fail(spec.name + (spec.op != nullptr ? std::string(" (") + spec.op + "): " : ": ") + message);
+    return std::vector<Value>();
+  };
+  if (spec.op == nullptr) return refuse("op is null");
+  if (!spec.run) return refuse("nothing to run");
+  const auto num_inputs = static_cast<int>(spec.inputs.size()), num_outputs = static_cast<int>(spec.outputs.size());
+  for (int i = 0; i < num_inputs; ++i) {
+    if (!has(spec.inputs[static_cast<size_t>(i)])) return refuse("input " + str(i) + " is no tensor of this graph");
+  }
+  for (const auto& [input, output] : spec.in_place) {
+    if (input < 0 || input >= num_inputs || output < 0 || output >= num_outputs) {
+      return refuse("in place from input " + str(input) + " to output " + str(output) + ", which do not exist");
     }
-    for (const auto& [input, output] : spec.in_place) {
-      if (input < 0 || input >= static_cast<int>(spec.inputs.size()) || output < 0 ||
-          output >= static_cast<int>(spec.outputs.size())) {
-        return impl_->fail(where + "in place from input " + str(input) + " to output " + str(output) +
-                           ", which do not exist"),
-               std::vector<Value>();
-      }
-    }
-    std::vector<Value> results;
-    GraphImpl::Node node;
-    GraphImpl::Step step = {std::move(spec.run), std::move(spec.read_ahead), static_cast<int>(impl_->arguments.size()),
-                            static_cast<int>(spec.inputs.size()), static_cast<int>(spec.outputs.size())};
-    for (const NodeSpec::Output& output : spec.outputs) {
-      const int i = impl_->add_value(output.name, Kind::intermediate, output.dtype, output.shape);
-      if (i < 0) return {};
-      impl_->values[static_cast<size_t>(i)].producer = static_cast<int>(impl_->nodes.size());
-      node.outputs.push_back(i);
-      results.push_back(impl_->value_at(i));
-    }
-    node.spec = std::move(spec);
-    for (const Value input : node.spec.inputs) impl_->arguments.push_back(GraphImpl::index(input));
-    impl_->arguments.insert(impl_->arguments.end(), node.outputs.begin(), node.outputs.end());
-    impl_->nodes.push_back(std::move(node));
-    impl_->steps.push_back(std::move(step));
-    impl_->ready = false;
-    return results;
-  });
+  }
+  std::vector<Value> results;
+  Node node;
+  Step step = {std::move(spec.run), std::move(spec.read_ahead), static_cast<int>(arguments.size()), num_inputs,
+               num_outputs};
+  for (const NodeSpec::Output& output : spec.outputs) {
+    const int i = add_value(output.name, Kind::intermediate, output.dtype, output.shape);
+    if (i < 0) return {};
+    values[static_cast<size_t>(i)].producer = static_cast<int>(nodes.size());
+    node.outputs.push_back(i);
+    results.push_back(value_at(i));
+  }
+  node.spec = std::move(spec);
+  for (const Value input : node.spec.inputs) arguments.push_back(index(input));
+  arguments.insert(arguments.end(), node.outputs.begin(), node.outputs.end());
+  nodes.push_back(std::move(node));
+  steps.push_back(std::move(step));
+  ready = false;
+  return results;
 }
 
 DType Graph::dtype(Value value) const { return impl_->has(value) ? impl_->at(value).dtype : DType::f32; }
@@ -204,7 +204,7 @@ Value Graph::find(std::string_view name) const {
 }
 
 Status Graph::no_such_value(std::string_view name) const {
-  return running([&]() -> Status {
+  return guarded([&]() -> Status {
     return impl_->status.ok() ? impl_->error("no tensor is named " + quoted(name)) : impl_->status;
   });
 }

@@ -31,14 +31,14 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.matmul("gate", g.input("x", DType::f32, {rows, 32}), g.weight("w", 48, 31));
             }),
-            "graph test: gate (matmul): weight 'w' dim 1 (k) is 31, but x 'x' has k = 32");
+            "graph test: gate (matmul): weight 'w' dim 1 (k) is 31, but x 'x' set k = 32");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.matmul("gate", g.input("x", DType::i32, {rows, 32}), g.weight("w", 48, 32));
             }),
-            "graph test: gate (matmul): x 'x' is i32, expected f32 or bf16 or f16");
+            "graph test: gate (matmul): x 'x' is i32, but must be f32, bf16 or f16");
   EXPECT_EQ(setup_message(
                 [](Graph& g, Dim rows) { g.matmul("gate", g.input("x", DType::f32, {rows}), g.weight("w", 48, 32)); }),
-            "graph test: gate (matmul): x 'x' is [rows], expected [rows, k]");
+            "graph test: gate (matmul): x 'x' [rows] has rank 1, but [rows, k] has rank 2");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.matmul("gate", g.input("x", DType::f32, {rows, 32}), g.input("w", DType::f32, {48, 32}));
             }),
@@ -47,11 +47,11 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
               const Value x = g.input("x", DType::f32, {rows, 32});
               g.add("sum", x, g.input("z", DType::f32, {8, 32}));
             }),
-            "graph test: sum (add): b 'z' is f32 [8, 32], but a 'x' is f32 [rows, 32]");
+            "graph test: sum (add): b 'z' dim 0 (dim_0) is 8, but a 'x' set dim_0 = rows");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.rms_norm("norm", g.input("x", DType::f32, {rows, 32}), g.input("w", DType::f32, {31}));
             }),
-            "graph test: norm (rms_norm): weight 'w' dim 0 (features) is 31, but x 'x' has features = 32");
+            "graph test: norm (rms_norm): weight 'w' dim 0 (features) is 31, but x 'x' set features = 32");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               const Value kv = g.input("kv", DType::f32, {rows, 2, 8});
               g.attention("attend", g.input("q", DType::f32, {rows, 5, 8}), kv, kv);
@@ -65,16 +65,16 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.rope_table("t", g.input("p", DType::i64, {2, rows}), 5, {.sections = {.temporal = 5}});
             }),
-            "graph test: t (rope_table): positions 'p' holds axes = 3, but positions 'p' has axes = 2");
+            "graph test: t (rope_table): positions 'p' dim 0 is 2, but must be 3");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.add_rms_norm("norm", g.input("a", DType::f32, {rows, 8}), g.input("b", DType::f32, {rows, 7}),
                              g.input("w", DType::f32, {8}));
             }),
-            "graph test: norm (add_rms_norm): b 'b' is f32 [rows, 7], but a 'a' is f32 [rows, 8]");
+            "graph test: norm (add_rms_norm): b 'b' dim 1 (features) is 7, but a 'a' set features = 8");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.layer_norm("norm", g.input("x", DType::f32, {rows, 8}), {.bias = g.input("b", DType::f32, {7})});
             }),
-            "graph test: norm (layer_norm): bias 'b' dim 0 (features) is 7, but x 'x' has features = 8");
+            "graph test: norm (layer_norm): bias 'b' dim 0 (features) is 7, but x 'x' set features = 8");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.swiglu("act", g.input("x", DType::f32, {8, rows}), SwigluOptions());
             }),
@@ -83,12 +83,12 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
               g.matmul("product", g.input("x", DType::f32, {rows, 32}), g.weight("w", 48, 32),
                        {.activation = Activation::swiglu, .residual = g.input("r", DType::f32, {rows, 48})});
             }),
-            "graph test: product (matmul): residual 'r' is [rows, 48], but the result is [rows, 24]");
+            "graph test: product (matmul): residual 'r' dim 1 (columns) is 48, but the result set columns = 24");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.matmul("product", g.input("x", DType::f32, {rows, 32}), g.weight("w", 48, 32),
                        {.bias = g.input("b", DType::f32, {32})});
             }),
-            "graph test: product (matmul): bias 'b' dim 0 (n) is 32, but weight 'w' has n = 48");
+            "graph test: product (matmul): bias 'b' dim 0 (n) is 32, but weight 'w' set n = 48");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               const Value k = g.input("k", DType::f32, {rows, 2, 8}), c = g.input("c", DType::f32, {1, 9, 2, 8});
               g.scatter_pa_kv_cache("write", k, k, g.input("s", DType::i64, {rows}), c, c);
@@ -102,18 +102,18 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
     });
   };
   EXPECT_EQ(write_panels(DType::f32, {3, 2, 2, 9, 32}, {3, 2, 64, 8}),
-            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' dim 3 (head_dim) is 9, but key 'k' has "
+            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' dim 3 (head_dim) is 9, but key 'k' set "
             "head_dim = 8");
   EXPECT_EQ(write_panels(DType::f32, {3, 2, 2, 8, 16}, {3, 2, 64, 8}),
-            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' dim 4 is 16, but a panel has 32 elements");
+            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' dim 4 is 16, but must be 32");
   EXPECT_EQ(write_panels(DType::f32, {3, 2, 2, 8, 32}, {3, 2, 32, 8}),
-            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' holds block_size = 64, but value_cache 'values' "
-            "has block_size = 32");
+            "graph test: write (scatter_pa_kv_cache): value_cache 'values' dim 2 (block_size) is 32, but key_cache "
+            "'keys' set block_size = 64");
   EXPECT_EQ(write_panels(DType::bf16, {3, 2, 2, 3, 64}, {3, 2, 32, 16}),
-            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' holds head_dim = 6, but key 'k' has "
+            "graph test: write (scatter_pa_kv_cache): key_cache 'keys' holds head_dim = 6, but key 'k' set "
             "head_dim = 8");
   EXPECT_EQ(write_panels(DType::bf16, {3, 2, 2, 4, 64}, {3, 2, 32, 14}),
-            "graph test: write (scatter_pa_kv_cache): value_cache 'values' holds value_head_dim = 7, but value 'k' has "
+            "graph test: write (scatter_pa_kv_cache): value_cache 'values' holds value_head_dim = 7, but value 'k' set "
             "value_head_dim = 8");
   EXPECT_EQ(write_panels(DType::f16, {3, 2, 2, 8, 32}, {3, 2, 64, 8}),
             "graph test: write (scatter_pa_kv_cache): page layout panel32: dtype is f16, but must be f32 or bf16");
@@ -135,7 +135,7 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) { g.output("y", g.input("x", DType::f32, {rows})); }),
             "graph test: output 'y': 'x' is not the result of a node");
   EXPECT_EQ(setup_message([](Graph& g, Dim) { g.swiglu("act", Value(), Value()); }),
-            "graph test: act (swiglu): up is no tensor of this graph");
+            "graph test: act (swiglu): gate is no tensor of this graph");
   EXPECT_EQ(setup_message([](Graph& g, Dim) { g.dim("n", 0); }), "graph test: size 'n' has the bound 0, must be >= 1");
   EXPECT_EQ(setup_message([](Graph& g, Dim) { g.node({.name = "mine", .op = "op", .run = {}}); }),
             "graph test: mine (op): nothing to run");

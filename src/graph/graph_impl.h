@@ -1,10 +1,12 @@
 // What a Graph is made of; see include/opst/graph.h.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <unordered_map>
 #include <utility>
 
+#include "core/guarded.h"
 #include "core/int_math.h"
 #include "graph/memory_plan.h"
 #include "opst/graph.h"
@@ -16,6 +18,22 @@ inline std::string str(int64_t number) { return std::to_string(number); }
 inline std::string quoted(std::string_view name) { return std::string("'").append(name) + "'"; }
 // Bytes of all elements; of a tensor of a graph, whose shape has been checked.
 inline int64_t bytes_of(const Tensor& tensor) { return tensor.num_elements() * size_bytes(tensor.dtype); }
+// Row-major strides; a size < 0 counts as 1.
+template <class T>
+void make_contiguous(T& tensor) {
+  int64_t stride = 1;
+  for (int i = tensor.rank - 1; i >= 0; --i) {
+    tensor.strides[i] = stride;
+    stride *= std::max<int64_t>(tensor.shape[i], 1);
+  }
+}
+
+// As which of NodeCost's bytes an input counts: a tensor's, a weight's, a packed weight's; or as none of them, since the
+// node's own cost has what is read of it.
+enum class Counted : uint8_t { tensor, weight, packed, not_all, not_all_packed };
+inline bool is_packed(Counted counted) { return counted == Counted::packed || counted == Counted::not_all_packed; }
+// Bytes of inputs and outputs, each once. `counted`: of each input; null: all are tensors.
+NodeCost count_bytes(const NodeTensors& t, int num_inputs, int num_outputs, const Counted* counted);
 }  // namespace graph
 
 struct GraphImpl {
@@ -97,6 +115,11 @@ struct GraphImpl {
   static int index(Value value) { return value.index_; }
   Value value_at(int index) const { return {index, number}; }
   static int symbol(const Dim& dim) { return dim.symbol_; }
+  // A size as one number, which is < 0 for a name; and the size of this graph that has the number.
+  static int64_t number_of(const Dim& dim) { return dim.symbol_ < 0 ? dim.bound() : -1 - dim.symbol_; }
+  Dim dim_of(int64_t size) const {
+    return size >= 0 ? Dim(size) : symbolic(static_cast<int>(-1 - size), symbols[static_cast<size_t>(-1 - size)].bound);
+  }
   Dim symbolic(int symbol, int64_t bound) const {
     Dim dim(bound);
     dim.symbol_ = symbol;
@@ -114,6 +137,8 @@ struct GraphImpl {
     t.num_outputs_ = step.num_outputs;
     return t;
   }
+  // What a function of a node is throwing, as a Status: exhausted memory, or with the names of graph and node.
+  Status thrown_by(size_t node) const noexcept;
   // Fetches what the next step will read.
   void prefetch(size_t step) const;
   // All of them in order; `at` is the one that runs.
@@ -146,6 +171,8 @@ struct GraphImpl {
   bool check_shape(const std::string& value_name, DType dtype, const Shape& shape);
   // Checks name, dtype and shape; -1 after a failure.
   int add_value(std::string value_name, Kind kind, DType dtype, const Shape& shape);
+  // A node whose inputs are values of this graph, or none; its results.
+  std::vector<Value> add_node(NodeSpec spec);
   // Takes back what was added after `before`.
   struct Counts {
     size_t symbols, values, nodes, arguments;
@@ -171,9 +198,6 @@ struct GraphImpl {
   Status lay_out();
 };
 
-// What is being thrown, as a Status: exhausted memory, or `where` (which takes no memory if empty) and what() of it.
-Status thrown(std::string_view where) noexcept;
-
 // Runs what builds a part of a graph, whole or not at all: what `body` had added before it failed or threw is taken
 // back, the graph keeps the reason, and `body` gives its type's default.
 template <class Body>
@@ -187,19 +211,10 @@ auto building(GraphImpl& graph, Body&& body) noexcept -> decltype(body()) {
       if (graph.status.ok()) return added;
     }
   } catch (...) {
-    graph.status = thrown("");
+    graph.status = status_of_exception();
   }
   graph.roll_back(before);
   return decltype(body())();
-}
-
-template <class Body>
-Status running(Body&& body) noexcept {
-  try {
-    return std::forward<Body>(body)();
-  } catch (...) {
-    return thrown("");
-  }
 }
 
 }  // namespace opst

@@ -1,6 +1,4 @@
 // Setting up, binding, setting sizes, executing.
-#include <new>
-
 #include "core/elements.h"
 #include "graph/graph_impl.h"
 
@@ -50,6 +48,21 @@ Status GraphImpl::run_steps(Context& context, NodeListener* listener, size_t& at
   return {};
 }
 
+Status GraphImpl::thrown_by(size_t node) const noexcept {
+  return guarded([&]() -> Status {
+    const std::string where = "graph " + name + ": " + nodes[node].spec.name + ": threw ";
+    try {
+      throw;
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const std::exception& e) {
+      return Status::internal(where + e.what());
+    } catch (...) {
+      return Status::internal(where + "an exception");
+    }
+  });
+}
+
 Status GraphImpl::may_change(const char* what) const {
   if (!status.ok()) return status;
   return executing ? error(std::string(what) + " by a node that it runs") : Status();
@@ -71,7 +84,7 @@ class Executing {
 }  // namespace
 
 Status Graph::setup(const Machine& machine) {
-  return running([&]() -> Status {
+  return guarded([&]() -> Status {
     if (Status status = impl_->may_change("set up"); !status.ok()) return status;
     if (Status status = impl_->lay_out(); !status.ok()) return status;
     impl_->machine = machine;
@@ -81,7 +94,7 @@ Status Graph::setup(const Machine& machine) {
 }
 
 Status Graph::bind(Value value, const Tensor& tensor) {
-  return running([&]() -> Status {
+  return guarded([&]() -> Status {
     if (Status status = impl_->may_change("bound"); !status.ok()) return status;
     if (!impl_->has(value)) return impl_->error("what is bound to a tensor is no value of this graph");
     ValueData& data = impl_->values[static_cast<size_t>(GraphImpl::index(value))];
@@ -110,7 +123,7 @@ Status Graph::bind(Value value, const Tensor& tensor) {
 }
 
 Status Graph::bind(Value value, const ConstTensor& tensor) {
-  return running([&]() -> Status {
+  return guarded([&]() -> Status {
     if (Status status = impl_->may_change("bound"); !status.ok()) return status;
     if (impl_->has(value) && (impl_->at(value).kind == Kind::output || impl_->at(value).kind == Kind::cache)) {
       return impl_->error("tensor " + quoted(impl_->at(value).name) + " is written, but bound to a const tensor");
@@ -120,7 +133,7 @@ Status Graph::bind(Value value, const ConstTensor& tensor) {
 }
 
 Status Graph::bind(Value value, const PackedWeight& weight) {
-  return running([&]() -> Status {
+  return guarded([&]() -> Status {
     if (Status status = impl_->may_change("bound"); !status.ok()) return status;
     if (!impl_->has(value)) return impl_->error("what is bound to a weight is no value of this graph");
     ValueData& data = impl_->values[static_cast<size_t>(GraphImpl::index(value))];
@@ -140,7 +153,7 @@ Status Graph::bind(Value value, const PackedWeight& weight) {
 }
 
 Status Graph::set(Dim dim, int64_t size) {
-  return running([&]() -> Status {
+  return guarded([&]() -> Status {
     if (Status status = impl_->may_change("given a size"); !status.ok()) return status;
     const int i = GraphImpl::symbol(dim);
     if (i < 0) return impl_->error("size " + str(dim.bound()) + " has no name to be set by");
@@ -157,7 +170,7 @@ Status Graph::set(Dim dim, int64_t size) {
 }
 
 Status Graph::execute(Context& context, NodeListener* listener) {
-  return running([&]() -> Status {
+  return guarded([&]() -> Status {
     if (Status status = impl_->may_change("executed"); !status.ok()) return status;
     if (!impl_->ready) return impl_->error("executed without a setup");
     if (impl_->num_unfit > 0) {
@@ -169,10 +182,8 @@ Status Graph::execute(Context& context, NodeListener* listener) {
     size_t at = 0;
     try {
       return impl_->run_steps(context, listener, at);
-    } catch (const std::bad_alloc&) {
-      return Status::out_of_memory();
     } catch (...) {
-      return thrown("graph " + impl_->name + ": " + impl_->nodes[at].spec.name);
+      return impl_->thrown_by(at);
     }
   });
 }

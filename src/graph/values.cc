@@ -7,20 +7,13 @@
 
 namespace opst {
 
+using graph::make_contiguous;
 using graph::quoted;
 using graph::str;
 using Kind = GraphImpl::Kind;
 using ValueData = GraphImpl::ValueData;
 
 namespace {
-
-void make_contiguous(Tensor& tensor) {
-  int64_t stride = 1;
-  for (int i = tensor.rank - 1; i >= 0; --i) {
-    tensor.strides[i] = stride;
-    stride *= std::max<int64_t>(tensor.shape[i], 1);
-  }
-}
 
 template <class T>
 void cut_to(std::vector<T>& all, size_t count) noexcept {
@@ -35,22 +28,6 @@ int64_t width(const Tensor& rows) {
 }
 
 }  // namespace
-
-Status thrown(std::string_view where) noexcept {
-  try {
-    try {
-      throw;
-    } catch (const std::bad_alloc&) {
-      return Status::out_of_memory();
-    } catch (const std::exception& e) {
-      return Status::internal(std::string(where).append(where.empty() ? "" : ": ").append("threw ").append(e.what()));
-    } catch (...) {
-      return Status::internal(std::string(where).append(where.empty() ? "" : ": ").append("threw an exception"));
-    }
-  } catch (...) {
-    return Status::out_of_memory();
-  }
-}
 
 uint32_t GraphImpl::next_number() {
   static std::atomic<uint32_t> last{0};

@@ -1,0 +1,82 @@
+// A node while it is made: what the files of nodes share.
+//
+//   return made(*impl_, name, "rms_norm", [&](NewNode& node) {
+//     node.rows("x", x).dtype(kFloats);
+//     node.input("weight", weight, Counted::weight).dtype({DType::f32, dtype(x)}).dims({"features"});
+//     node.result(dtype(x), shape(x));
+//     node.in_place = {{0, 0}};
+//     node.run = [eps = options.eps](Context& context, const NodeTensors& t) { .. };
+//   })[0];
+//
+// Each input is checked as the operators check theirs, by ShapeCheck, with named sizes among its sizes. The first
+// contradiction becomes the graph's: graph layers: gate (matmul): weight 'w' dim 1 (k) is 31, but x 'x' set k = 32.
+#pragma once
+
+#include <array>
+#include <deque>
+
+#include "core/shape_check.h"
+#include "graph/graph_impl.h"
+
+namespace opst::graph {
+
+inline constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
+
+class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
+ private:
+  const std::string where_;  // "gate (matmul)"
+ public:
+  NewNode(GraphImpl& graph, const std::string& node, const char* operator_name);
+
+  // The next input, whose dtype and dims the caller asks of what this gives.
+  ShapeCheck::TensorCheck input(const char* role, Value value, Counted counted = Counted::tensor);
+  // Of any rank from 1, which is that of the node's first such input: dim_0, dim_1, .., `last`.
+  ShapeCheck::TensorCheck rows(const char* role, Value value, const char* last = "features");
+  // The two tensors of a cache, `written` or only read. Binds the names of PageSizes.
+  void pages(PageLayout layout, Value key_cache, Value value_cache, bool written);
+  // The index in NodeTensors of the next input; 0 where it is absent and so will not be one.
+  int8_t next(Value optional) const { return optional.exists() ? static_cast<int8_t>(inputs.size()) : int8_t{0}; }
+
+  // The next result, of the node's name and `suffix`.
+  ShapeCheck::TensorCheck result(DType dtype, const Shape& shape, const char* suffix = "");
+
+  // Sizes of which an operator has at least one.
+  void at_least_one(std::initializer_list<const char*> names);
+  // What cos holds are pairs of elements of a head.
+  void half_of_head_dim();
+
+  // A size that the check has bound, or calculated with.
+  Dim dim(const char* bound) const { return dim(check[bound]); }
+  Dim dim(int64_t size) const { return graph_.dim_of(size); }
+  std::string text(int64_t size) const override { return graph_.text(dim(size)); }
+
+  // Adds the node to the graph, unless the check has failed.
+  std::array<Value, 2> add() &&;
+
+  ShapeCheck check;
+  // What the node costs beside the bytes of its tensors and weights.
+  std::function<NodeCost(const NodeTensors&)> also_costs;
+
+ private:
+  const char* keep(std::string text) { return texts_.emplace_back(std::move(text)).c_str(); }
+  // The role with the name of the tensor in the graph: weight 'blk.0.gate'.
+  const char* named(const char* role, Value value);
+  ConstTensor declared(Value value) const;
+
+  GraphImpl& graph_;
+  std::deque<std::string> texts_;  // which the check points to
+  std::vector<Counted> counted_;   // of each input
+  int rank_ = 0;                   // of rows()
+};
+
+// Adds the node that `describe` makes; its results, of which no operator has more than two.
+template <class Describe>
+std::array<Value, 2> made(GraphImpl& graph, const std::string& name, const char* op, Describe&& describe) {
+  return building(graph, [&] {
+    NewNode node(graph, name, op);
+    describe(node);
+    return std::move(node).add();
+  });
+}
+
+}  // namespace opst::graph
