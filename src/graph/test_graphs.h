@@ -26,6 +26,14 @@ inline Tensor view(std::vector<float>& numbers, std::initializer_list<int64_t> s
   return Tensor::contiguous(DType::f32, shape, numbers.data());
 }
 
+// [tokens, heads, dim] as [1, heads, tokens, dim].
+inline Tensor as_batch(const Tensor& t) {
+  Tensor batch = t.transposed(0, 1);
+  for (int i = 3; i > 0; --i) batch.shape[i] = batch.shape[i - 1], batch.strides[i] = batch.strides[i - 1];
+  batch.rank = 4, batch.shape[0] = 1, batch.strides[0] = 0;
+  return batch;
+}
+
 // What a node says about itself.
 inline NodeInfo info_of(const Graph& graph, int node) { return std::move(graph.describe(node).value()); }
 

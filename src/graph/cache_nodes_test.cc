@@ -1,0 +1,233 @@
+// Attention and the nodes of caches, against their operators.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "graph/test_graphs.h"
+
+namespace opst {
+namespace {
+
+// What a window hides is neither multiplied nor read.
+TEST(CacheNodes, CostOfAttentionCountsWhatTheWindowShows) {
+  Graph graph = make_graph();
+  AttentionOptions options;
+  options.causal = true;
+  options.window_left = 9;
+  const Value keys = graph.input("keys", DType::f32, {100, 2, 8});
+  graph.output("wide_out", graph.attention("wide", graph.input("q", DType::f32, {100, 4, 8}), keys, keys, options));
+  graph.output("late_out", graph.attention("late", graph.input("last", DType::f32, {1, 4, 8}), keys, keys, options));
+  std::vector<float> q(100 * 4 * 8), k(100 * 2 * 8), last(4 * 8), wide(q.size()), late(last.size());
+  ASSERT_OK(graph.bind("q", view(q, {100, 4, 8})));
+  ASSERT_OK(graph.bind("keys", view(k, {100, 2, 8})));
+  ASSERT_OK(graph.bind("last", view(last, {1, 4, 8})));
+  ASSERT_OK(graph.bind("wide_out", view(wide, {100, 4, 8})));
+  ASSERT_OK(graph.bind("late_out", view(late, {1, 4, 8})));
+  Context context = make_context();
+  ASSERT_OK(graph.setup(context.machine()));
+  EXPECT_EQ(graph.describe(0).value().cost.flops, 2.0 * 16 * 4 * (90 * 10 + 55));  // rows 0 to 9 see 1 to 10 keys
+  EXPECT_EQ(graph.describe(1).value().cost.flops, 2.0 * 16 * 4 * 10);
+  EXPECT_EQ(graph.describe(0).value().cost.cache_bytes, 100 * 2 * 16 * 4);
+  EXPECT_EQ(graph.describe(1).value().cost.cache_bytes, 10 * 2 * 16 * 4);
+}
+
+TEST(CacheNodes, AttentionOverPagesAndRows) {
+  Context context = make_context();
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 8, kContext = 12;
+  Graph graph = make_graph();
+  const Dim tokens = graph.dim("tokens", 5), kv_len = graph.dim("kv_len", kContext);
+  const Value query = graph.input("query", DType::f32, {tokens, kHeads, kDim});
+  const Value key = graph.input("key", DType::f32, {tokens, kKvHeads, kDim});
+  const Value slots = graph.input("slots", DType::i64, {tokens});
+  const Graph::RopeTable table = graph.rope_table("rope", graph.input("positions", DType::i64, {tokens}), kDim / 2);
+  const Value turned_query = graph.rope("turned_query", query, table),
+              turned_key = graph.rope("turned_key", key, table);
+  for (const bool paged : {false, true}) {
+    const std::string p = paged ? "paged." : "rows.";
+    const Shape shape = paged ? Shape{3, 4, kKvHeads, kDim} : Shape{1, kContext, kKvHeads, kDim};
+    const Value keys = graph.cache(p + "keys", DType::f32, shape),
+                values = graph.cache(p + "values", DType::f32, shape);
+    graph.scatter_pa_kv_cache(p + "write", turned_key, key, slots, keys, values);
+    const Shape rows = {kv_len, kKvHeads, kDim};
+    graph.output(p + "out", paged ? graph.paged_attention(p + "attend", turned_query, keys, values,
+                                                          {graph.input("table", DType::i64, {1, 3}),
+                                                           graph.input("lengths", DType::i64, {1}), kv_len},
+                                                          {.causal = true})
+                                  : graph.attention(p + "attend", turned_query, graph.view(keys, rows),
+                                                    graph.view(values, rows), {.causal = true}));
+  }
+  std::vector<float> q = random_floats(5 * kHeads * kDim, 1), k = random_floats(5 * kKvHeads * kDim, 2);
+  std::map<std::string, std::vector<float>> caches, outs;
+  for (const std::string p : {"rows.", "paged."}) {
+    for (const std::string which : {"keys", "values"}) {
+      std::vector<float>& cache = caches[p + which];
+      cache.assign(kContext * kKvHeads * kDim, NAN);
+      ASSERT_OK(graph.bind(
+          p + which, p == "rows." ? view(cache, {1, kContext, kKvHeads, kDim}) : view(cache, {3, 4, kKvHeads, kDim})));
+    }
+    outs[p].resize(q.size());
+    ASSERT_OK(graph.bind(p + "out", view(outs[p], {5, kHeads, kDim})));
+  }
+  int64_t positions[5], length = 0;
+  const int64_t blocks[] = {0, 1, 2};
+  const auto i64 = [](const int64_t* data, std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::i64, shape, data);
+  };
+  ASSERT_OK(graph.bind("query", view(q, {5, kHeads, kDim})));
+  ASSERT_OK(graph.bind("key", view(k, {5, kKvHeads, kDim})));
+  ASSERT_OK(graph.bind("positions", i64(positions, {5})));
+  ASSERT_OK(graph.bind("slots", i64(positions, {5})));
+  ASSERT_OK(graph.bind("table", i64(blocks, {1, 3})));
+  ASSERT_OK(graph.bind("lengths", i64(&length, {1})));
+  ASSERT_OK(graph.setup(context.machine()));
+  for (const int64_t n : {5, 1, 4, 1}) {
+    for (int64_t i = 0; i < n; ++i) positions[i] = length + i;
+    length += n;
+    ASSERT_OK(graph.set(tokens, n));
+    ASSERT_OK(graph.set(kv_len, length));
+    ASSERT_OK(graph.execute(context));
+    EXPECT_EQ(caches["rows.keys"].size(), caches["paged.keys"].size());
+    for (size_t i = 0; i < static_cast<size_t>(n * kHeads * kDim); ++i) {
+      ASSERT_EQ(outs["rows."][i], outs["paged."][i]) << length << ", " << i;
+      ASSERT_TRUE(std::isfinite(outs["rows."][i]));
+    }
+    // Causal, the last query sees all: (length - n + 1) + .. + length pairs.
+    const double pairs = static_cast<double>(n * (2 * length - n + 1)) / 2;
+    for (int node = 0; node < graph.num_nodes(); ++node) {
+      const NodeInfo info = info_of(graph, node);
+      if (info.name.find("attend") == std::string::npos) continue;
+      EXPECT_EQ(info.cost.flops, 4.0 * kDim * kHeads * pairs);
+      EXPECT_EQ(info.cost.cache_bytes, length * 2 * kKvHeads * kDim * 4);
+      EXPECT_NE(info.plan.find("block_kv"), std::string::npos);
+    }
+  }
+  // The first row of the whole sequence sees one key: its own value.
+  const std::vector<float>& values = caches["rows.values"];
+  EXPECT_EQ(std::vector<float>(values.begin(), values.begin() + kDim), std::vector<float>(k.begin(), k.begin() + kDim));
+}
+
+// Caches of two blocks, written and read in any layout, against the calls themselves.
+TEST(CacheNodes, PagesInAnyLayout) {
+  Context context = make_context();
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 8, kValueDim = 6, kTokens = 40;
+  const PageSizes sizes = {
+      .num_blocks = 2, .block_size = 32, .num_kv_heads = kKvHeads, .head_dim = kDim, .value_head_dim = kValueDim};
+  std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1), k = random_floats(kTokens * kKvHeads * kDim, 2),
+                     v = random_floats(kTokens * kKvHeads * kValueDim, 3);
+  const Tensor query = view(q, {kTokens, kHeads, kDim}), key = view(k, {kTokens, kKvHeads, kDim}),
+               value = view(v, {kTokens, kKvHeads, kValueDim});
+  int64_t slots[kTokens];
+  for (int64_t i = 0; i < kTokens; ++i) slots[i] = i;
+  const int64_t blocks[] = {0, 1}, length = kTokens;
+  const ConstTensor slot_mapping = ConstTensor::contiguous(DType::i64, {kTokens}, slots);
+  const ConstTensor table = ConstTensor::contiguous(DType::i64, {1, 2}, blocks);
+  const ConstTensor lengths = ConstTensor::contiguous(DType::i64, {1}, &length);
+  for (const auto& [layout, dtype] :
+       {std::pair(PageLayout::norm, DType::f16), std::pair(PageLayout::panel32, DType::f32),
+        std::pair(PageLayout::panel32, DType::bf16)}) {
+    const std::string what = std::string(to_string(layout)) + " " + to_string(dtype);
+    Buffer memory[4];
+    Tensor pages[4];  // keys and values of the graph, then of the calls
+    for (int i = 0; i < 4; ++i) {
+      memory[i] = std::move(Buffer::allocate(1 << 13).value());
+      std::fill_n(static_cast<char*>(memory[i].data()), memory[i].size_bytes(), '\0');
+      pages[i] = (i % 2 == 0 ? key_pages : value_pages)(layout, dtype, sizes, memory[i].data());
+    }
+    Graph graph = make_graph();
+    const Value keys = graph.cache("keys", dtype, Shape(pages[0])),
+                values = graph.cache("values", dtype, Shape(pages[1]));
+    graph.scatter_pa_kv_cache("write", graph.input("key", DType::f32, Shape(key)),
+                              graph.input("value", DType::f32, Shape(value)),
+                              graph.input("slots", DType::i64, {kTokens}), keys, values, {.layout = layout});
+    graph.output("out", graph.paged_attention("attend", graph.input("query", DType::f32, Shape(query)), keys, values,
+                                              {.block_table = graph.input("table", DType::i64, {1, 2}),
+                                               .kv_lengths = graph.input("lengths", DType::i64, {1}),
+                                               .kv_len = kTokens,
+                                               .layout = layout},
+                                              {.causal = true}));
+    std::vector<float> out(kTokens * kHeads * kValueDim), expected(out.size());
+    ASSERT_OK(graph.bind("keys", pages[0]));
+    ASSERT_OK(graph.bind("values", pages[1]));
+    ASSERT_OK(graph.bind("query", query));
+    ASSERT_OK(graph.bind("key", key));
+    ASSERT_OK(graph.bind("value", value));
+    ASSERT_OK(graph.bind("slots", slot_mapping));
+    ASSERT_OK(graph.bind("table", table));
+    ASSERT_OK(graph.bind("lengths", lengths));
+    ASSERT_OK(graph.bind("out", view(out, {kTokens, kHeads, kValueDim})));
+    ASSERT_OK(graph.setup(context.machine()));
+    ASSERT_OK(graph.execute(context));
+
+    ASSERT_OK(scatter_pa_kv_cache(context, key, value, slot_mapping, pages[2], pages[3], {.layout = layout}));
+    ASSERT_OK(flash_attention_forward(
+        context,
+        {.query = as_batch(query), .key = pages[2], .value = pages[3], .block_table = table, .kv_lengths = lengths},
+        {.out = as_batch(view(expected, {kTokens, kHeads, kValueDim}))}, {.causal = true, .page_layout = layout}));
+    EXPECT_EQ(out, expected) << what;
+    EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float x) { return x != 0; })) << what;
+    const NodeInfo attend = info_of(graph, 1);
+    EXPECT_EQ(attend.cost.cache_bytes, kTokens * kKvHeads * (kDim + kValueDim) * size_bytes(dtype)) << what;
+    EXPECT_EQ(attend.cost.flops, 2.0 * (kDim + kValueDim) * kHeads * kTokens * (kTokens + 1) / 2) << what;
+    EXPECT_EQ(attend.plan.find("panel_pages") != std::string::npos, layout == PageLayout::panel32) << attend.plan;
+  }
+}
+
+// rope_scatter_pa_kv_cache as one node, against the nodes that it joins: norm, rotation, scatter.
+TEST(CacheNodes, AStepInOneNode) {
+  Context context = make_context();
+  constexpr int64_t kTokens = 6, kHeads = 4, kKvHeads = 2, kDim = 8;
+  const PageSizes sizes = {
+      .num_blocks = 2, .block_size = 32, .num_kv_heads = kKvHeads, .head_dim = kDim, .value_head_dim = kDim};
+  std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1), k = random_floats(kTokens * kKvHeads * kDim, 2),
+                     v = random_floats(kTokens * kKvHeads * kDim, 3), w = random_floats(kDim, 4);
+  std::vector<int64_t> slots = {40, 2, -1, 63, 0, 7};
+  std::vector<float> memory[4], outs[2];
+  Graph graph = make_graph();
+  const Value query = graph.input("query", DType::f32, {kTokens, kHeads, kDim}),
+              key = graph.input("key", DType::f32, {kTokens, kKvHeads, kDim}),
+              value = graph.input("value", DType::f32, {kTokens, kKvHeads, kDim}),
+              weight = graph.input("weight", DType::f32, {kDim}), places = graph.input("slots", DType::i64, {kTokens});
+  const Graph::RopeTable table = graph.rope_table("table", places, kDim / 2);
+  for (const bool joined : {false, true}) {
+    const std::string p = joined ? "joined." : "parts.";
+    Value caches[2];
+    for (int i = 0; i < 2; ++i) {
+      std::vector<float>& pages = memory[2 * (joined ? 1 : 0) + i];
+      pages.assign(2 * 32 * kKvHeads * kDim, 0.0f);
+      const Tensor tensor = (i == 0 ? key_pages : value_pages)(PageLayout::panel32, DType::f32, sizes, pages.data());
+      caches[i] = graph.cache(p + (i == 0 ? "keys" : "values"), DType::f32, Shape(tensor));
+      ASSERT_OK(graph.bind(p + (i == 0 ? "keys" : "values"), tensor));
+    }
+    if (joined) {
+      graph.output(
+          p + "out",
+          graph.rope_scatter_pa_kv_cache(
+              p + "step",
+              {.query = query, .key = key, .value = value, .table = table, .slots = places, .key_weight = weight},
+              caches[0], caches[1], {.layout = PageLayout::panel32}));
+    } else {
+      graph.scatter_pa_kv_cache(p + "write",
+                                graph.rope(p + "key", graph.rms_norm(p + "normed_key", key, weight), table), value,
+                                places, caches[0], caches[1], {.layout = PageLayout::panel32});
+      graph.output(p + "out", graph.rope(p + "query", query, table));
+    }
+    outs[joined].resize(q.size());
+    ASSERT_OK(graph.bind(p + "out", view(outs[joined], {kTokens, kHeads, kDim})));
+  }
+  ASSERT_OK(graph.bind("query", view(q, {kTokens, kHeads, kDim})));
+  ASSERT_OK(graph.bind("key", view(k, {kTokens, kKvHeads, kDim})));
+  ASSERT_OK(graph.bind("value", view(v, {kTokens, kKvHeads, kDim})));
+  ASSERT_OK(graph.bind("weight", view(w, {kDim})));
+  ASSERT_OK(graph.bind("slots", ConstTensor::contiguous(DType::i64, {kTokens}, slots.data())));
+  ASSERT_OK(graph.setup(context.machine()));
+  ASSERT_OK(graph.execute(context));
+  EXPECT_EQ(outs[0], outs[1]);
+  EXPECT_EQ(memory[0], memory[2]);
+  EXPECT_EQ(memory[1], memory[3]);
+  EXPECT_TRUE(std::any_of(memory[2].begin(), memory[2].end(), [](float x) { return x != 0; }));
+}
+
+}  // namespace
+}  // namespace opst
