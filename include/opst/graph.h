@@ -256,16 +256,29 @@ class Graph {
   };
   Value rope_scatter_pa_kv_cache(std::string name, const Step& step, Value key_cache, Value value_cache,
                                  const RopeScatterOptions& options = {});
-  // One sequence:
+  // One sequence (several: paged_attention):
   //   query  [tokens, num_heads, head_dim] -> [tokens, num_heads, value_head_dim] of its dtype
   //   key    [kv_len, num_kv_heads, head_dim], value [kv_len, num_kv_heads, value_head_dim]
   Value attention(std::string name, Value query, Value key, Value value, const AttentionOptions& options = {});
-  // The same over pages in a layout: caches as above, block_table [1, max_blocks] and kv_lengths [1], i64 or i32.
-  // kv_len is the size by which the node is planned and counted; it should be what kv_lengths will hold.
+  // The same over pages in a layout, caches as above, for `batch` sequences whose queries lie one after the other:
+  //   block_table [batch, max_blocks], kv_lengths [batch]        i64 or i32
+  //   cu_seqlens_q [batch + 1]                                   i64 or i32, see attention.h: sequence b has the queries
+  //                                                              cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1
+  // Without cu_seqlens_q all have as many: batch is 1, or divides tokens, or is the same named size (one query each: a
+  // step of decoding). Sequences share blocks as they like. Each is planned and counted with tokens / batch queries and
+  // kv_len keys, which should be the largest that kv_lengths will hold.
+  //   const Dim batch = graph.dim("batch", 64), starts = graph.dim("starts", 65);     // set to batch + 1
+  //   graph.paged_attention("attend", query, keys, values,
+  //                         {.block_table = graph.input("blocks", DType::i32, {batch, 128}),
+  //                          .kv_lengths = graph.input("lengths", DType::i32, {batch}),
+  //                          .kv_len = longest,
+  //                          .cu_seqlens_q = graph.input("query_starts", DType::i32, {starts})},
+  //                         {.causal = true});
   struct Pages {
     Value block_table, kv_lengths;
     Dim kv_len;
     PageLayout layout = PageLayout::norm;
+    Value cu_seqlens_q = {};
   };
   Value paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,
                         const AttentionOptions& options = {});

@@ -40,13 +40,33 @@ void check_heads(NewNode& node) {
   });
 }
 
+// How many queries each sequence of paged attention has. Sizes with a name are what they should be when the node runs:
+// the operator refuses others.
+void check_sequences(NewNode& node, bool has_starts) {
+  const int64_t tokens = node.check["tokens"], batch = node.check["batch"];
+  if (has_starts) {
+    const int64_t starts = node.check["batch + 1"];
+    node.check.require(starts < 0 || batch < 0 || starts == batch + 1, [&] {
+      return "cu_seqlens_q dim 0 is " + node.text(starts) + ", but must be " + node.text(batch + 1) +
+             ": one more than batch";
+    });
+  } else {
+    const bool equal = tokens == batch || batch == 1 || (batch > 0 && tokens >= 0 && tokens % batch == 0);
+    node.check.require(equal, [&] {
+      return "query dim 0 (tokens) is " + node.text(tokens) + ", not a multiple of batch = " + node.text(batch) +
+             ", and sequences of different lengths need cu_seqlens_q";
+    });
+  }
+}
+
 // The size by which paged attention is planned, which no tensor has: as limited as the keys and values that it counts.
 void check_kv_len(NewNode& node, bool is_known, int64_t kv_len) {
   node.check.require(is_known, "kv_len is a size of another graph");
   node.check.require(kv_len >= 0, [&] { return "kv_len is " + str(kv_len) + ", must be >= 0"; });
   if (!node.check.ok()) return;
   const int64_t dims = node.dim("head_dim").bound() + node.dim("value_head_dim").bound();
-  const Size bytes = Size(kv_len) * node.dim("num_kv_heads").bound() * dims * size_bytes(DType::f32);
+  const Size bytes = Size(kv_len) * std::max<int64_t>(node.dim("batch").bound(), 1) * node.dim("num_kv_heads").bound() *
+                     dims * size_bytes(DType::f32);
   node.check.require(bytes.within_limit(),
                      [&] { return "kv_len is " + str(kv_len) + ", too large: more than 2^56 bytes"; });
 }
@@ -154,37 +174,46 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
     node.pages(pages.layout, key_cache, value_cache, /*written=*/false);
     node.input("block_table", pages.block_table, Counted::not_all).dtype(kIntegers).dims({"batch", "max_blocks"});
     node.input("kv_lengths", pages.kv_lengths, Counted::not_all).dtype(kIntegers).dims({"batch"});
+    const int8_t starts = node.next(pages.cu_seqlens_q);
+    if (starts != 0) {
+      node.input("cu_seqlens_q", pages.cu_seqlens_q, Counted::not_all).dtype(kIntegers).dims({"batch + 1"});
+    }
     check_heads(node);
+    check_sequences(node, starts != 0);
     check_kv_len(node, impl_->has(pages.kv_len), pages.kv_len.bound());
-    node.check.require(node.dim("batch") == Dim(1), [&] {
-      return "block_table dim 0 (batch) is " + node.text(node.check["batch"]) +
-             ", but a node attends with one sequence";
-    });
     node.result(dtype(query), {node.dim("tokens"), node.dim("num_heads"), node.dim("value_head_dim")});
-    node.run = [options](Context& context, const NodeTensors& t) {
-      return flash_attention_forward(context,
-                                     {.query = as_batch(t.input(0)),
-                                      .key = t.input(1),
-                                      .value = t.input(2),
-                                      .block_table = t.input(3),
-                                      .kv_lengths = t.input(4)},
-                                     {.out = as_batch(t.output(0))}, options);
+    node.run = [options, starts](Context& context, const NodeTensors& t) {
+      AttentionInputs in = {.query = t.input(0),
+                            .key = t.input(1),
+                            .value = t.input(2),
+                            .block_table = t.input(3),
+                            .kv_lengths = t.input(4)};
+      if (starts != 0) {
+        in.cu_seqlens_q = t.input(starts);
+        return flash_attention_forward(context, in, {.out = t.output(0)}, options);
+      }
+      const int64_t batch = t.input(3).shape[0];
+      in.query = as_batch(t.input(0), batch);
+      return flash_attention_forward(context, in, {.out = as_batch(t.output(0), batch)}, options);
     };
     plan_as(node,
-            [options, kv_len = pages.kv_len, kv_heads = node.dim("num_kv_heads"),
-             block_size = node.dim("block_size")](const NodeTensors& t) -> AttentionProblem {
+            [options, kv_len = pages.kv_len, kv_heads = node.dim("num_kv_heads"), block_size = node.dim("block_size"),
+             starts](const NodeTensors& t) -> AttentionProblem {
               const Tensor& q = t.input(0);
+              const int64_t batch = t.input(3).shape[0];
               return {.query_dtype = q.dtype,
                       .kv_dtype = t.input(1).dtype,
+                      .batch = batch,
                       .num_heads = q.shape[1],
                       .num_kv_heads = t.size(kv_heads),
-                      .query_len = q.shape[0],
+                      .query_len = batch > 0 ? ceil_div(q.shape[0], batch) : 0,
                       .kv_len = t.size(kv_len),
                       .head_dim = q.shape[2],
                       .value_head_dim = t.output(0).shape[2],
                       .paged = true,
                       .block_size = t.size(block_size),
-                      .options = options};
+                      .options = options,
+                      .varlen_q = starts != 0};
             });
   })[0];
 }

@@ -229,5 +229,98 @@ TEST(CacheNodes, AStepInOneNode) {
   EXPECT_TRUE(std::any_of(memory[2].begin(), memory[2].end(), [](float x) { return x != 0; }));
 }
 
+// Sequences of different lengths in one node: one query of each, and different numbers of them. Against one call for
+// each sequence.
+TEST(CacheNodes, SequencesOfDifferentLengths) {
+  Context context = make_context();
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 8, kValueDim = 6, kBlocks = 40, kMaxBlocks = 8, kMaxBatch = 5,
+                    kMaxTokens = 12;
+  const PageSizes sizes = {
+      .num_blocks = kBlocks, .block_size = 4, .num_kv_heads = kKvHeads, .head_dim = kDim, .value_head_dim = kValueDim};
+  std::vector<float> q = random_floats(kMaxTokens * kHeads * kDim, 1),
+                     k = random_floats(kBlocks * 4 * kKvHeads * kDim, 2),
+                     v = random_floats(kBlocks * 4 * kKvHeads * kValueDim, 3), out(kMaxTokens * kHeads * kValueDim),
+                     decoded(kMaxBatch * kHeads * kValueDim), alone(out.size());
+  const Tensor keys = key_pages(PageLayout::norm, DType::f32, sizes, k.data()),
+               values = value_pages(PageLayout::norm, DType::f32, sizes, v.data()),
+               query = view(q, {kMaxTokens, kHeads, kDim}), alone_out = view(alone, {kMaxTokens, kHeads, kValueDim});
+  std::vector<int32_t> blocks(kMaxBatch * kMaxBlocks);
+  for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<int32_t>(i * 7 % kBlocks);
+  const auto ints = [](const std::vector<int32_t>& numbers) {
+    return ConstTensor::contiguous(DType::i32, {static_cast<int64_t>(numbers.size())}, numbers.data());
+  };
+  const ConstTensor table = ConstTensor::contiguous(DType::i32, {kMaxBatch, kMaxBlocks}, blocks.data());
+
+  Graph graph = make_graph();
+  const Dim batch = graph.dim("batch", kMaxBatch), starts = graph.dim("starts", kMaxBatch + 1),
+            tokens = graph.dim("tokens", kMaxTokens), kv_len = graph.dim("kv_len", 4 * kMaxBlocks);
+  Graph::Pages pages = {.block_table = graph.input("table", DType::i32, {batch, kMaxBlocks}),
+                        .kv_lengths = graph.input("lengths", DType::i32, {batch}),
+                        .kv_len = kv_len};
+  const Value key_cache = graph.cache("keys", DType::f32, Shape(keys)),
+              value_cache = graph.cache("values", DType::f32, Shape(values));
+  graph.output("decoded", graph.paged_attention("decode", graph.input("last", DType::f32, {batch, kHeads, kDim}),
+                                                key_cache, value_cache, pages, {.causal = true}));
+  pages.cu_seqlens_q = graph.input("query_starts", DType::i32, {starts});
+  graph.output("out", graph.paged_attention("attend", graph.input("query", DType::f32, {tokens, kHeads, kDim}),
+                                            key_cache, value_cache, pages, {.causal = true}));
+  ASSERT_OK(graph.bind("keys", keys));
+  ASSERT_OK(graph.bind("values", values));
+  ASSERT_OK(graph.bind("table", table));
+  ASSERT_OK(graph.bind("last", query));
+  ASSERT_OK(graph.bind("query", query));
+  ASSERT_OK(graph.bind("decoded", view(decoded, {kMaxBatch, kHeads, kValueDim})));
+  ASSERT_OK(graph.bind("out", view(out, {kMaxTokens, kHeads, kValueDim})));
+  ASSERT_OK(graph.setup(context.machine()));
+
+  struct Step {
+    std::vector<int32_t> lengths, starts;
+  };
+  const std::vector<Step> steps = {{{9, 1, 16, 5, 30}, {0, 3, 4, 4, 8, 10}},
+                                   {{2, 7}, {0, 2, 3}},
+                                   {{32}, {0, kMaxTokens}},
+                                   {{4, 31, 8}, {0, 4, 11, 12}}};
+  for (const Step& step : steps) {
+    const auto n = static_cast<int64_t>(step.lengths.size());
+    const int32_t longest = *std::max_element(step.lengths.begin(), step.lengths.end());
+    ASSERT_OK(graph.bind("lengths", ints(step.lengths)));
+    ASSERT_OK(graph.bind("query_starts", ints(step.starts)));
+    ASSERT_OK(graph.set(batch, n));
+    ASSERT_OK(graph.set(starts, n + 1));
+    ASSERT_OK(graph.set(tokens, step.starts.back()));
+    ASSERT_OK(graph.set(kv_len, longest));
+    ASSERT_OK(graph.execute(context));
+    const auto expect_alone = [&](int64_t b, int64_t first, int64_t count, const std::vector<float>& results) {
+      if (count == 0) return;
+      const auto at = static_cast<size_t>(b);
+      ASSERT_OK(flash_attention_forward(context,
+                                        {.query = as_batch(query.narrowed(0, first, count)),
+                                         .key = keys,
+                                         .value = values,
+                                         .block_table = table.narrowed(0, b, 1),
+                                         .kv_lengths = ints(step.lengths).narrowed(0, b, 1)},
+                                        {.out = as_batch(alone_out.narrowed(0, first, count))}, {.causal = true}));
+      for (int64_t i = first * kHeads * kValueDim; i < (first + count) * kHeads * kValueDim; ++i) {
+        ASSERT_NEAR(results[static_cast<size_t>(i)], alone[static_cast<size_t>(i)], 1e-5)
+            << n << " sequences, " << b << " of " << step.lengths[at] << " keys, element " << i;
+      }
+    };
+    for (int64_t b = 0; b < n; ++b) {
+      const int32_t first = step.starts[static_cast<size_t>(b)];
+      expect_alone(b, first, step.starts[static_cast<size_t>(b) + 1] - first, out);
+      expect_alone(b, b, 1, decoded);
+    }
+    const NodeInfo decode = info_of(graph, 0), attend = info_of(graph, 1);
+    EXPECT_EQ(decode.cost.flops, 2.0 * (kDim + kValueDim) * kHeads * static_cast<double>(n * longest));
+    EXPECT_EQ(decode.cost.cache_bytes, n * longest * kKvHeads * (kDim + kValueDim) * 4);
+    EXPECT_NE(decode.plan.find("block_kv"), std::string::npos) << decode.plan;
+    EXPECT_NE(attend.plan.find("block_kv"), std::string::npos) << attend.plan;
+  }
+  // A size that does not go with the others is the operator's to refuse.
+  ASSERT_OK(graph.set(starts, 3));
+  const std::string message = graph.execute(context).message();
+  EXPECT_EQ(message.rfind("graph test: attend: flash_attention_forward: ", 0), 0u) << message;
+}
+
 }  // namespace
 }  // namespace opst

@@ -265,5 +265,31 @@ TEST(GraphContract, HeadsThatAreNone) {
             "graph test: attend (paged_attention): kv_len is a size of another graph");
 }
 
+// Of one node for several sequences.
+TEST(GraphContract, SequencesThatAreNone) {
+  const auto attend = [](Dim batch, Dim starts) {
+    return setup_message([=](Graph& g, Dim rows) {
+      const Value cache = g.cache("c", DType::f32, {3, 4, 2, 8});
+      g.paged_attention("attend", g.input("q", DType::f32, {rows, 2, 8}), cache, cache,
+                        {.block_table = g.input("t", DType::i32, {batch, 3}),
+                         .kv_lengths = g.input("l", DType::i32, {batch}),
+                         .kv_len = 12,
+                         .cu_seqlens_q = starts == Dim() ? Value() : g.input("starts", DType::i32, {starts})});
+    });
+  };
+  EXPECT_EQ(attend(4, {}),
+            "graph test: attend (paged_attention): query dim 0 (tokens) is rows, not a multiple of batch = 4, and "
+            "sequences of different lengths need cu_seqlens_q");
+  EXPECT_EQ(attend(4, 4),
+            "graph test: attend (paged_attention): cu_seqlens_q dim 0 is 4, but must be 5: one more than batch");
+  EXPECT_EQ(setup_message([](Graph& g, Dim) {
+              const Value cache = g.cache("c", DType::f32, {3, 4, 2, 8});
+              g.paged_attention("attend", g.input("q", DType::f32, {6, 2, 8}), cache, cache,
+                                {g.input("t", DType::i32, {4, 3}), g.input("l", DType::i32, {4}), 12});
+            }),
+            "graph test: attend (paged_attention): query dim 0 (tokens) is 6, not a multiple of batch = 4, and "
+            "sequences of different lengths need cu_seqlens_q");
+}
+
 }  // namespace
 }  // namespace opst
