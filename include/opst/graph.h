@@ -29,7 +29,14 @@
 //
 // Errors: invalid_argument, naming graph, node, tensor, dimension and both values; those of the operators, behind the
 // names of graph and node; internal, where a function of a node or listener throws, with the node's name and what it
-// threw; out_of_memory. A Graph is used by one thread at a time, and not by the nodes that it runs.
+// threw; out_of_memory.
+//
+// Threads. Dim, Shape, Value, NodeSpec, the options, NodeCost, NodeInfo and GraphMemory are plain values: threads may
+// read one object at once. A Graph is used by one thread at a time, and not by the nodes that it runs; const methods
+// may run at once, if the `cost` and `plan` of its nodes may. Different graphs are independent, also where they share
+// weights, inputs and a Context (context.h says what that does); caches and outputs are written. Functions of nodes,
+// and a NodeListener, are called by the thread that called the graph. NodeTensors is for the thread that calls the
+// function to which it was given, and ends with it.
 #pragma once
 
 #include <chrono>
@@ -93,7 +100,7 @@ class Value {
   uint32_t graph_ = 0;  // id of the graph that has the value
 };
 
-// What a node costs at the sizes of the moment.
+// What a node costs at the sizes of the moment. Bytes stop at 2^56.
 struct NodeCost {
   double flops = 0;          // 2 per multiply-add of matrix products and attention; others count 0
   int64_t weight_bytes = 0;  // weights read
@@ -145,8 +152,9 @@ struct NodeSpec {
   std::function<Status(Context&, const NodeTensors&)> run;  // must not allocate
   // Called some nodes earlier: a wish for what `run` will read first, see read_ahead in matmul.h.
   std::function<void(Context&, const NodeTensors&)> read_ahead = {};
-  std::function<NodeCost(const NodeTensors&)> cost = {};                     // default: tensor_bytes alone
-  std::function<std::string(const Machine&, const NodeTensors&)> plan = {};  // one line
+  // These two may meet tensors without data and weights [0, 0]: nothing needs to be bound. `plan` gives one line.
+  std::function<NodeCost(const NodeTensors&)> cost = {};  // default: tensor_bytes alone
+  std::function<std::string(const Machine&, const NodeTensors&)> plan = {};
 };
 
 // A product with what follows it (see MatmulOptions).
@@ -299,10 +307,13 @@ class Graph {
   Status setup(const Machine& machine);
 
   // Before or after setup. Rank, dtype and sizes without a name must agree; whether a tensor has room for named sizes
-  // is seen when it is used. Inputs may be const; caches and outputs are written.
+  // is seen when it is used. Inputs may be const; caches and outputs are written. A Tensor is copied; a weight is not,
+  // and a temporary one, which would be gone before it is used, does not compile.
   Status bind(Value value, const Tensor& tensor);
   Status bind(Value value, const ConstTensor& tensor);
   Status bind(Value value, const PackedWeight& weight);
+  Status bind(Value value, const PackedWeight&& weight) = delete;
+  Status bind(std::string_view name, const PackedWeight&& weight) = delete;
   template <class T>
   Status bind(std::string_view name, const T& bound) {
     const Value value = find(name);
@@ -312,10 +323,12 @@ class Graph {
 
   Status execute(Context& context, NodeListener* listener = nullptr);
 
-  // --- Explaining, at the sizes of the moment
+  // --- Explaining, at the sizes of the moment: of any graph, also of one that failed or is not set up or bound. Before
+  // setup() there is no memory, offsets are -1 and plans are those of a default Machine.
 
   const std::string& name() const;
   int num_nodes() const;
+  // 0 <= node < num_nodes(), else invalid_argument.
   Result<NodeInfo> describe(int node) const;
   Result<NodeCost> cost() const;  // of all nodes
   GraphMemory memory() const;

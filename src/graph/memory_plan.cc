@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "core/int_math.h"
 
@@ -11,6 +10,8 @@ namespace opst::graph {
 namespace {
 
 Size aligned(int64_t bytes) { return round_up(bytes, kAlignment); }
+
+bool is_none(const Lifetime& l) { return l.bytes < 0 || l.first < 0 || l.last < l.first; }
 
 struct Range {
   int64_t begin = 0, end = 0;
@@ -31,13 +32,13 @@ int64_t best_gap(std::vector<Range>& taken, int64_t bytes) {
 
 int64_t peak_live(const std::vector<Lifetime>& lifetimes) {
   struct Event {
-    int node;
-    int64_t change;
+    int64_t node, change;
   };
   std::vector<Event> events;
   for (const Lifetime& l : lifetimes) {
+    if (is_none(l)) continue;
     events.push_back({l.first, aligned(l.bytes).value()});
-    events.push_back({l.last + 1, -aligned(l.bytes).value()});
+    events.push_back({int64_t{l.last} + 1, -aligned(l.bytes).value()});
   }
   // What ends before a node ends first.
   std::sort(events.begin(), events.end(),
@@ -52,10 +53,12 @@ int64_t peak_live(const std::vector<Lifetime>& lifetimes) {
 
 MemoryPlan plan_memory(const std::vector<Lifetime>& lifetimes) {
   MemoryPlan plan;
-  plan.offsets.resize(lifetimes.size());
+  plan.offsets.resize(lifetimes.size(), -1);
   plan.peak_live_bytes = peak_live(lifetimes);
-  std::vector<size_t> order(lifetimes.size());
-  std::iota(order.begin(), order.end(), size_t{0});
+  std::vector<size_t> order;
+  for (size_t i = 0; i < lifetimes.size(); ++i) {
+    if (!is_none(lifetimes[i])) order.push_back(i);
+  }
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return lifetimes[a].bytes > lifetimes[b].bytes; });
   std::vector<Range> taken;

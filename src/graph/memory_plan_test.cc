@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdio>
 #include <random>
 
@@ -91,6 +92,18 @@ TEST(MemoryPlan, MoreThanAnyMemory) {
     EXPECT_EQ(plan.peak_live_bytes, kMaxBytes);
     for (const int64_t offset : plan.offsets) EXPECT_TRUE(offset >= 0 && offset <= kMaxBytes);
   }
+}
+
+// What is no lifetime has no place, and the others have theirs.
+TEST(MemoryPlan, LifetimesThatAreNone) {
+  const std::vector<Lifetime> lifetimes = {
+      {128, 0, 2},      {-1, 0, 2},  {INT64_MIN, 0, 2},      {64, 3, 2}, {64, INT_MAX, 0},
+      {64, 1, INT_MAX}, {64, -1, 2}, {64, INT_MIN, INT_MAX}, {64, 0, 0}};
+  const MemoryPlan plan = plan_memory(lifetimes);
+  EXPECT_EQ(plan.offsets, (std::vector<int64_t>{0, -1, -1, -1, -1, 128, -1, -1, 128}));
+  EXPECT_EQ(plan.bytes, 192);
+  EXPECT_EQ(plan.sum_bytes, 256);
+  EXPECT_EQ(plan.peak_live_bytes, 192);
 }
 
 TEST(MemoryPlan, NothingAndEmptyTensors) {

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string_view>
+#include <utility>
 
 #include "graph/test_graphs.h"
 
@@ -47,6 +49,18 @@ TEST(RunningContract, BindingAndRunningNameTensorDimensionAndBothValues) {
   EXPECT_EQ(overlap.code(), StatusCode::invalid_argument);
   EXPECT_EQ(overlap.message().rfind("graph test: sum: add: ", 0), 0u) << overlap.message();
 }
+
+// A weight is kept by its address: one that ends with the call is no argument. A temporary Tensor is copied.
+template <class Place, class Bound>
+concept MayBind = requires(Graph& graph, Place place, Bound&& bound) {
+  graph.bind(place, std::forward<Bound>(bound));
+};
+template <class Place>
+constexpr bool kKeepsWeightsAlive = MayBind<Place, PackedWeight&>&& MayBind<Place, const PackedWeight&> &&
+                                    !MayBind<Place, PackedWeight> && !MayBind<Place, const PackedWeight>;
+static_assert(kKeepsWeightsAlive<Value> && kKeepsWeightsAlive<std::string_view> && kKeepsWeightsAlive<const char*> &&
+              kKeepsWeightsAlive<std::string>);
+static_assert(MayBind<Value, Tensor> && MayBind<const char*, ConstTensor>);
 
 TEST(RunningContract, AViewNeedsContiguousMemoryAndEnoughOfIt) {
   Context context = make_context();
