@@ -14,8 +14,8 @@ the package transformers; these two alone import torch. Submodules are imported 
 
 import importlib.util
 
-from ._arrays import Tagged, default_context
-from ._context import Context, set_num_threads
+from ._arrays import Tagged
+from ._context import Context, default_context, set_num_threads
 from .model import Generation, Model
 
 __version__ = "0.1.0"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, output, refusal, view
+from ._arrays import empty, output, refusal, view
 from ._attention import operator_for
 from ._calls import public
+from ._context import default_context
 from ._core import Context
 
 _DTYPES = ("f32", "bf16", "f16", "f64")

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, NoReturn, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._arrays import default_context
+from ._context import default_context
 from ._core import Context, View
 from ._torch_door import between_elements
 

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from . import _torch_door as door
 from . import _torch_sdpa_operator as operator
-from ._arrays import default_context
+from ._context import default_context
 from ._core import attend_plain
 from ._torch_operator import to_dlpack
 from ._torch_switch import torch_sdpa

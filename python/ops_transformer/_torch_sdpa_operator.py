@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ._arrays import default_context
+from ._context import default_context
 from ._core import AttentionCall
 from ._torch_door import is_plain, records
 from ._torch_operator import map_one_by_one, no_second_derivative, statistics_dtype, view, view_of_input

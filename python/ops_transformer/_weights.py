@@ -6,9 +6,10 @@ from typing import Any, Dict, Optional
 
 import numpy as np
 
-from ._arrays import Tagged, default_context, view
+from ._arrays import Tagged, view
 from ._attention import check_dropout, core_call, is_torch, split_options, to_view
 from ._calls import public
+from ._context import default_context
 from ._core import Context
 
 _COLUMNS = 512  # keys asked for in one call; a value is at most 768 wide

@@ -21,9 +21,10 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ._arrays import Tagged, default_context, empty, refusal, short, view, view_of_new
+from ._arrays import Tagged, empty, refusal, short, view, view_of_new
 from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, is_torch, read, split_options, starts
 from ._calls import public
+from ._context import default_context
 from ._core import UNBOUNDED, Context
 from ._dropout import dropout_mask, pack_drop_mask
 from ._layouts import check_layout, from_heads_first, heads_first, hint, shape_of_out

@@ -25,8 +25,9 @@ from typing import Any, List, Optional, Tuple
 import numpy as np
 
 from . import _core
-from ._arrays import default_context, empty, integer_array, integers, optional_view, output, rank, view
+from ._arrays import empty, integer_array, integers, optional_view, output, rank, view
 from ._calls import public
+from ._context import default_context
 from ._core import UNBOUNDED, Context, View
 from ._paged_attention import PagedAttention, PagedStatistics, paged_attention
 from ._pages import page_format, row_elements

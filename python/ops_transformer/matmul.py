@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, int64, optional_view, output, rank, view
+from ._arrays import empty, int64, optional_view, output, rank, view
 from ._calls import option, public
+from ._context import default_context
 from ._core import Context, PackedIntWeight, PackedWeight
 
 __all__ = ["PackedIntWeight", "PackedWeight", "lookup_rows", "matmul", "matmul_backward", "matmul_int", "pack", "pack_blocks",

@@ -10,10 +10,10 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
-from . import _core
-from ._arrays import default_context, integer_array, view
+from ._arrays import integer_array, view
 from ._calls import option
-from ._core import Context
+from ._context import default_context
+from ._core import Context, Conversation as CoreConversation, Model as CoreModel
 
 __all__ = ["Conversation", "Generation", "Model"]
 
@@ -103,7 +103,7 @@ class Model:
             raise ValueError(f"Model: activations is {activations!r}, must be 'exact' or 'int8'")
         context = default_context() if context is None else option("Model", "context", "Context", context)
         file = _openable(path)
-        self._model = _core.Model(context, file, max_context, kv_dtype, activations == "int8")
+        self._model = CoreModel(context, file, max_context, kv_dtype, activations == "int8")
 
     @property
     def vocab_size(self) -> int:
@@ -187,7 +187,7 @@ class Model:
         generate chooses them."""
         name = "Model.conversation"
         system = None if system is None else option(name, "system", "str", system)
-        return Conversation(_core.Conversation(self._model, system, *_sampling(name, temperature, top_k, top_p, seed)))
+        return Conversation(CoreConversation(self._model, system, *_sampling(name, temperature, top_k, top_p, seed)))
 
     def logits(self, prompt: Union[str, Sequence[int]], *, add_bos: bool = True, parse_special: bool = True) -> np.ndarray:
         """float32 [tokens, vocab_size]: the scores of the next token after each one."""
@@ -213,7 +213,7 @@ class Conversation:
     print(talk.answer("And of Italy?").text)
     """
 
-    def __init__(self, conversation: "_core.Conversation"):
+    def __init__(self, conversation: CoreConversation):
         self._conversation = conversation
 
     def answer(

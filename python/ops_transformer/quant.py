@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, int64, optional_view, rank, refusal, view
+from ._arrays import empty, int64, optional_view, rank, refusal, view
 from ._calls import public
+from ._context import default_context
 from ._core import Context
 
 __all__ = ["dequantize", "dequantize_blocks", "dynamic_quant", "lookup_rows", "quantize"]

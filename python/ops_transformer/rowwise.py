@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Optional, Tuple
 
 from . import _core
-from ._arrays import default_context, empty, int64, optional_view, output, view
+from ._arrays import empty, int64, optional_view, output, view
 from ._calls import public
+from ._context import default_context
 from ._core import Context
 
 __all__ = ["add", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "rope", "rope_cached",

@@ -53,7 +53,7 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(rng, dtype):
 
 
 def test_read_only_inputs_are_taken_and_read_only_outputs_refused(rng):
-    from ops_transformer._arrays import default_context, view
+    from ops_transformer._arrays import view
     from ops_transformer._core import AttentionCall
 
     q = random(rng, 1, 1, 4, 8)
@@ -61,7 +61,7 @@ def test_read_only_inputs_are_taken_and_read_only_outputs_refused(rng):
     assert View(q).read_only
     assert np.isfinite(flash_attention(q, q, q)).all()
     with pytest.raises(ValueError, match="out is read-only"):
-        AttentionCall(view(q), view(q), view(q)).forward(default_context(), view(q))
+        AttentionCall(view(q), view(q), view(q)).forward(ops_transformer.default_context(), view(q))
 
 
 def test_case_b39_negative_strides_are_refused(rng):
