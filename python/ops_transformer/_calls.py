@@ -171,27 +171,31 @@ def _has_tensor(args: tuple, kwargs: Dict[str, Any]) -> bool:
     return False
 
 
+# Every public function by its module and name, such as "rowwise.softmax". The operators of torch, which lie below the modules
+# that define these functions, find them here; without its checks each is its __wrapped__.
+_functions: Dict[str, Callable[..., Any]] = {}
+
+
+def function_of(module: str, name: str) -> Callable[..., Any]:
+    """A public function of a module that has been imported."""
+    return _functions[f"{module}.{name}"]
+
+
 _forms: Dict[Any, Any] = {}
 
 
-def _form(module: str, function: Callable[..., Any]) -> Any:
+def _form(forms: Callable[[], Dict[str, Any]], function: Callable[..., Any]) -> Any:
     form = _forms.get(function)
     if form is None:
-        # Statements, which torch.compile follows where a compiled call is a process's first one.
-        if module == "_torch_matmul":
-            from ._torch_matmul import FORMS
-        else:
-            from ._torch_rowwise import FORMS
-        form = _forms[function] = FORMS[function.__name__]
+        form = _forms[function] = forms()[function.__name__]
     return form
 
 
-def public(function: Optional[F] = None, *, torch: Optional[str] = None) -> Any:
+def public(function: Optional[F] = None, *, torch: Optional[Callable[[], Dict[str, Any]]] = None) -> Any:
     """Checks options before the call and names function and argument in what it refuses.
 
-    torch: the module of this package ("_torch_rowwise", "_torch_matmul") that has the function as an operator of torch, with
-    gradients. It takes the calls of which torch's dispatcher must know, and is imported with the first one that has a torch
-    tensor.
+    torch: imports and gives the functions of the module that are operators of torch, with gradients: a _torch_forms.Form by
+    each name. It is called with the first torch tensor; the form takes the calls of which torch's dispatcher must know.
     """
     if function is None:
         return functools.partial(public, torch=torch)
@@ -225,4 +229,5 @@ def public(function: Optional[F] = None, *, torch: Optional[str] = None) -> Any:
                 raise
             raise named from None
 
+    _functions[f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"] = call
     return call  # type: ignore[return-value]

@@ -3,7 +3,7 @@
 A call whose tensors are plain and need no gradients reads memory at once. Every other call with a torch tensor goes through
 an operator of the library "ops_transformer", so that autograd, torch.compile, modes, subclasses and transforms see it:
 
-    form = Form(rms_norm, operator, order, finish)      # order: the function's arguments in the operator's order
+    form = Form(rms_norm, operator, order, finish=..)   # order: the function's arguments in the operator's order
     form.is_wanted(args, kwargs)                        # whether somebody has to see the call
     form.call(args, kwargs)
 """
@@ -69,11 +69,11 @@ class Form:
     def __init__(self, function: Callable[..., Any], operator: Any, order: Sequence[str], *,
                  finish: Optional[Callable[[Dict[str, Any], Any], Any]] = None,
                  prepare: Optional[Callable[[Dict[str, Any]], None]] = None, without_gradient: Sequence[str] = ()) -> None:
-        """finish: the function's result of its arguments and the operator's; prepare: changes arguments to what the operator
-        takes; without_gradient: tensors that may not require gradients."""
-        self.function, self.operator, self.order = function, operator, tuple(order)
+        """function: as users call it; finish: the function's result of its arguments and the operator's; prepare: changes
+        arguments to what the operator takes; without_gradient: tensors that may not require gradients."""
+        self.public, self.function, self.operator, self.order = function, function.__wrapped__, operator, tuple(order)
         self.finish, self.prepare, self.without_gradient = finish, prepare, tuple(without_gradient)
-        parameters = inspect.signature(function).parameters
+        parameters = inspect.signature(self.function).parameters
         self.names = tuple(parameters)
         self.defaults = {name: parameter.default for name, parameter in parameters.items()}
         self.arrays = [name for name in self.order if parameters[name].annotation == "Any"]
@@ -101,7 +101,7 @@ class Form:
         if empty is not None:
             raise refusal(TypeError, empty, "is on the device meta, which holds no values, but another tensor is not")
         if door.overridden(*tensors.values()):
-            return torch.overrides.handle_torch_function(public_of(self.function), tuple(tensors.values()), *args, **kwargs)
+            return torch.overrides.handle_torch_function(self.public, tuple(tensors.values()), *args, **kwargs)
         self._check_transform(tensors)
         for name in self.without_gradient:
             if name in tensors and door.records(tensors[name]):
@@ -168,8 +168,3 @@ class Form:
                              f"{list(first.shape)}")
         out.copy_(first)
         return (out, *rest) if rest else out
-
-
-def public_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as users call it, of the one behind its checks."""
-    return getattr(__import__(function.__module__, fromlist=["_"]), function.__name__)

@@ -14,14 +14,16 @@ from typing import Any, Dict
 import torch
 from torch import Tensor
 
-from . import _core, matmul
+from . import _core
 from . import _torch_door as door
 from ._arrays import is_torch, optional_view, view
+from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
 from ._torch_forms import Form, define
 from ._torch_operator import context, using
 
-_plain_matmul = matmul.matmul.__wrapped__
+_public_matmul = function_of("matmul", "matmul")
+_plain_matmul = _public_matmul.__wrapped__  # without its checks
 _HALVES = ("swiglu", "swiglu_swapped")
 
 
@@ -174,4 +176,4 @@ class _MatmulForm(Form):
             bound["weight"] = weight
 
 
-FORMS = {"matmul": _MatmulForm(_plain_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=_cast)}
+FORMS = {"matmul": _MatmulForm(_public_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=_cast)}

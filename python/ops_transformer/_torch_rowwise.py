@@ -7,14 +7,16 @@ from typing import Any, Callable, Dict
 import torch
 from torch import Tensor
 
-from . import _core, rowwise
+from . import _core
 from ._arrays import integer_tensor, optional_view, view
+from ._calls import function_of
 from ._torch_forms import Form, define
 from ._torch_operator import context
 
 
-def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function.__wrapped__
+def _bare(name: str) -> Callable[..., Any]:
+    """A function of rowwise without its checks."""
+    return function_of("rowwise", name).__wrapped__
 
 
 def _wanted_like(tensor: Any, wanted: bool) -> Tensor:
@@ -34,7 +36,7 @@ def _row_statistic(x: Tensor, wanted: bool) -> Tensor:
 
 
 def _rms_norm(x, weight, eps, rstd):
-    got = _bare(rowwise.rms_norm)(x, weight, eps, return_rstd=rstd, context=context())
+    got = _bare("rms_norm")(x, weight, eps, return_rstd=rstd, context=context())
     return got if rstd else (got, _row_statistic(x, False))
 
 
@@ -75,7 +77,7 @@ _rms_norm_operator = define(
 
 
 def _add_rms_norm(a, b, weight, eps, rstd):
-    got = _bare(rowwise.add_rms_norm)(a, b, weight, eps, return_rstd=rstd, context=context())
+    got = _bare("add_rms_norm")(a, b, weight, eps, return_rstd=rstd, context=context())
     return got if rstd else (*got, _row_statistic(a, False))
 
 
@@ -102,7 +104,7 @@ _add_rms_norm_operator = define(
 
 
 def _layer_norm(x, weight, bias, eps, statistics):
-    got = _bare(rowwise.layer_norm)(x, weight, bias, eps, return_statistics=statistics, context=context())
+    got = _bare("layer_norm")(x, weight, bias, eps, return_statistics=statistics, context=context())
     return got if statistics else (got, _row_statistic(x, False), _row_statistic(x, False))
 
 
@@ -147,7 +149,7 @@ _layer_norm_operator = define(
 
 _softmax_backward_operator = define(
     "softmax_backward(Tensor grad_out, Tensor out, float scale) -> Tensor",
-    lambda grad_out, out, scale: _bare(rowwise.softmax_backward)(grad_out, out, scale, context=context()),
+    lambda grad_out, out, scale: _bare("softmax_backward")(grad_out, out, scale, context=context()),
     lambda grad_out, out, scale: out.new_empty(out.shape))
 
 
@@ -163,7 +165,7 @@ def _softmax_gradients(ctx, grad_out):
 
 
 _softmax_operator = define(
-    "softmax(Tensor x, float scale) -> Tensor", lambda x, scale: _bare(rowwise.softmax)(x, scale, context=context()),
+    "softmax(Tensor x, float scale) -> Tensor", lambda x, scale: _bare("softmax")(x, scale, context=context()),
     lambda x, scale: x.new_empty(x.shape), _softmax_save, _softmax_gradients)
 
 # ---- rotation: its gradient is the rotation by the negative angle ----------------------------------------------------
@@ -182,13 +184,13 @@ def _rope_gradients(ctx, grad_out):
 
 _rope_operator = define(
     "rope(Tensor x, Tensor cos, Tensor sin, str style, bool inverse) -> Tensor",
-    lambda x, cos, sin, style, inverse: _bare(rowwise.rope)(x, cos, sin, style=style, inverse=inverse, context=context()),
+    lambda x, cos, sin, style, inverse: _bare("rope")(x, cos, sin, style=style, inverse=inverse, context=context()),
     lambda x, cos, sin, style, inverse: x.new_empty(x.shape), _rope_save, _rope_gradients)
 
 
 def _rope_cached(x, positions, cos, sin, style, inverse, sections):
     axes = None if sections is None else (*sections[:3], bool(sections[3]))  # a schema has lists of integers alone
-    return _bare(rowwise.rope_cached)(x, positions, cos, sin, style=style, inverse=inverse, sections=axes, context=context())
+    return _bare("rope_cached")(x, positions, cos, sin, style=style, inverse=inverse, sections=axes, context=context())
 
 
 def _rope_cached_save(ctx, inputs, output):
@@ -221,7 +223,7 @@ def _halved(gate: Tensor) -> tuple:
 
 
 def _swiglu_backward(grad_out, gate, up, swapped):
-    got = _bare(rowwise.swiglu_backward)(grad_out, gate, up, swapped=swapped, context=context())
+    got = _bare("swiglu_backward")(grad_out, gate, up, swapped=swapped, context=context())
     return (got, gate.new_empty(0)) if up is None else got
 
 
@@ -245,11 +247,11 @@ def _swiglu_gradients(ctx, grad_out):
 
 _swiglu_operator = define(
     "swiglu(Tensor gate, Tensor? up, bool swapped) -> Tensor",
-    lambda gate, up, swapped: _bare(rowwise.swiglu)(gate, up, swapped=swapped, context=context()),
+    lambda gate, up, swapped: _bare("swiglu")(gate, up, swapped=swapped, context=context()),
     lambda gate, up, swapped: gate.new_empty(_halved(gate) if up is None else gate.shape), _swiglu_save, _swiglu_gradients)
 
 _add_operator = define(
-    "add(Tensor a, Tensor b) -> Tensor", lambda a, b: _bare(rowwise.add)(a, b, context=context()),
+    "add(Tensor a, Tensor b) -> Tensor", lambda a, b: _bare("add")(a, b, context=context()),
     lambda a, b: a.new_empty(a.shape), lambda ctx, inputs, output: None, lambda ctx, grad_out: (grad_out, grad_out))
 
 # ---- which function is which operator --------------------------------------------------------------------------------
@@ -277,5 +279,5 @@ _OPERATORS = {
     "swiglu": (_swiglu_operator, ("gate", "up", "swapped"), {}),
     "add": (_add_operator, ("a", "b"), {}),
 }
-FORMS = {name: Form(_bare(getattr(rowwise, name)), operator, order, **more)
+FORMS = {name: Form(function_of("rowwise", name), operator, order, **more)
          for name, (operator, order, more) in _OPERATORS.items()}

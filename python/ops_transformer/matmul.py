@@ -6,7 +6,7 @@ residual beside it have.
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from . import _core
 from ._arrays import empty, int64, optional_view, output, rank, view
@@ -16,6 +16,13 @@ from ._core import Context, PackedIntWeight, PackedWeight
 
 __all__ = ["PackedIntWeight", "PackedWeight", "lookup_rows", "matmul", "matmul_backward", "matmul_int", "pack", "pack_blocks",
            "pack_int", "read_ahead"]
+
+
+def _torch_forms() -> Dict[str, Any]:
+    # A statement, which torch.compile follows where a compiled call is a process's first one.
+    from ._torch_matmul import FORMS
+
+    return FORMS
 
 
 @public
@@ -56,7 +63,7 @@ def pack_int(q: Any, scales: Any = None, zeros: Any = None, *, context: Optional
     return PackedIntWeight.pack(context, view(q), view(scales), optional_view(zeros))
 
 
-@public(torch="_torch_matmul")
+@public(torch=_torch_forms)
 def matmul(x: Any, weight: Any, *, bias: Any = None, activation: str = "none", residual: Any = None, out: Any = None,
            int8_activations: bool = False, batch_invariant: bool = False, out_scales: bool = False,
            context: Optional[Context] = None) -> Any:

@@ -7,7 +7,7 @@ results that have them (docs/python.md).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from . import _core
 from ._arrays import empty, int64, optional_view, output, view
@@ -17,6 +17,13 @@ from ._core import Context
 
 __all__ = ["add", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "rope", "rope_cached",
            "rope_table", "RopeSections", "softmax", "softmax_backward", "swiglu", "swiglu_backward"]
+
+
+def _torch_forms() -> Dict[str, Any]:
+    # A statement, which torch.compile follows where a compiled call is a process's first one.
+    from ._torch_rowwise import FORMS
+
+    return FORMS
 
 
 def _like(x: Any, out: Any = None) -> Any:
@@ -31,7 +38,7 @@ def _statistic(x: Any, wanted: bool) -> Any:
     return empty(x, view(x).shape[:-1], "f32") if wanted else None
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def rms_norm(x: Any, weight: Any, eps: float = 1e-5, *, return_rstd: bool = False, out: Any = None,
              context: Optional[Context] = None) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight. return_rstd: (out, rstd), rstd = 1 / sqrt(mean(x^2) + eps) float32 [..].
@@ -44,7 +51,7 @@ def rms_norm(x: Any, weight: Any, eps: float = 1e-5, *, return_rstd: bool = Fals
     return (out, rstd) if return_rstd else out
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def add_rms_norm(a: Any, b: Any, weight: Any, eps: float = 1e-5, *, return_rstd: bool = False,
                  context: Optional[Context] = None) -> Tuple[Any, ...]:
     """(rms_norm(a + b), a + b), and with return_rstd the rstd of rms_norm behind them."""
@@ -65,7 +72,7 @@ def rms_norm_backward(grad_out: Any, x: Any, weight: Any, eps: float = 1e-5, *, 
     return grad_x, grad_weight
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def layer_norm(x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *, return_statistics: bool = False,
                out: Any = None, context: Optional[Context] = None) -> Any:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias. return_statistics: (out, mean, rstd), the latter float32 [..],
@@ -92,7 +99,7 @@ def layer_norm_backward(grad_out: Any, x: Any, weight: Any = None, eps: float = 
     return grad_x, grad_weight, grad_bias
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def softmax(x: Any, scale: float = 1.0, *, out: Any = None, context: Optional[Context] = None) -> Any:
     """Softmax of scale * x over the last dimension; a row of -inf gives zeros."""
     out = _like(x, out)
@@ -136,7 +143,7 @@ def rope_table(positions: Any, half: int, theta: float = 10000.0, *, sections: O
     return cos, sin
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def rope(x: Any, cos: Any, sin: Any, *, style: str = "halves", inverse: bool = False, out: Any = None,
          context: Optional[Context] = None) -> Any:
     """Turns pairs of elements of x [tokens, num_heads, head_dim]: i and i + half ("halves") or 2i and 2i + 1 ("pairs").
@@ -149,7 +156,7 @@ def rope(x: Any, cos: Any, sin: Any, *, style: str = "halves", inverse: bool = F
     return out
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def rope_cached(x: Any, positions: Any, cos_cache: Any, sin_cache: Any, *, style: str = "halves", inverse: bool = False,
                 sections: Optional[RopeSections] = None, out: Any = None, context: Optional[Context] = None) -> Any:
     """rope with the angles of all positions in a cache [max_positions, half], float32 or of the dtype of x.
@@ -162,7 +169,7 @@ def rope_cached(x: Any, positions: Any, cos_cache: Any, sin_cache: Any, *, style
     return out
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def swiglu(gate: Any, up: Any = None, *, swapped: bool = False, out: Any = None, context: Optional[Context] = None) -> Any:
     """silu(gate) * up, silu(x) = x / (1 + exp(-x)).
 
@@ -200,7 +207,7 @@ def swiglu_backward(grad_out: Any, gate: Any, up: Any = None, *, swapped: bool =
     return grad_gate, grad_up
 
 
-@public(torch="_torch_rowwise")
+@public(torch=_torch_forms)
 def add(a: Any, b: Any, *, out: Any = None, context: Optional[Context] = None) -> Any:
     """a + b, of one shape and dtype."""
     out = _like(a, out)
