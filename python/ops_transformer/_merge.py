@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 from . import _core
 from ._arrays import empty, output, refusal, view
-from ._attention import operator_for
+from ._attention_reader import operator_for
 from ._calls import public
 from ._context import default_context
 from ._core import Context

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Dict, NamedTuple, Optional
 
 from ._arrays import empty, output, view_of_new
-from ._attention import Options, check_dropout, core_call, read, split_options, starts
+from ._attention import Options, check_dropout, core_call, split_options
+from ._attention_reader import read, starts
 from ._calls import public
 from ._context import default_context
 from ._core import UNBOUNDED, Context

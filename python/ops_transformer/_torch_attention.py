@@ -301,7 +301,7 @@ def _without_values(arrays: Dict[str, Any], given: List[Tensor]) -> Optional[Ten
 
 
 def read(arrays: Dict[str, Any], others: Tuple[Any, ...], autocast: bool, writes: bool) -> Tuple[bool, Dict[str, Any]]:
-    """_attention.read, of arrays with a torch tensor among them; whether the operator is needed comes first."""
+    """_attention_reader.read, of arrays with a torch tensor among them; whether the operator is needed comes first."""
     if autocast and torch.is_autocast_enabled("cpu"):
         arrays = {**arrays, **dict(zip(("query", "key", "value"), _cast(arrays)))}
     given = [array for array in (*arrays.values(), *others) if isinstance(array, Tensor)]

@@ -6,8 +6,8 @@ from typing import Any, Dict, Optional
 
 import numpy as np
 
-from ._arrays import Tagged, view
-from ._attention import check_dropout, core_call, is_torch, split_options, to_view
+from ._arrays import Tagged, is_torch, view
+from ._attention import check_dropout, core_call, split_options, to_view
 from ._calls import public
 from ._context import default_context
 from ._core import Context

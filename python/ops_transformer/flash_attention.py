@@ -21,8 +21,9 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ._arrays import Tagged, empty, refusal, short, view, view_of_new
-from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, is_torch, read, split_options, starts
+from ._arrays import Tagged, empty, is_torch, refusal, short, view, view_of_new
+from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, split_options
+from ._attention_reader import read, starts
 from ._calls import public
 from ._context import default_context
 from ._core import UNBOUNDED, Context
