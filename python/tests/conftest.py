@@ -39,13 +39,21 @@ def between_elements(tensor):
     return found
 
 
+def import_torch():
+    """torch, or a skip of the test or the file that asks."""
+    if required("torch"):
+        return importlib.import_module("torch")
+    return pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+
+
 @pytest.fixture(scope="session")
 def torch():
-    if required("torch"):
-        import torch
-    else:
-        torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
-    return torch
+    return import_torch()
+
+
+@pytest.fixture
+def seeded(torch):
+    torch.manual_seed(3)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import required
+from conftest import import_torch, required
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "python.md"
 BLOCKS = re.findall(r"^```python *(\w*)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
@@ -15,8 +15,8 @@ BLOCKS = re.findall(r"^```python *(\w*)\n(.*?)^```", PAGE.read_text(encoding="ut
 @pytest.mark.parametrize("kind", ["", "torch", "model"])
 def test_examples(kind):
     model_path = os.environ.get("OPST_MODEL", "")
-    if kind == "torch" and not required("torch"):
-        pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+    if kind == "torch":
+        import_torch()
     if kind == "model" and not os.path.isfile(model_path) and not required("model"):
         pytest.skip("the model file is not there (OPST_MODEL)")
     blocks = [code for wanted, code in BLOCKS if wanted == kind]

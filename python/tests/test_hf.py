@@ -4,12 +4,10 @@ of all parameters, generated tokens; and no mask where a rule does."""
 import warnings
 
 import pytest
-from conftest import required
+from conftest import import_torch
 
-if required("torch"):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+torch = import_torch()
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (OPST_TEST_TORCH=1 installs it)")
 
 from ops_transformer import hf  # noqa: E402

@@ -2,12 +2,10 @@
 of torch, and a gradcheck of each sample that has gradients."""
 
 import pytest
-from conftest import required
+from conftest import import_torch
 
-if required("torch"):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+torch = import_torch()
+
 pytest.importorskip("expecttest", reason="expecttest is not installed (scripts/requirements-torch.txt)")
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import assert_near
+from conftest import assert_near, import_torch
 from test_operators import paged, random
 
 from ops_transformer import kv_cache, matmul, quant, rowwise
@@ -74,7 +74,7 @@ def test_a_sum_that_leaves_32_bits_with_its_bias_wraps(rng):
     assert (np.abs(exact) > 2**31).any()
     sums = matmul.matmul_int(x, matmul.pack_int(q), dtype="i32", bias=bias)
     assert (sums == exact.astype(np.int32)).all()  # NumPy's conversion wraps
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+    torch = import_torch()
     theirs = torch._int_mm(torch.from_numpy(x), torch.from_numpy(q.T.copy())) + torch.from_numpy(bias)
     assert (sums == theirs.numpy()).all()
 
@@ -106,6 +106,6 @@ def test_norms_of_rows_whose_squares_overflow(rng):
     assert (rowwise.layer_norm(x, w, w) == 2).all()
     assert all((gradient == 0).all() for gradient in rowwise.rms_norm_backward(np.ones_like(x), x, w))
     assert all((gradient == 0).all() for gradient in rowwise.layer_norm_backward(np.ones_like(x), x, w)[:2])
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+    torch = import_torch()
     assert (torch.nn.functional.rms_norm(torch.from_numpy(x), (8,)) == 0).all()
     assert torch.nn.functional.layer_norm(torch.from_numpy(x), (8,)).isnan().all()

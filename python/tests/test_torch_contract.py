@@ -4,14 +4,11 @@ import contextlib
 import warnings
 
 import pytest
-from conftest import assert_near, required
+from conftest import assert_near, import_torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-if required("torch"):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+torch = import_torch()
 
 import torch.autograd.forward_ad as forward_ad  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402

@@ -4,12 +4,9 @@ import importlib.util
 import warnings
 
 import pytest
-from conftest import assert_near, required
+from conftest import assert_near, import_torch
 
-if required("torch"):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+torch = import_torch()
 
 import torch.autograd.forward_ad as forward_ad  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

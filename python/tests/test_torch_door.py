@@ -1,12 +1,9 @@
 """The questions that are asked of torch tensors before their memory is read."""
 
 import pytest
-from conftest import required
+from conftest import import_torch
 
-if required("torch"):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+torch = import_torch()
 
 import torch.autograd.forward_ad as forward_ad  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402

@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import between_elements
+from conftest import between_elements, import_torch
 
 from ops_transformer import Context, kv_cache, matmul, quant, rowwise
 from ops_transformer.flash_attention import flash_attention, flash_attention_score
 
-torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+torch = import_torch()
 from ops_transformer.torch import scaled_dot_product_attention as sdpa  # noqa: E402
 
 F = torch.nn.functional

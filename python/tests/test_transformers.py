@@ -1,12 +1,10 @@
 """Models of the package transformers, with random weights: the same logits and gradients with the switch on."""
 
 import pytest
-from conftest import assert_near, required
+from conftest import assert_near, import_torch
 
-if required("torch"):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="torch is not installed (OPST_TEST_TORCH=1 installs it)")
+torch = import_torch()
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import ops_transformer.torch as ot  # noqa: E402
