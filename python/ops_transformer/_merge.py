@@ -8,8 +8,7 @@ from . import _core
 from ._arrays import empty, output, refusal, view
 from ._attention_reader import operator_for
 from ._calls import public
-from ._context import default_context
-from ._core import Context
+from ._context import Context, default_context
 
 _DTYPES = ("f32", "bf16", "f16", "f64")
 

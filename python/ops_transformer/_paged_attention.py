@@ -8,8 +8,8 @@ from ._arrays import empty, output, view_of_new
 from ._attention import Options, check_dropout, core_call, split_options
 from ._attention_reader import read, starts
 from ._calls import public
-from ._context import default_context
-from ._core import UNBOUNDED, Context
+from ._context import Context, default_context
+from ._core import UNBOUNDED
 from ._pages import row_elements
 
 __all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]

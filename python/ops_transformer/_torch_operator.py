@@ -12,8 +12,8 @@ from typing import Any, Callable, Iterator, NoReturn, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._context import default_context
-from ._core import Context, View
+from ._context import Context, default_context
+from ._core import View
 from ._torch_door import between_elements
 
 to_dlpack = torch.utils.dlpack.to_dlpack

@@ -9,8 +9,7 @@ import numpy as np
 from ._arrays import Tagged, is_torch, view
 from ._attention import check_dropout, core_call, split_options, to_view
 from ._calls import public
-from ._context import default_context
-from ._core import Context
+from ._context import Context, default_context
 
 _COLUMNS = 512  # keys asked for in one call; a value is at most 768 wide
 

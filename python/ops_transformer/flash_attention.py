@@ -25,8 +25,8 @@ from ._arrays import Tagged, empty, is_torch, refusal, short, view, view_of_new
 from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, split_options
 from ._attention_reader import read, starts
 from ._calls import public
-from ._context import default_context
-from ._core import UNBOUNDED, Context
+from ._context import Context, default_context
+from ._core import UNBOUNDED
 from ._dropout import dropout_mask, pack_drop_mask
 from ._layouts import check_layout, from_heads_first, heads_first, hint, shape_of_out
 from ._merge import MergedAttention, merge_attention

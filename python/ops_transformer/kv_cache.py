@@ -27,8 +27,8 @@ import numpy as np
 from . import _core
 from ._arrays import empty, integer_array, integers, optional_view, output, rank, view
 from ._calls import public
-from ._context import default_context
-from ._core import UNBOUNDED, Context, View
+from ._context import Context, default_context
+from ._core import UNBOUNDED, View
 from ._paged_attention import PagedAttention, PagedStatistics, paged_attention
 from ._pages import page_format, row_elements
 

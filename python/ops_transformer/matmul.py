@@ -11,8 +11,8 @@ from typing import Any, Dict, Optional, Tuple
 from . import _core
 from ._arrays import empty, int64, optional_view, output, rank, view
 from ._calls import option, public
-from ._context import default_context
-from ._core import Context, PackedIntWeight, PackedWeight
+from ._context import Context, default_context
+from ._core import PackedIntWeight, PackedWeight
 
 __all__ = ["PackedIntWeight", "PackedWeight", "lookup_rows", "matmul", "matmul_backward", "matmul_int", "pack", "pack_blocks",
            "pack_int", "read_ahead"]

@@ -12,8 +12,8 @@ import numpy as np
 
 from ._arrays import integer_array, view
 from ._calls import option
-from ._context import default_context
-from ._core import Context, Conversation as CoreConversation, Model as CoreModel
+from ._context import Context, default_context
+from ._core import Conversation as CoreConversation, Model as CoreModel
 
 __all__ = ["Conversation", "Generation", "Model"]
 

@@ -7,8 +7,7 @@ from typing import Any, Optional, Tuple
 from . import _core
 from ._arrays import empty, int64, optional_view, rank, refusal, view
 from ._calls import public
-from ._context import default_context
-from ._core import Context
+from ._context import Context, default_context
 
 __all__ = ["dequantize", "dequantize_blocks", "dynamic_quant", "lookup_rows", "quantize"]
 

@@ -12,8 +12,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 from . import _core
 from ._arrays import empty, int64, optional_view, output, view
 from ._calls import public
-from ._context import default_context
-from ._core import Context
+from ._context import Context, default_context
 
 __all__ = ["add", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "rope", "rope_cached",
            "rope_table", "RopeSections", "softmax", "softmax_backward", "swiglu", "swiglu_backward"]

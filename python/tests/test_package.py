@@ -1,6 +1,9 @@
 """The package as a whole: what is imported when, and whose number of threads is heard."""
 
+import ast
+import graphlib
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -76,3 +79,15 @@ if __name__ == "__main__":
     print(*(int(n) for n in torch.utils.data.DataLoader(Threads(), num_workers=2)))
 """
     assert said(program) == ["1", "1"]
+
+
+def test_imports_go_one_way():
+    """Those inside functions too: the floors are in docs/architecture.md."""
+    below = {path.stem: set() for path in pathlib.Path(ops_transformer.__file__).parent.glob("*.py")}
+    for name in set(below) - {"__init__"}:
+        source = (pathlib.Path(ops_transformer.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                below[name].update([node.module] if node.module else [alias.name for alias in node.names])
+    assert below["torch"] and below["_calls"]
+    graphlib.TopologicalSorter(below).prepare()  # an error that names the files of a circle
