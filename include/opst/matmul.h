@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "opst/context.h"
@@ -197,5 +198,74 @@ struct IntMatmulOptions {
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options = {});
+
+// Which kernel multiplies, named as its source in src/matmul.
+enum class MatmulPath : uint8_t {
+  few_rows,                    // weights are decoded in registers, once per few rows of x
+  many_rows,                   // weights are decoded to scratch, once per task
+  activations_fixed,           // x in fixed point meets the integers of a quantised weight; one or two rows
+  activations_int8_few_rows,   // x rounded to int8 (ActivationType::int8) meets them
+  activations_int8_many_rows,  // likewise, with the weight's integers unpacked to scratch once per task
+  weights_int_few_rows,        // x of i8 times an int8 or int4 weight
+  weights_int_many_rows,       // likewise, int4 unpacked to scratch once per task
+  weights_int_floats,          // x of floats times an int8 or int4 weight, which is decoded to scratch once per task
+  f64,                         // plain loops
+};
+const char* to_string(MatmulPath path);
+
+// Which instruction multiplies: f32 FMA, pairwise bf16 dot, dot of four bytes, f64.
+enum class MatmulProduct : uint8_t { f32, bf16_dot, int8_dot, f64 };
+const char* to_string(MatmulProduct product);
+
+// How a weight is given: a PackedWeight, a tensor that each call packs, or a PackedIntWeight.
+enum class MatmulWeight : uint8_t { packed, unpacked, integers };
+
+// What a plan depends on.
+struct MatmulProblem {
+  int64_t m = 0, n = 0, k = 0;  // x [m, k], weight [n, k]
+  DType x_dtype = DType::f32;   // f64: the weight too
+  bool unit_stride_x = true;    // the elements of a row of x are next to each other
+  MatmulWeight weight = MatmulWeight::packed;
+  QuantFormat format = QuantFormat::f32;  // of a packed weight, or f32, bf16 or f16 of an unpacked one
+  int bits = 8;                           // of integers: 8 or 4
+  int64_t groups = 1;                     // likewise
+  Activation activation = Activation::none;
+  ActivationType activations = ActivationType::exact;
+  bool batch_invariant = false;
+  // Which optional tensors are there.
+  bool has_bias = false, has_x_scales = false, has_out_scales = false;
+};
+
+// The problem that such a call of matmul poses, by the checks of the call itself; or why the call would be refused.
+Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
+                                     const MatmulOptions& options = {});
+Result<MatmulProblem> matmul_problem(const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
+                                     const MatmulOptions& options = {});
+Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
+                                     const IntMatmulOptions& options = {});
+
+struct MatmulPlan {
+  MatmulPath path = MatmulPath::few_rows;
+  MatmulProduct product = MatmulProduct::f32;
+  int64_t rows_per_task = 0;
+  int64_t columns_per_task = 0;  // of out
+  int64_t row_tasks = 0, column_tasks = 0;
+  int64_t k_block = 0;  // inputs (of bf16_dot: pairs) decoded or unpacked at once; all, where that is in registers
+  int64_t scratch_bytes_shared = 0;  // an unpacked weight's packed form, packed x, out before it is quantised
+  int64_t scratch_bytes_per_worker = 0;
+  const char* reason = "";  // why this path
+
+  int64_t num_tasks() const;
+  int64_t scratch_bytes(int num_threads) const;
+};
+
+// A pure function. The number of threads decides only how activations_fixed and activations_int8_few_rows cut the
+// outputs into tasks; no bit of a result depends on it. Rows that fixed point cannot hold are multiplied by few_rows
+// nevertheless: a plan does not know the values of x.
+// For any numbers: a problem that no call may pose (a size that is negative or beyond 2^56, k that is not whole blocks,
+// an unknown enumerator) has a plan of no tasks and no memory whose reason says so. Counts of tasks and bytes beyond
+// 2^56 are 2^56.
+MatmulPlan plan_matmul(const MatmulProblem& problem, const Machine& machine, int num_threads = 1);
+std::string to_string(const MatmulPlan& plan);
 
 }  // namespace opst

@@ -1,12 +1,21 @@
 // Declarations that several files of matmul share.
 #pragma once
 
+#include <optional>
+
+#include "matmul/fixed_point.h"
+#include "matmul/int8_blocks_kernels.h"
+#include "matmul/int8_kernels.h"
 #include "matmul/kernels.h"
 #include "opst/matmul.h"
 
 namespace opst::gemm {
 
+// The tables of the highest level that `isa` includes.
 const Kernels& kernels(Isa isa);
+const FewRowsBlockKernels& few_rows_block_kernels(Isa isa);
+const Int8BlockKernels& int8_block_kernels(Isa isa);
+const IntKernels& int_kernels(Isa isa);
 
 // Of f32, bf16 and f16.
 inline FloatType float_type(DType dtype) {
@@ -19,12 +28,23 @@ inline QuantFormat weight_format(DType dtype) {
 // weight [n, k] f32, bf16 or f16 -> panels (packed_layout.h) of its type.
 void pack_float_weight(Context& context, const ConstTensor& weight, void* panels);
 
-// matmul with an unpacked weight; tensors checked.
-Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
-                const MatmulOptions& options);
+// The tensors of a call, checked and with normal strides.
+struct Operands {
+  ConstTensor x;
+  const void* panels = nullptr;  // of a packed weight
+  ConstTensor weight = {};       // an unpacked one
+  Tensor out;
+  std::optional<ConstTensor> bias = {}, residual = {};
+  std::optional<Tensor> out_scales = {};
+};
+
+// out as MatmulOptions tells. The problem is one that a call may pose.
+Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands);
+
+// The product alone: out = x . weight^T, all float tensors of any normal strides, or all f64.
+Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out);
 
 // multiply for f64 tensors.
-void multiply_f64(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
-                  const MatmulOptions& options);
+void multiply_f64(Context& context, Activation activation, const Operands& operands);
 
 }  // namespace opst::gemm

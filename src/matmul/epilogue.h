@@ -1,6 +1,8 @@
-// Computes   out[i, j] = residual[i, j] + activation(sums[i, j] + bias[j])
-// Shapes     sums [rows, columns] f32 (swiglu: two of them); bias [columns]; residual, out [rows, columns], any strides
-// Loop nest  rows; per row up to three passes, each over one type only: activation in place, residual, store
+// Computes   out[i, j] = residual[i, j] + activation(sums[i, j] * x_scales[i] + bias[j])
+// Shapes     sums [rows, columns] f32 (swiglu: two of them); x_scales [rows]; bias [columns]; residual, out [rows,
+//            columns], any strides
+// Loop nest  rows; per row up to three passes, each over one type only: activation in place, residual, store. The
+//            commonest output, rows of f32 without a residual, is stored by the first
 // Memory     sums: one task's, in L1 or L2; a row of it stays in L1 between the passes
 // Numerics   f32; out is rounded once. silu as in rowwise swiglu: the same bits
 #pragma once
@@ -50,21 +52,32 @@ inline constexpr bool kTakesTwo<Swiglu> = true;
 template <>
 inline constexpr bool kTakesTwo<SwigluSwapped> = true;
 
-// y: a row of sums, with room for whole vectors; results go in its place.
+// activation(sums * x_scales + bias) of rows [first, first + rows), from `to` on; may be the sums' own place.
 template <class Activation>
-OPST_NOINLINE void activate(float* y, const float* bias, const float* second, const float* second_bias, int64_t n) {
-  const auto sum = [&](const float* sums, const float* b, int64_t i) OPST_INLINE_LAMBDA {
-    const F32 s = F32::load(sums + i);
-    return b == nullptr ? s : s + tile::load_row<F32>(b, 1, i, n);
-  };
-  for (int64_t i = 0; i < n; i += F32::kLanes) {
-    F32 other = F32::zero();
-    // The second half's sums may begin anywhere in their own rows, so that the last vector may not be a whole one.
-    if constexpr (kTakesTwo<Activation>) {
-      other = tile::load_row<F32>(second, 1, i, n);
-      if (second_bias != nullptr) other = other + tile::load_row<F32>(second_bias, 1, i, n);
+OPST_NOINLINE void activate(const Finish& part, int64_t first, int64_t rows, float* to, int64_t to_stride) {
+  const int64_t n = part.columns;
+  for (int64_t row = first; row < first + rows; ++row, to += to_stride) {
+    const float* const y = part.sums + row * part.sums_stride;
+    const bool scaled = part.x_scales != nullptr;
+    const F32 x_scale = F32::set1(scaled ? part.x_scales[row] : 1);
+    const auto with_bias = [&](F32 sum, const float* bias, int64_t i) OPST_INLINE_LAMBDA {
+      if (scaled) sum = sum * x_scale;
+      return bias == nullptr ? sum : sum + tile::load_row<F32>(bias, 1, i, n);
+    };
+    for (int64_t i = 0; i < n; i += F32::kLanes) {
+      F32 other = F32::zero();
+      // The second half's sums may begin anywhere in their own rows, so that the last vector may not be a whole one.
+      if constexpr (kTakesTwo<Activation>) {
+        const float* const second = part.second + row * part.second_stride;
+        other = with_bias(tile::load_row<F32>(second, 1, i, n), part.second_bias, i);
+      }
+      const F32 value = Activation::of(with_bias(F32::load(y + i), part.bias, i), other);
+      if (n - i >= F32::kLanes) {
+        value.store(to + i);
+      } else {
+        value.store_n(to + i, n - i);
+      }
     }
-    Activation::of(sum(y, bias, i), other).store(y + i);
   }
 }
 
@@ -100,14 +113,14 @@ void finish(const Finish& part) {
   constexpr void (*kAdd[])(const void*, int64_t, int64_t, float*) = {add_row<float>, add_row<bf16>, add_row<f16>};
   constexpr void (*kStore[])(const float*, int64_t, void*, int64_t) = {store_row<float>, store_row<bf16>,
                                                                        store_row<f16>};
+  if (part.residual.data == nullptr && part.out_type == FloatType::f32 && part.column_stride == 1) {
+    return activate<Activation>(part, 0, part.rows, static_cast<float*>(part.out), part.row_stride);
+  }
   const auto residual_type = static_cast<int>(part.residual.type), out_type = static_cast<int>(part.out_type);
-  constexpr bool kPlain = __is_same(Activation, NoActivation);
+  const bool plain = __is_same(Activation, NoActivation) && part.bias == nullptr && part.x_scales == nullptr;
   for (int64_t i = 0; i < part.rows; ++i) {
     float* const y = part.sums + i * part.sums_stride;
-    if (!kPlain || part.bias != nullptr) {
-      activate<Activation>(y, part.bias, kTakesTwo<Activation> ? part.second + i * part.second_stride : nullptr,
-                           part.second_bias, part.columns);
-    }
+    if (!plain) activate<Activation>(part, i, 1, y, 0);
     if (part.residual.data != nullptr) {
       kAdd[residual_type](
           static_cast<const char*>(part.residual.data) + i * part.residual.row_stride * kBytesOf[residual_type],

@@ -1,5 +1,5 @@
-// Computes   out[i, j] = sum_t x[i, t] * weight[j, t] + bias[j] for a few rows: decoding, bound by reading the weight
-// Shapes     x [rows, k]; weight: packed panels (packed_layout.h); out [rows, columns]
+// Computes   sums[i, j] = sum_t x[i, t] * weight[j, t] for a few rows: decoding, bound by reading the weight
+// Shapes     x [rows, k] words; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each kFewVecs vectors of columns
 //              for each kFewMaxRows rows
 //                over k: decode a vector of weights in registers, then one multiply-add per row
@@ -9,12 +9,10 @@
 
 #include "matmul/decode.h"
 #include "matmul/kernels.h"
-#include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
-using opst::gemm::FewRows;
-using opst::gemm::OutputPart;
+using opst::gemm::ProductPart;
 
 // Vectors of columns at once: enough independent sums to hide the latency of the multiply-add, as far as registers go.
 #if defined(__AVX512F__)
@@ -30,22 +28,19 @@ inline constexpr int kFewColumns = kFewVecs * F32::kLanes;
 inline constexpr int64_t kPrefetchBytes = 2048;
 inline constexpr int64_t kGroupPanels = kFewColumns / kPanelColumns;
 
-// One vector of finished sums: row i, columns from `column` on.
-OPST_INLINE void store_sums(const OutputPart& out, int64_t row, int64_t column, int64_t columns, F32 sums) {
-  if (out.bias != nullptr) sums = sums + tile::load_row<F32>(out.bias, out.bias_stride, column, columns);
-  const int64_t n = columns - column < F32::kLanes ? columns - column : F32::kLanes;
-  float* const p = out.data + row * out.row_stride + column * out.column_stride;
-  if (out.column_stride == 1) {
-    sums.store_n(p, n);
-  } else {
-    float lanes[F32::kLanes];
-    sums.store(lanes);
-    for (int64_t i = 0; i < n; ++i) p[i * out.column_stride] = lanes[i];
+// Sums of MR rows and NV vectors of columns, as far as there are columns.
+template <int MR, int NV>
+OPST_INLINE void store_sums(const ProductPart& part, int64_t first_row, int64_t column, const F32 (&acc)[MR][NV]) {
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int v = 0; v < NV; ++v) {
+      const int64_t c = column + v * F32::kLanes;
+      if (c < part.columns) acc[i][v].store(part.sums + (first_row + i) * part.sums_stride + c);
+    }
   }
 }
 
 template <class Piece, int MR>
-OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_t column) {
+OPST_NOINLINE void few_rows_group(const ProductPart& part, int64_t first_row, int64_t column) {
   using Product = typename Decoder<Piece>::Product;
   constexpr int NV = kFewVecs;
   constexpr int kScaled = Decoder<Piece>::kScaled, kGroup = Decoder<Piece>::kGroup;
@@ -62,8 +57,8 @@ OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_
     stream[v] = panel_of<Piece>(part.panels, pieces, vec);
     lane[v] = lane_of(vec);
   }
-  const auto* x = reinterpret_cast<const typename Product::Word*>(part.x + first_row * part.x_stride);
   const int64_t x_stride = part.x_stride;
+  const auto* x = static_cast<const typename Product::Word*>(part.x) + first_row * x_stride;
 
   F32 acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
@@ -92,16 +87,11 @@ OPST_NOINLINE void few_rows_group(const FewRows& part, int64_t first_row, int64_
       }
     }
   }
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int v = 0; v < NV; ++v) {
-      const int64_t c = column + v * F32::kLanes;
-      if (c < part.columns) store_sums(part.out, first_row + i, c, part.columns, acc[i][v]);
-    }
-  }
+  store_sums(part, first_row, column, acc);
 }
 
 template <class Piece>
-void few_rows(const FewRows& part) {
+void few_rows(const ProductPart& part) {
   for (int64_t column = 0; column < part.columns; column += kFewColumns) {
     int64_t row = 0;
     for (; row + kFewMaxRows <= part.rows; row += kFewMaxRows) few_rows_group<Piece, kFewMaxRows>(part, row, column);

@@ -1,14 +1,14 @@
 // Blocks of activations, in fixed point or int8, times GGUF weights: few rows.
 //
-// Computes   out[i, j] = sum over blocks of activations (fixed_point.h, int8_blocks.h) times quantised weights, +
-//            bias[j], for one row or two at a time: decoding, bound by reading the weight
-// Shapes     a [rows, k / 32] blocks; weight: packed panels (packed_layout.h); out [rows, columns]
+// Computes   sums[i, j] = sum over blocks of activations (fixed_point.h, int8_blocks.h) times quantised weights, for
+//            one row or two at a time: decoding, bound by reading the weight
+// Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each two rows; at last for a single row
 //              for each panel (two rows: for each 2 vectors of columns)
 //                for each run of k with one scale
 //                  four weights to a lane come out of a word as bytes, and meet four bytes of each plane of x in one
 //                  instruction; the exact total of the run becomes a float, and meets scale and minimum
-// Memory     weights stream once per two rows; a stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
+// Memory     weights stream once per two rows; x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
 //            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
 //            0.87)
 // Numerics   fixed_point.h, int8_blocks.h
@@ -19,7 +19,6 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
-using opst::gemm::BlockRows;
 using opst::gemm::FixedBlock;
 using opst::gemm::kFixedPlanes;
 
@@ -44,7 +43,7 @@ OPST_INLINE F32 join_planes(const I32 (&planes)[kFixedPlanes]) {
 // MR rows times NV vectors of columns. Where both are 1, even and odd values have sums of their own, or the latency of
 // the products would show.
 template <class Piece, class Block, int MR, int NV>
-OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t first_row, int64_t column) {
+OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_row, int64_t column) {
   using Of = Int8Piece<Piece>;
   using Shape = typename Of::Shape;
   constexpr int P = kPlanes<Block>;
@@ -65,8 +64,8 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
     stream[v] = panel_of<Piece>(part.panels, pieces, vec);
     lane[v] = lane_of(vec);
   }
-  const Block* a = part.a + first_row * part.a_stride;
-  const int64_t a_stride = part.a_stride;
+  const int64_t a_stride = part.x_stride;
+  const Block* a = static_cast<const Block*>(part.x) + first_row * a_stride;
 
   F32 acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
@@ -127,16 +126,11 @@ OPST_NOINLINE void few_rows_blocks_group(const BlockRows<Block>& part, int64_t f
       if (Shape::kPart == 32 || half == 1) ++a;
     }
   }
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int v = 0; v < NV; ++v) {
-      const int64_t c = column + v * F32::kLanes;
-      if (c < part.columns) store_sums(part.out, first_row + i, c, part.columns, acc[i][v]);
-    }
-  }
+  store_sums(part, first_row, column, acc);
 }
 
 template <class Piece, class Block>
-void few_rows_blocks(const BlockRows<Block>& part) {
+void few_rows_blocks(const ProductPart& part) {
   constexpr int NV = kVecsPerPanel, NV2 = 2;  // of one row: a panel at a time
   static_assert(NV2 % NV == 0);
   // The first lines of the stream, which fetching ahead leaves out.
@@ -145,7 +139,7 @@ void few_rows_blocks(const BlockRows<Block>& part) {
   for (int64_t b = 0; b < kBlockPrefetchBytes && b < panel_bytes; b += 64) __builtin_prefetch(panels + b);
   // Another core has just written the blocks: all their lines are asked for at once, not one by one as they are needed.
   for (int64_t i = 0; i < part.rows; ++i) {
-    const char* const blocks = reinterpret_cast<const char*>(part.a + i * part.a_stride);
+    const auto* const blocks = reinterpret_cast<const char*>(static_cast<const Block*>(part.x) + i * part.x_stride);
     const int64_t bytes = part.k / opst::gemm::kActivationBlock * static_cast<int64_t>(sizeof(Block));
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(blocks + b);
   }

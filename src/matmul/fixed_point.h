@@ -34,23 +34,13 @@ struct FixedBlock {
 };
 static_assert(sizeof(FixedBlock) == 128);
 
-// Rows of FixedBlock or of ActivationBlock times columns of a weight.
-template <class Block>
-struct BlockRows {
-  const Block* a;  // [rows][a_stride >= k / 32]
-  int64_t a_stride;
-  int64_t rows, columns, k;
-  const void* panels;  // packed weight, from the panel that begins with the first column on
-  OutputPart out;
-};
-
 // One table per instruction set level; an entry is null where the level multiplies no bytes, or has no quick product
 // for the format.
 struct FewRowsBlockKernels {
   // k values `x_stride` apart -> k / 32 blocks; false where the row is not representable.
   bool (*fix_row)(const float* x, int64_t x_stride, int64_t k, FixedBlock* out);
-  void (*fixed[kNumBlockFormats])(const BlockRows<FixedBlock>& part);
-  void (*int8[kNumBlockFormats])(const BlockRows<ActivationBlock>& part);
+  Product fixed[kNumBlockFormats];  // of FixedBlock
+  Product int8[kNumBlockFormats];   // of ActivationBlock
 };
 
 }  // namespace gemm

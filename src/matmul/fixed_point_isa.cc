@@ -13,7 +13,7 @@ namespace {
 
 // Null where the level takes more instructions for the products of a format's bytes than for decoding them to floats.
 template <class Piece, class Block>
-constexpr auto kernel() -> void (*)(const BlockRows<Block>&) {
+constexpr opst::gemm::Product kernel() {
 #if !defined(__AVX512VNNI__)
   if (Int8Piece<Piece>::Shape::kMost > 127) return nullptr;
 #endif

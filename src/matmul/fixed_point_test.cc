@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "matmul/fixed_point_matmul.h"
 #include "matmul/reference.h"
 #include "opst/matmul.h"
 #include "quant/random_blocks.h"
@@ -63,7 +62,8 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b, size_t 
 }
 
 bool in_fixed_point(const TestContext& t, QuantFormat format) {
-  return gemm::few_rows_block_kernels(t.context.machine().isa).fixed[static_cast<int>(format)] != nullptr;
+  const MatmulProblem problem = {.m = 1, .n = kN, .k = kK, .format = format};
+  return plan_matmul(problem, t.context.machine()).path == MatmulPath::activations_fixed;
 }
 
 TEST(FixedPoint, IsUsedForQuantisedFormatsWhereBytesMultiplyFast) {

@@ -1,7 +1,7 @@
-// int8 activations in blocks of 32 (Int8Rows), times GGUF weights: many rows. Int8 and int4 weights: int8_rows.h.
+// int8 activations in blocks of 32, times GGUF weights: many rows. Int8 and int4 weights: int8_rows.h.
 //
-// Computes   out[i, j] = sum over blocks of int8 activations times quantised weights (int8_blocks.h), + bias[j]
-// Shapes     a [rows, k / 32] blocks; weight: packed panels (packed_layout.h); out [rows, columns]
+// Computes   sums[i, j] = sum over blocks of int8 activations times quantised weights (int8_blocks.h)
+// Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each run of k_block values of k
 //              for each 2 vectors of columns: unpack [k_block / 4][columns] words of four bytes once
 //                for each register tile of rows: sums += blocks * unpacked
@@ -9,7 +9,7 @@
 //              bytes    [128][32] words    16 KB   L1
 //              scales   [16][32] f32        2 KB   L1, minimums likewise
 //              a tile   [6][16] blocks    4.5 KB   L1
-//              a        [192][18] blocks  162 KB   L2, read again for each 2 vectors of columns
+//              x        [192][18] blocks  162 KB   L2, read again for each 2 vectors of columns
 //              sums     [192][64] f32      48 KB   L2
 // Numerics   int8_blocks.h; a sum rests in memory between runs of k and loses nothing there
 #pragma once
@@ -18,11 +18,11 @@
 #include "matmul/few_rows.h"
 #include "matmul/int8_blocks_kernels.h"
 #include "simd/dot_i8.h"
+#include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
 using opst::gemm::ActivationBlock;
-using opst::gemm::Int8Rows;
 using opst::gemm::kActivationBlock;
 using simd::I32;
 using simd::shift_right;
@@ -148,9 +148,17 @@ struct Int8Piece<PieceQ5_K> {
   }
 };
 
+// Unpacked columns in scratch.
+struct UnpackedColumns {
+  uint32_t* bytes;  // [k_block / 4][kInt8Columns]
+  float* scales;    // [k_block / 16][kInt8Columns]
+  float* minimums;  // [k_block / 32][kInt8Columns]
+};
+
 // Values k0 .. k0 + depth of kInt8TileVecs vectors of columns -> scratch.
 template <class Piece>
-OPST_NOINLINE void unpack_columns(const Int8Rows& part, int64_t column, int64_t k0, int64_t depth) {
+OPST_NOINLINE void unpack_columns(const ProductPart& part, const UnpackedColumns& to, int64_t column, int64_t k0,
+                                  int64_t depth) {
   using Of = Int8Piece<Piece>;
   const int64_t pieces = part.k / Piece::kValues;
   const int64_t last_vec = (part.columns - 1) / F32::kLanes;
@@ -159,9 +167,9 @@ OPST_NOINLINE void unpack_columns(const Int8Rows& part, int64_t column, int64_t 
     const int64_t vec = wanted < last_vec ? wanted : last_vec;
     const int lane = lane_of(vec);
     const Piece* piece = panel_of<Piece>(part.panels, pieces, vec) + k0 / Piece::kValues;
-    uint32_t* bytes = part.bytes + v * F32::kLanes;
-    float* scales = part.scales + v * F32::kLanes;
-    float* minimums = part.minimums + v * F32::kLanes;
+    uint32_t* bytes = to.bytes + v * F32::kLanes;
+    float* scales = to.scales + v * F32::kLanes;
+    float* minimums = to.minimums + v * F32::kLanes;
     for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
       for (int group = 0; group < Piece::kValues / 8; ++group, bytes += 2 * kInt8Columns) {
         const EvenOdd q = Of::q(*piece, lane, group);
@@ -181,13 +189,12 @@ OPST_NOINLINE void unpack_columns(const Int8Rows& part, int64_t column, int64_t 
 
 // sums [MR][kInt8Columns] += MR rows of blocks * the unpacked columns.
 template <class Of, int MR>
-OPST_NOINLINE void int8_block_tile(const Int8Rows& part, int64_t blocks, const ActivationBlock* a, float* sums,
-                                   int64_t sums_stride) {
+OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t blocks, const ActivationBlock* a,
+                                   int64_t a_stride, float* sums, int64_t sums_stride) {
   constexpr int NV = kInt8TileVecs;
-  const int64_t a_stride = part.a_stride;
-  const uint32_t* bytes = part.bytes;
-  const float* scales = part.scales;
-  const float* minimums = part.minimums;
+  const uint32_t* bytes = columns.bytes;
+  const float* scales = columns.scales;
+  const float* minimums = columns.minimums;
   F32 acc[MR][NV];
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
     OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = F32::load(sums + i * sums_stride + j * F32::kLanes);
@@ -233,7 +240,7 @@ OPST_NOINLINE void int8_block_tile(const Int8Rows& part, int64_t blocks, const A
   }
 }
 
-using Int8BlockTile = void (*)(const Int8Rows&, int64_t, const ActivationBlock*, float*, int64_t);
+using Int8BlockTile = void (*)(const UnpackedColumns&, int64_t, const ActivationBlock*, int64_t, float*, int64_t);
 template <class Of, int MR = kInt8TileRows>
 OPST_INLINE Int8BlockTile int8_block_tile_for(int rows) {
   if constexpr (MR == 1) {
@@ -244,25 +251,29 @@ OPST_INLINE Int8BlockTile int8_block_tile_for(int rows) {
 }
 
 template <class Piece>
-void int8_block_rows(const Int8Rows& part) {
+void int8_block_rows(const ProductPart& part) {
   using Of = typename Int8Piece<Piece>::Shape;
-  const int64_t sums_stride = (part.columns + kInt8Columns - 1) / kInt8Columns * kInt8Columns;
-  for (int64_t i = 0; i < part.rows * sums_stride; i += F32::kLanes) F32::zero().store(part.sums + i);
-  for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
-    const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
-    for (int64_t column = 0; column < part.columns; column += kInt8Columns) {
-      unpack_columns<Piece>(part, column, k0, depth);
-      for (int64_t row = 0; row < part.rows; row += kInt8TileRows) {
-        const int64_t rows = part.rows - row < kInt8TileRows ? part.rows - row : kInt8TileRows;
-        int8_block_tile_for<Of>(static_cast<int>(rows))(part, depth / kActivationBlock,
-                                                        part.a + row * part.a_stride + k0 / kActivationBlock,
-                                                        part.sums + row * sums_stride + column, sums_stride);
+  const auto* const a = static_cast<const ActivationBlock*>(part.x);
+  UnpackedColumns unpacked = {static_cast<uint32_t*>(part.scratch), nullptr, nullptr};
+  unpacked.scales = reinterpret_cast<float*>(unpacked.bytes + part.k_block / 4 * kInt8Columns);
+  unpacked.minimums = unpacked.scales + part.k_block / 16 * kInt8Columns;
+  for (int64_t row = 0; row < part.rows; ++row) {
+    for (int64_t c = 0; c < part.columns; c += kInt8Columns) {
+      OPST_UNROLL for (int j = 0; j < kInt8TileVecs; ++j) {
+        F32::zero().store(part.sums + row * part.sums_stride + c + j * F32::kLanes);
       }
     }
   }
-  for (int64_t row = 0; row < part.rows; ++row) {
-    for (int64_t c = 0; c < part.columns; c += F32::kLanes) {
-      store_sums(part.out, row, c, part.columns, F32::load(part.sums + row * sums_stride + c));
+  for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
+    const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
+    for (int64_t column = 0; column < part.columns; column += kInt8Columns) {
+      unpack_columns<Piece>(part, unpacked, column, k0, depth);
+      for (int64_t row = 0; row < part.rows; row += kInt8TileRows) {
+        const int64_t rows = part.rows - row < kInt8TileRows ? part.rows - row : kInt8TileRows;
+        int8_block_tile_for<Of>(static_cast<int>(rows))(unpacked, depth / kActivationBlock,
+                                                        a + row * part.x_stride + k0 / kActivationBlock, part.x_stride,
+                                                        part.sums + row * part.sums_stride + column, part.sums_stride);
+      }
     }
   }
 }

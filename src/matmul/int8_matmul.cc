@@ -10,7 +10,8 @@
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
 #include "machine/levels.h"
-#include "matmul/int8_kernels.h"
+#include "matmul/call.h"
+#include "matmul/plan.h"
 #include "opst/matmul.h"
 #include "quant/int_matrix.h"
 
@@ -28,20 +29,6 @@ using gemm::kIntPanelColumns;
 
 // u * s summed over a group stays below 2^31: 255 * 128 * 2^16.
 constexpr int64_t kMaxGroupValues = 1 << 16;
-
-// Weights of one few-rows task: a sixteenth of all, but neither so few that handing out tasks is noticed nor so many
-// that threads wait for the last one. Behind a task's end up to 4 KB are fetched that may be another thread's.
-constexpr int64_t kFewTasks = 16;
-constexpr int64_t kLeastTaskBytes = 32 << 10, kMostTaskBytes = 256 << 10;
-// Rows of a many-rows task: their activations, at most kTaskRowBytes, stay in about half of a 1 MB L2.
-constexpr int64_t kTaskRows = 256;
-constexpr int64_t kTaskRowBytes = 560 << 10;
-constexpr int64_t kTaskColumns = 64;
-// Rows of x per packing task.
-constexpr int64_t kPackRows = 16;
-// Behind each row, so that rows of a k that is a power of two do not lie a multiple of 4 KB apart: the rows of a
-// register tile would share a set of L1.
-constexpr int64_t kPaddingBytes = 64;
 
 // A packed weight's sizes; words, scales and zeros follow one another.
 struct Layout {
@@ -129,6 +116,7 @@ void gather(const ConstTensor& from, T* to) {
 
 struct Call {
   Context& context;
+  const MatmulProblem& problem;
   const ConstTensor& x;
   const PackedIntWeight& weight;
   const Tensor& out;
@@ -139,18 +127,15 @@ struct Call {
   const int format = weight.bits() == 8 ? 0 : 1;
 
   bool int_bias() const { return options.bias && options.bias->dtype == DType::i32; }
-  int64_t numbers_bytes() const {
-    return Arena::size_of<float>(options.bias ? n : 0) + Arena::size_of<float>(options.x_scales ? m : 0);
-  }
   // The whole output, with bias and scales gathered in the arena.
   IntOutputPart whole(Arena& arena) const {
     IntOutputPart part = {out.dtype, out.data, out.strides[0], out.strides[1], nullptr, nullptr, nullptr};
     if (int_bias()) {
-      auto* const bias = arena.take<int32_t>(n);
+      auto* const bias = arena.take<int32_t>(round_up(n, kIntPanelColumns));
       gather(*options.bias, bias);
       part.int_bias = bias;
     } else if (options.bias) {
-      auto* const bias = arena.take<float>(n);
+      auto* const bias = arena.take<float>(round_up(n, kIntPanelColumns));
       gather(*options.bias, bias);
       part.bias = bias;
     }
@@ -175,92 +160,67 @@ struct Call {
 };
 
 Status Call::with_integers() {
-  const int64_t group_bytes = layout.group_words * (32 / weight.bits());
-  const int64_t a_stride = round_up(layout.groups * group_bytes, 64) + kPaddingBytes;
-  const bool few = m <= gemm::kIntFewRows;
-
-  // Plan.
-  const int64_t panel_bytes = std::max<int64_t>(1, 4 * layout.panel_words());
-  const int64_t task_bytes = std::clamp(layout.panels() * panel_bytes / kFewTasks, kLeastTaskBytes, kMostTaskBytes);
-  const int64_t most_rows = std::clamp<int64_t>(kTaskRowBytes / a_stride, 12, kTaskRows);
-  const int64_t rows_per_task = few ? m : ceil_div(m, ceil_div(m, most_rows));
-  const int64_t columns_per_task =
-      few ? std::max<int64_t>(1, task_bytes / panel_bytes) * kIntPanelColumns : kTaskColumns;
-  const int64_t row_tasks = ceil_div(m, rows_per_task), column_tasks = ceil_div(n, columns_per_task);
-  const int64_t columns = table.columns_at_once;
-  const int64_t fours = layout.groups == 1 ? gemm::kIntFours : group_bytes / 4;
-  const int64_t unpacked_bytes = few || weight.bits() == 8 ? 0 : Arena::size_of<uint32_t>(fours * columns);
-  const int64_t sums_bytes = few ? 0 : Arena::size_of<float>(rows_per_task * round_up(kTaskColumns, columns));
-  const int64_t a_bytes = Arena::round_up(m * a_stride);
-  const int64_t a_sums_bytes = Arena::size_of<int32_t>(m * layout.groups);
   ThreadPool& pool = context.impl().pool;
-  Result<WorkspaceLease> lease = context.impl().workspaces.lease(a_bytes + a_sums_bytes + numbers_bytes() +
-                                                                 pool.num_threads() * (unpacked_bytes + sums_bytes));
+  const gemm::Plan plan = gemm::make_plan(problem, context.machine(), pool.num_threads());
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
-
-  // Run.
-  auto* const a = static_cast<int8_t*>(arena.take_bytes(a_bytes));
-  auto* const a_sums = arena.take<int32_t>(m * layout.groups);
   const IntOutputPart whole_out = whole(arena);
+  auto* const a = static_cast<int8_t*>(arena.take_bytes(plan.x_bytes));
+  auto* const a_sums = static_cast<int32_t*>(arena.take_bytes(plan.x_sums_bytes));
   const IntWeightPart whole_weight = layout.part(weight.data(), 0, n);
-  pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
-    for (int64_t i = task * kPackRows; i < std::min(m, (task + 1) * kPackRows); ++i) {
-      table.pack_row(static_cast<const int8_t*>(x.data) + i * x.strides[0], x.strides[1], whole_weight, group_bytes,
-                     a + i * a_stride, a_sums + i * layout.groups);
+  pool.parallel_for(ceil_div(m, plan.pack_rows), [&](int64_t task, int) {
+    for (int64_t i = task * plan.pack_rows; i < std::min(m, (task + 1) * plan.pack_rows); ++i) {
+      table.pack_row(static_cast<const int8_t*>(x.data) + i * x.strides[0], x.strides[1], whole_weight,
+                     plan.group_bytes, a + i * plan.x_stride, a_sums + i * layout.groups);
     }
   });
-  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * (unpacked_bytes + sums_bytes)));
-  const auto multiply = (few ? table.few : table.many)[format];
-  pool.parallel_for(row_tasks * column_tasks, [&](int64_t task, int worker) {
-    const int64_t row = task / column_tasks * rows_per_task;
-    const int64_t column = task % column_tasks * columns_per_task;
-    char* const own = scratch + worker * (unpacked_bytes + sums_bytes);
-    multiply({.a = a + row * a_stride,
-              .a_stride = a_stride,
+  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.scratch_bytes_per_worker));
+  const auto multiply = (plan.path == MatmulPath::weights_int_few_rows ? table.few : table.many)[format];
+  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
+    const int64_t row = task / plan.column_tasks * plan.rows_per_task;
+    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
+    char* const own = scratch + worker * plan.scratch_bytes_per_worker;
+    multiply({.a = a + row * plan.x_stride,
+              .a_stride = plan.x_stride,
               .a_sums = a_sums + row * layout.groups,
-              .rows = std::min(rows_per_task, m - row),
-              .weight = layout.part(weight.data(), column, std::min(columns_per_task, n - column)),
+              .rows = std::min(plan.rows_per_task, m - row),
+              .weight = layout.part(weight.data(), column, std::min(plan.columns_per_task, n - column)),
               .out = from(whole_out, row, column),
               .unpacked = reinterpret_cast<uint32_t*>(own),
-              .sums = own + unpacked_bytes});
+              .sums = own + plan.decoded_bytes_per_worker});
   });
   return {};
 }
 
 Status Call::with_floats() {
-  const int64_t rows_per_task = ceil_div(m, ceil_div(m, kTaskRows));
-  const int64_t row_tasks = ceil_div(m, rows_per_task), column_tasks = ceil_div(n, kTaskColumns);
-  const int64_t x_stride = k + kPaddingBytes / 4;
-  const int64_t x_bytes = Arena::size_of<float>(m * x_stride);
-  const int64_t decoded_bytes = Arena::size_of<float>(gemm::kIntDecoded * table.columns_at_once);
-  const int64_t sums_bytes = Arena::size_of<float>(rows_per_task * round_up(kTaskColumns, table.columns_at_once));
   ThreadPool& pool = context.impl().pool;
-  Result<WorkspaceLease> lease =
-      context.impl().workspaces.lease(x_bytes + numbers_bytes() + pool.num_threads() * (decoded_bytes + sums_bytes));
+  const gemm::Plan plan = gemm::make_plan(problem, context.machine(), pool.num_threads());
+  Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
-  auto* const rows = arena.take<float>(m * x_stride);
   const IntOutputPart whole_out = whole(arena);
+  auto* const rows = static_cast<float*>(arena.take_bytes(plan.x_bytes));
   const auto widen = table.widen_row[float_index(x.dtype)];
-  pool.parallel_for(ceil_div(m, kPackRows), [&](int64_t task, int) {
-    for (int64_t i = task * kPackRows; i < std::min(m, (task + 1) * kPackRows); ++i) {
+  pool.parallel_for(ceil_div(m, plan.pack_rows), [&](int64_t task, int) {
+    for (int64_t i = task * plan.pack_rows; i < std::min(m, (task + 1) * plan.pack_rows); ++i) {
       widen(static_cast<const char*>(x.data) + i * x.strides[0] * size_bytes(x.dtype), x.strides[1], k,
-            rows + i * x_stride);
+            rows + i * plan.x_stride);
     }
   });
-  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * (decoded_bytes + sums_bytes)));
-  pool.parallel_for(row_tasks * column_tasks, [&](int64_t task, int worker) {
-    const int64_t row = task / column_tasks * rows_per_task;
-    const int64_t column = task % column_tasks * kTaskColumns;
-    char* const own = scratch + worker * (decoded_bytes + sums_bytes);
-    table.with_floats[format]({.x = rows + row * x_stride,
-                               .x_stride = x_stride,
-                               .rows = std::min(rows_per_task, m - row),
-                               .weight = layout.part(weight.data(), column, std::min(kTaskColumns, n - column)),
-                               .out = from(whole_out, row, column),
-                               .decoded = reinterpret_cast<float*>(own),
-                               .sums = reinterpret_cast<float*>(own + decoded_bytes)});
+  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.scratch_bytes_per_worker));
+  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
+    const int64_t row = task / plan.column_tasks * plan.rows_per_task;
+    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
+    char* const own = scratch + worker * plan.scratch_bytes_per_worker;
+    table.with_floats[format](
+        {.x = rows + row * plan.x_stride,
+         .x_stride = plan.x_stride,
+         .rows = std::min(plan.rows_per_task, m - row),
+         .weight = layout.part(weight.data(), column, std::min(plan.columns_per_task, n - column)),
+         .out = from(whole_out, row, column),
+         .decoded = reinterpret_cast<float*>(own),
+         .sums = reinterpret_cast<float*>(own + plan.decoded_bytes_per_worker)});
   });
   return {};
 }
@@ -304,53 +264,78 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTenso
   });
 }
 
+namespace {
+
+Result<MatmulProblem> check_call(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
+                                 const IntMatmulOptions& options) {
+  ShapeCheck check("matmul");
+  check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
+  check.tensor("x", x).dtype({DType::i8, DType::f32, DType::bf16, DType::f16}).dims({"m", "k"});
+  if (options.x_scales) check.tensor("x_scales", *options.x_scales).dtype({DType::f32}).dims({"m"});
+  const bool integers = x.dtype == DType::i8;
+  if (options.bias) {
+    auto bias = check.tensor("bias", *options.bias);
+    if (integers && weight.groups() == 1) {
+      bias.dtype({DType::f32, DType::bf16, DType::f16, DType::i32});
+    } else {
+      bias.dtype({DType::f32, DType::bf16, DType::f16});
+    }
+    bias.dims({"n"});
+  }
+  auto output = check.output("out", out);
+  if (integers) {
+    output.dtype({DType::i32, DType::f32, DType::bf16, DType::f16});
+  } else {
+    output.dtype({DType::f32, DType::bf16, DType::f16});
+  }
+  output.dims({"m", "n"});
+  if (!check.ok()) return check.status();
+  const auto differs = [](const char* where, int64_t size, const char* name, int64_t expected) {
+    return std::string(where) + " is " + std::to_string(size) + ", but the weight has " + name + " = " +
+           std::to_string(expected);
+  };
+  check.require(check["k"] == weight.k(), [&] { return differs("x dim 1 (k)", check["k"], "k", weight.k()); });
+  check.require(check["n"] == weight.n(), [&] { return differs("out dim 1 (n)", check["n"], "n", weight.n()); });
+  check.require(integers || !options.x_scales,
+                [&] { return std::string("x_scales belong to an x of i8, but x is ") + to_string(x.dtype); });
+  if (out.dtype == DType::i32) {
+    check.require(weight.groups() == 1, [&] {
+      return "out is i32, but the weight has " + std::to_string(weight.groups()) + " groups, each with its scales";
+    });
+    check.require(!options.x_scales, "out is i32, which x_scales cannot multiply");
+    check.require(!options.bias || options.bias->dtype == DType::i32,
+                  [&] { return std::string("out is i32, but bias is ") + to_string(options.bias->dtype); });
+  }
+  if (!check.ok()) return check.status();
+  return MatmulProblem{.m = x.shape[0],
+                       .n = weight.n(),
+                       .k = weight.k(),
+                       .x_dtype = x.dtype,
+                       .unit_stride_x = normal_strides(x).strides[1] == 1,
+                       .weight = MatmulWeight::integers,
+                       .bits = weight.bits(),
+                       .groups = weight.groups(),
+                       .has_bias = options.bias.has_value(),
+                       .has_x_scales = options.x_scales.has_value()};
+}
+
+}  // namespace
+
+Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
+                                     const IntMatmulOptions& options) {
+  return guarded([&] { return check_call(x, weight, out, options); });
+}
+
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options) {
   return guarded([&]() -> Status {
-    ShapeCheck check("matmul");
-    check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-    check.tensor("x", x).dtype({DType::i8, DType::f32, DType::bf16, DType::f16}).dims({"m", "k"});
-    if (options.x_scales) check.tensor("x_scales", *options.x_scales).dtype({DType::f32}).dims({"m"});
-    const bool integers = x.dtype == DType::i8;
-    if (options.bias) {
-      auto bias = check.tensor("bias", *options.bias);
-      if (integers && weight.groups() == 1) {
-        bias.dtype({DType::f32, DType::bf16, DType::f16, DType::i32});
-      } else {
-        bias.dtype({DType::f32, DType::bf16, DType::f16});
-      }
-      bias.dims({"n"});
-    }
-    auto output = check.output("out", out);
-    if (integers) {
-      output.dtype({DType::i32, DType::f32, DType::bf16, DType::f16});
-    } else {
-      output.dtype({DType::f32, DType::bf16, DType::f16});
-    }
-    output.dims({"m", "n"});
-    if (!check.ok()) return check.status();
-    const auto differs = [](const char* where, int64_t size, const char* name, int64_t expected) {
-      return std::string(where) + " is " + std::to_string(size) + ", but the weight has " + name + " = " +
-             std::to_string(expected);
-    };
-    check.require(check["k"] == weight.k(), [&] { return differs("x dim 1 (k)", check["k"], "k", weight.k()); });
-    check.require(check["n"] == weight.n(), [&] { return differs("out dim 1 (n)", check["n"], "n", weight.n()); });
-    check.require(integers || !options.x_scales,
-                  [&] { return std::string("x_scales belong to an x of i8, but x is ") + to_string(x.dtype); });
-    if (out.dtype == DType::i32) {
-      check.require(weight.groups() == 1, [&] {
-        return "out is i32, but the weight has " + std::to_string(weight.groups()) + " groups, each with its scales";
-      });
-      check.require(!options.x_scales, "out is i32, which x_scales cannot multiply");
-      check.require(!options.bias || options.bias->dtype == DType::i32,
-                    [&] { return std::string("out is i32, but bias is ") + to_string(options.bias->dtype); });
-    }
-    if (!check.ok()) return check.status();
-    if (check["m"] == 0 || check["n"] == 0) return {};
+    const Result<MatmulProblem> problem = check_call(x, weight, out, options);
+    if (!problem.ok()) return problem.status();
+    if (problem.value().m == 0 || problem.value().n == 0) return {};
     const ConstTensor normal_x = normal_strides(x);
     const Tensor normal_out = normal_strides(out);
-    Call call{context, normal_x, weight, normal_out, options};
-    return integers ? call.with_integers() : call.with_floats();
+    Call call{context, problem.value(), normal_x, weight, normal_out, options};
+    return x.dtype == DType::i8 ? call.with_integers() : call.with_floats();
   });
 }
 

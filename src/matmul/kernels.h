@@ -1,8 +1,5 @@
-// The kernel table of the matmul room, one per instruction set level. Products (few_rows, many_rows) compute a
-// rectangle of sums over the whole of k, both with the same bits. The epilogue (finish) makes outputs of the sums.
-//
-// A word of x is a float, or, in the products named dot, a pair of bf16 (k, k + 1); `k` and `k_block` count words.
-// Strides are in elements (words of x).
+// The contract of the matmul room's kernels, and the table of those that multiply floats, one per instruction set level.
+// A product computes a rectangle of sums over the whole of k; the epilogue (finish) makes outputs of the sums.
 #pragma once
 
 #include <cstdint>
@@ -13,34 +10,24 @@
 namespace opst {
 namespace gemm {
 
-// A rectangle of the output.
-struct OutputPart {
-  float* data;
-  int64_t row_stride, column_stride;
-  const float* bias;  // of the first column; null: none
-  int64_t bias_stride;
-};
-
-struct FewRows {
-  const float* x;  // [rows][k] words, next to each other
-  int64_t x_stride;
-  int64_t rows, columns, k;
+// What every product takes: a rectangle of sums, and the operands from its first row and its first column on.
+struct ProductPart {
+  // Rows of x in the kernel's form, 64-byte aligned where they are packed:
+  //   few_rows, many_rows  words: floats or, in the products named dot, pairs of bf16 (k, k + 1)
+  //   blocks               ActivationBlock (int8_blocks.h) or FixedBlock (fixed_point.h)
+  const void* x;
+  int64_t x_stride;        // elements of the form from row to row
+  int64_t x_block_stride;  // many_rows: from run to run of k; word k0 + t of row i lies at
+                           // x[k0 / k_block * x_block_stride + i * x_stride + t]
+  int64_t rows, columns;
+  int64_t k;           // words; blocks: values
+  int64_t k_block;     // of them decoded or unpacked at once; whole pieces
   const void* panels;  // packed weight, from the panel that begins with the first column on
-  OutputPart out;
-};
-
-struct ManyRows {
-  // [k / k_block][rows of the whole problem][x_stride]: word k0 + t of row i at x[k0 / k_block * x_block_stride +
-  // i * x_stride + t]. 64-byte aligned.
-  const float* x;
-  int64_t x_stride, x_block_stride;
-  int64_t rows, columns, k;
-  int64_t k_block;  // whole pieces
-  const void* panels;
-  float* decoded;  // scratch [k_block][many_columns]
-  float* sums;     // [rows][sums_stride], room for columns rounded up to many_columns
+  void* scratch;       // what the kernel says, 64-byte aligned
+  float* sums;         // [rows][sums_stride], room for columns rounded up to what the kernel takes at once
   int64_t sums_stride;
 };
+using Product = void (*)(const ProductPart& part);
 
 // The type of elements, for kernels that take any floating point type.
 enum class FloatType : uint8_t { f32, bf16, f16 };
@@ -52,11 +39,12 @@ struct StridedMatrix {
   int64_t row_stride = 0, column_stride = 0;
 };
 
-// out = residual + activation(sums + bias). `sums` is scratch and changes.
+// out = residual + activation(sums * x_scales + bias). `sums` is scratch and changes.
 struct Finish {
   float* sums = nullptr;  // [rows][sums_stride], room for whole vectors
   int64_t sums_stride = 0;
-  const float* bias = nullptr;  // [columns]; null: none
+  const float* x_scales = nullptr;  // [rows]; null: all 1
+  const float* bias = nullptr;      // [columns]; null: none
   // Sums and bias of the second half: swiglu only.
   const float* second = nullptr;
   int64_t second_stride = 0;
@@ -72,11 +60,11 @@ inline constexpr int kNumActivations = 6;
 struct Kernels {
   int few_columns;   // columns that few_rows takes at once: rectangles should be multiples of it
   int many_columns;  // likewise
-  void (*few_rows[kNumBlockFormats])(const FewRows& part);
-  void (*many_rows[kNumBlockFormats])(const ManyRows& part);
+  // few_rows and many_rows give the same bits. Scratch of many_rows: f32 [k_block][many_columns].
+  Product few_rows[kNumBlockFormats];
+  Product many_rows[kNumBlockFormats];
   // bf16 x times bf16 weights by the pairwise dot instruction; null where the level has none.
-  void (*few_rows_dot)(const FewRows& part);
-  void (*many_rows_dot)(const ManyRows& part);
+  Product few_rows_dot, many_rows_dot;
   void (*finish[kNumActivations])(const Finish& part);  // in the order of Activation
   // Elements of a type -> packed panel of up to 16 outputs by k inputs (packed_layout.h); missing ones are 0.
   // Addresses need no alignment.

@@ -18,21 +18,19 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
-using opst::gemm::ManyRows;
-
 // Vectors of columns that are decoded at once: those of a register tile.
 inline constexpr int kManyVecs = tile::ProductF32::kTileVecs, kManyColumns = kManyVecs * F32::kLanes;
 
 // The pieces of the panel that holds vector `vec`, or of the last one.
 template <class Piece>
-OPST_INLINE const Piece* pieces_of(const ManyRows& part, int64_t vec) {
+OPST_INLINE const Piece* pieces_of(const ProductPart& part, int64_t vec) {
   const int64_t last_vec = (part.columns - 1) / F32::kLanes;
   return panel_of<Piece>(part.panels, part.k / Piece::kValues, vec < last_vec ? vec : last_vec);
 }
 
 // Words k0 .. k0 + depth of kManyVecs vectors of columns -> out [depth][kManyColumns].
 template <class Piece>
-OPST_NOINLINE void decode_columns(const ManyRows& part, int64_t column, int64_t k0, int64_t depth, float* out) {
+OPST_NOINLINE void decode_columns(const ProductPart& part, int64_t column, int64_t k0, int64_t depth, float* out) {
   const int64_t last_vec = (part.columns - 1) / F32::kLanes;
   for (int v = 0; v < kManyVecs; ++v) {
     const int64_t wanted = column / F32::kLanes + v;
@@ -62,7 +60,7 @@ struct Ahead {
   int64_t tiles_per_panel;
 
   // Of the words k0 .. k0 + depth of the columns from `column` on, fetched by tiles of `steps` words of k.
-  OPST_INLINE Ahead(const ManyRows& part, int64_t column, int64_t k0, int64_t depth, int64_t steps) {
+  OPST_INLINE Ahead(const ProductPart& part, int64_t column, int64_t k0, int64_t depth, int64_t steps) {
     const int64_t pieces = part.k / Piece::kValues;
     for (int i = 0; i < kMaxPanels; ++i) {
       const int64_t index = column / kPanelColumns + i;
@@ -74,18 +72,20 @@ struct Ahead {
     const int64_t bytes = depth / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
     tiles_per_panel = (bytes + 16 * steps - 1) / (16 * steps);
   }
-  OPST_INLINE const char* of_tile(int64_t t, int64_t steps, const float* next_x) const {
+  OPST_INLINE const char* of_tile(int64_t t, int64_t steps, const void* next_x) const {
     const int64_t i = t / tiles_per_panel;
-    if (i >= kMaxPanels) return reinterpret_cast<const char*>(next_x);
+    if (i >= kMaxPanels) return static_cast<const char*>(next_x);
     return panel[i] + (t - i * tiles_per_panel) * 16 * steps;
   }
 };
 
 template <class Piece>
-void many_rows(const ManyRows& part) {
+void many_rows(const ProductPart& part) {
   using Product = typename Decoder<Piece>::Product;
   using Word = typename Product::Word;
   const int64_t sums_stride = part.sums_stride;
+  const Word* const x_words = static_cast<const Word*>(part.x);
+  float* const decoded = static_cast<float*>(part.scratch);
   for (int64_t i = 0; i < part.rows; ++i) {
     for (int64_t c = 0; c < part.columns; c += F32::kLanes) F32::zero().store(part.sums + i * sums_stride + c);
   }
@@ -97,9 +97,9 @@ void many_rows(const ManyRows& part) {
 
   for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
     const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
-    const float* const x_block = part.x + k0 / part.k_block * part.x_block_stride;
+    const Word* const x_block = x_words + k0 / part.k_block * part.x_block_stride;
     for (int64_t column = 0; column < part.columns; column += kManyColumns) {
-      decode_columns<Piece>(part, column, k0, depth, part.decoded);
+      decode_columns<Piece>(part, column, k0, depth, decoded);
       const bool last_columns = column + kManyColumns >= part.columns, last_block = k0 + depth >= part.k;
       const Ahead<Piece> next(part, last_columns && !last_block ? 0 : column + kManyColumns,
                               !last_columns ? k0
@@ -108,10 +108,10 @@ void many_rows(const ManyRows& part) {
                               depth, depth);
       for (int64_t t = 0; t < tiles.count(); ++t) {
         const auto [row, rows] = tiles[t];
-        const float* const x = x_block + row * part.x_stride;
+        const Word* const x = x_block + row * part.x_stride;
         const char* const ahead = next.of_tile(t, depth, x + rows * part.x_stride);
-        (tiles.is_tall(t) ? tall : low)(depth, reinterpret_cast<const Word*>(x), part.x_stride,
-                                        reinterpret_cast<const typename Product::WordB*>(part.decoded), kManyColumns,
+        (tiles.is_tall(t) ? tall : low)(depth, x, part.x_stride,
+                                        reinterpret_cast<const typename Product::WordB*>(decoded), kManyColumns,
                                         part.sums + row * sums_stride + column, sums_stride, ones, ahead);
       }
     }

@@ -70,7 +70,7 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
     if (!check.ok()) return check.status();
 
     const auto product = [&](const ConstTensor& a, const ConstTensor& b, const Tensor& out) {
-      return gemm::multiply(context, normal_strides(a), normal_strides(b), normal_strides(out), {});
+      return gemm::multiply(context, normal_strides(a), normal_strides(b), normal_strides(out));
     };
     if (gradients.x) {
       const Status status = product(grad_out, weight.transposed(0, 1), *gradients.x);

@@ -5,6 +5,7 @@
 #include "core/int_math.h"
 #include "machine/context_impl.h"
 #include "matmul/call.h"
+#include "matmul/plan.h"
 
 namespace opst::gemm {
 namespace {
@@ -36,20 +37,19 @@ double activated(Activation activation, double y, double second) {
 
 }  // namespace
 
-void multiply_f64(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
-                  const MatmulOptions& options) {
-  const int64_t m = out.shape[0], width = out.shape[1], k = weight.shape[1];
-  const bool halves = options.activation == Activation::swiglu || options.activation == Activation::swiglu_swapped;
+void multiply_f64(Context& context, Activation activation, const Operands& o) {
+  const int64_t m = o.out.shape[0], width = o.out.shape[1], k = o.weight.shape[1];
+  const bool halves = takes_two_halves(activation);
   const auto y = [&](int64_t i, int64_t j) {
     double sum = 0;
-    for (int64_t t = 0; t < k; ++t) sum += element(x, i, t) * element(weight, j, t);
-    return options.bias ? sum + static_cast<const double*>(options.bias->data)[j * options.bias->strides[0]] : sum;
+    for (int64_t t = 0; t < k; ++t) sum += element(o.x, i, t) * element(o.weight, j, t);
+    return o.bias ? sum + static_cast<const double*>(o.bias->data)[j * o.bias->strides[0]] : sum;
   };
   context.impl().pool.parallel_for(m, [&](int64_t i, int) {
     for (int64_t j = 0; j < width; ++j) {
-      double value = activated(options.activation, y(i, j), halves ? y(i, width + j) : 0);
-      if (options.residual) value += element(*options.residual, i, j);
-      static_cast<double*>(out.data)[i * out.strides[0] + j * out.strides[1]] = value;
+      double value = activated(activation, y(i, j), halves ? y(i, width + j) : 0);
+      if (o.residual) value += element(*o.residual, i, j);
+      static_cast<double*>(o.out.data)[i * o.out.strides[0] + j * o.out.strides[1]] = value;
     }
   });
 }

@@ -11,8 +11,6 @@
 #include <vector>
 
 #include "core/int_math.h"
-#include "machine/workspace.h"
-#include "matmul/plan.h"
 #include "matmul/reference.h"
 #include "matmul/test_calls.h"
 #include "quant/random_blocks.h"
@@ -462,73 +460,6 @@ TEST(Matmul, AllocatesNothingOnceWarm) {
     }
     if (round > 0) {
       EXPECT_EQ(context.workspace_allocations(), before);
-    }
-  }
-}
-
-// Every output belongs to exactly one task, and tasks fit the kernels and the scratch.
-TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
-  Random random(test::seed());
-  for (int i = 0; i < 10000; ++i) {
-    gemm::Problem p;
-    p.format = kQuantFormats[random.integer(0, kNumQuantFormats - 1)];
-    p.m = random.chance(0.5) ? random.integer(1, 20) : random.integer(1, 100000);
-    p.n = random.chance(0.5) ? random.integer(1, 200) : random.integer(1, 300000);
-    p.k = random.integer(0, random.chance(0.5) ? 8 : 2000) * block_values(p.format);
-    p.read_x_in_place = random.chance(0.5);
-    p.dot = p.format == QuantFormat::bf16 && random.chance(0.5);
-    p.two_halves = random.chance(0.3);
-    const int lanes = random.pick({4, 8, 16});
-    const gemm::Plan plan = gemm::make_plan(p, 4 * lanes, 2 * lanes);
-    const Shape shape{p.m, p.n, p.k};
-    SCOPED_TRACE(to_string(p.format) + std::string(", ") + shape.text() + ": " + to_string(plan));
-    const auto covers = [](int64_t size, int64_t part, int64_t tasks) {
-      return part >= 1 && part * tasks >= size && part * (tasks - 1) < size;
-    };
-    ASSERT_TRUE(covers(p.m, plan.rows_per_task, plan.row_tasks));
-    ASSERT_TRUE(covers(p.n, plan.columns_per_task, plan.column_tasks));
-    ASSERT_EQ(plan.columns_per_task % 16, 0);
-    ASSERT_EQ(plan.columns_per_task % (plan.path == gemm::Path::few_rows ? 4 * lanes : 2 * lanes), 0);
-    if (plan.path == gemm::Path::many_rows) {
-      ASSERT_EQ(plan.k_block % std::max<int64_t>(32, block_values(p.format)), 0);
-      ASSERT_GE(plan.packed_x_bytes, ceil_div(plan.words, plan.k_block) * p.m * plan.x_stride * 4);
-      ASSERT_GT(plan.x_stride, plan.k_block);
-      // The memory that one worker touches again and again stays below 1 MB.
-      ASSERT_LE(plan.rows_per_task * plan.x_stride * 4 + plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker,
-                1 << 20);
-      ASSERT_EQ(plan.scratch_bytes(3) - plan.scratch_bytes(2), plan.bytes_per_worker());
-    } else {
-      ASSERT_EQ(plan.packed_x_bytes,
-                p.read_x_in_place ? 0 : Arena::size_of<float>(p.m * std::max<int64_t>(1, plan.words)));
-    }
-  }
-}
-
-// Whatever the number of threads: whole panels, all of them, and room for a task's sums in whole vectors.
-TEST(MatmulPlan, CutsFewRowsInBlocksIntoWholePanels) {
-  Random random(test::seed());
-  for (int i = 0; i < 10000; ++i) {
-    gemm::Problem p;
-    p.format = kQuantFormats[random.integer(0, kNumQuantFormats - 1)];
-    p.m = random.integer(1, 4);
-    p.n = random.chance(0.5) ? random.integer(1, 200) : random.integer(1, 300000);
-    p.k = random.integer(0, random.chance(0.5) ? 8 : 500) * block_values(p.format);
-    p.two_halves = random.chance(0.3);
-    const int threads = static_cast<int>(random.integer(1, 70));
-    const gemm::Plan plan = gemm::plan_few_blocks(p, threads);
-    const Shape shape{p.m, p.n, p.k};
-    SCOPED_TRACE(to_string(p.format) + std::string(", ") + shape.text() + ": " + to_string(plan));
-    ASSERT_EQ(plan.row_tasks, 1);
-    ASSERT_EQ(plan.rows_per_task, p.m);
-    ASSERT_EQ(plan.columns_per_task % 16, 0);
-    ASSERT_GE(plan.columns_per_task * plan.column_tasks, p.n);
-    ASSERT_LT(plan.columns_per_task * (plan.column_tasks - 1), p.n);
-    ASSERT_GE(plan.sums_stride, plan.columns_per_task);
-    ASSERT_GE(plan.sums_bytes_per_worker, p.m * plan.sums_stride * 4);
-    if (p.two_halves) {
-      // Up to 15 columns before the second half, and a last vector that is not full.
-      ASSERT_GE(plan.second_stride, plan.columns_per_task + 15);
-      ASSERT_GE(plan.second_bytes_per_worker, p.m * plan.second_stride * 4);
     }
   }
 }

@@ -1,34 +1,185 @@
+// plan_matmul: from a problem and a machine to a path, tasks and memory. Beside each number, the limit that sets it.
 #include "matmul/plan.h"
 
 #include <algorithm>
+#include <string>
 
 #include "core/int_math.h"
 #include "machine/workspace.h"
+#include "matmul/call.h"
 #include "matmul/packed_layout.h"
 
-namespace opst::gemm {
+namespace opst {
+
+const char* to_string(MatmulPath path) {
+  switch (path) {
+    case MatmulPath::few_rows:
+      return "few_rows";
+    case MatmulPath::many_rows:
+      return "many_rows";
+    case MatmulPath::activations_fixed:
+      return "activations_fixed";
+    case MatmulPath::activations_int8_few_rows:
+      return "activations_int8_few_rows";
+    case MatmulPath::activations_int8_many_rows:
+      return "activations_int8_many_rows";
+    case MatmulPath::weights_int_few_rows:
+      return "weights_int_few_rows";
+    case MatmulPath::weights_int_many_rows:
+      return "weights_int_many_rows";
+    case MatmulPath::weights_int_floats:
+      return "weights_int_floats";
+    case MatmulPath::f64:
+      return "f64";
+  }
+  return "unknown";
+}
+
+const char* to_string(MatmulProduct product) {
+  switch (product) {
+    case MatmulProduct::f32:
+      return "f32";
+    case MatmulProduct::bf16_dot:
+      return "bf16_dot";
+    case MatmulProduct::int8_dot:
+      return "int8_dot";
+    case MatmulProduct::f64:
+      return "f64";
+  }
+  return "unknown";
+}
+
+namespace gemm {
 namespace {
 
-// Up to this many rows, decoding in registers once per 4 rows (2 without AVX-512) costs less than filling scratch and a
-// register tile.
+// ---- Which kernel multiplies
+
+// Decoding in registers once per 4 rows (2 without AVX-512) costs less than filling scratch and a register tile.
 constexpr int64_t kMaxFewRows = 8;
+// From three rows on, decoding weights to floats costs less than three planes of bytes.
+constexpr int64_t kMaxFixedRows = 2;
+// Unpacking the weight costs more than it saves.
+constexpr int64_t kMaxInt8FewRows = 4;
+
+struct Choice {
+  MatmulPath path;
+  MatmulProduct product;
+  const char* reason;
+};
+
+Choice choose_integers(const MatmulProblem& p) {
+  if (p.x_dtype != DType::i8) {
+    return {MatmulPath::weights_int_floats, MatmulProduct::f32, "x is of floats: each weight becomes its value"};
+  }
+  if (p.m <= kIntFewRows) {
+    return {MatmulPath::weights_int_few_rows, MatmulProduct::int8_dot, "up to 8 rows: reading the weight is the time"};
+  }
+  return {MatmulPath::weights_int_many_rows, MatmulProduct::int8_dot, "more than 8 rows: multiplying is the time"};
+}
+
+// A packed or unpacked weight of `format`, x of f32, bf16 or f16.
+Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
+  const FewRowsBlockKernels& few = few_rows_block_kernels(machine.isa);
+  const auto format = static_cast<size_t>(p.format);
+  const bool quantised = block_values(p.format) > 1;
+  if (quantised && p.activations == ActivationType::int8) {
+    if (p.m > kMaxInt8FewRows) {
+      return {MatmulPath::activations_int8_many_rows, MatmulProduct::int8_dot,
+              "int8 activations, more than 4 rows: the weight is unpacked once for all of a task"};
+    }
+    if (few.int8[format] == nullptr) {
+      return {MatmulPath::activations_int8_many_rows, MatmulProduct::int8_dot,
+              "int8 activations, up to 4 rows, but the level has no quick product of this format's bytes"};
+    }
+    return {MatmulPath::activations_int8_few_rows, MatmulProduct::int8_dot,
+            "int8 activations, up to 4 rows: unpacking the weight would cost more than it saves"};
+  }
+  const char* reason = "up to 8 rows: reading the weight is the time";
+  if (quantised && p.m <= kMaxFixedRows) {
+    if (p.batch_invariant) {
+      reason = "1 or 2 rows with the bits of more rows, as asked for";
+    } else if (few.fixed[format] != nullptr) {
+      return {MatmulPath::activations_fixed, MatmulProduct::int8_dot,
+              "1 or 2 rows: reading the weight is the time, and decoding it to floats would take longer"};
+    } else {
+      reason = "1 or 2 rows: reading the weight is the time, and the level has no quick product of this format's bytes";
+    }
+  }
+  const bool dot = p.x_dtype == DType::bf16 && p.format == QuantFormat::bf16 &&
+                   kernels(machine.isa).few_rows_dot != nullptr && machine.bf16_product == Bf16Product::dot;
+  const MatmulProduct product = dot ? MatmulProduct::bf16_dot : MatmulProduct::f32;
+  if (p.m <= kMaxFewRows) return {MatmulPath::few_rows, product, reason};
+  return {MatmulPath::many_rows, product, "more than 8 rows: multiplying is the time"};
+}
+
+Choice choose(const MatmulProblem& p, const Machine& machine) {
+  if (p.x_dtype == DType::f64) return {MatmulPath::f64, MatmulProduct::f64, "f64 is for gradient checks: plain loops"};
+  return p.weight == MatmulWeight::integers ? choose_integers(p) : choose_floats(p, machine);
+}
+
+bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
+
+// Why no call may pose such a problem; null where one may.
+const char* without_plan(const MatmulProblem& p) {
+  for (const int64_t size : {p.m, p.n, p.k, p.groups}) {
+    if (size < 0) return "a size is negative";
+    if (size > kMaxBytes) return "a size is beyond 2^56";
+  }
+  if (p.weight > MatmulWeight::integers || p.activation > Activation::swiglu_swapped ||
+      p.activations > ActivationType::int8 || block_values(p.format) == 0 || size_bytes(p.x_dtype) == 0) {
+    return "an enumerator is unknown";
+  }
+  if (takes_two_halves(p.activation) && p.n % 2 != 0) return "swiglu needs two halves, but n is odd";
+  if (p.weight == MatmulWeight::integers) {
+    if (p.bits != 8 && p.bits != 4) return "integers have 8 or 4 bits";
+    if (p.groups == 0 || p.k % p.groups != 0) return "k is not whole groups";
+    if (p.x_dtype != DType::i8 && !is_float(p.x_dtype)) return "x is neither i8 nor of floats";
+    return nullptr;
+  }
+  if (p.k % block_values(p.format) != 0) return "k is not whole blocks";
+  if (p.weight == MatmulWeight::unpacked && block_values(p.format) > 1) return "an unpacked weight has no blocks";
+  if (p.x_dtype == DType::f64) return p.weight == MatmulWeight::unpacked ? nullptr : "a packed weight has no f64";
+  return is_float(p.x_dtype) ? nullptr : "x is not of floats";
+}
+
+// ---- How it is cut
+
 // Weights of one few_rows task: some microseconds of reading, beside which handing out a task is nothing.
 constexpr int64_t kFewTaskBytes = 32 << 10;
-// Weights of one task of plan_few_blocks. Small products give each worker one piece. A worker reads ahead within its
-// own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1 of 1536 x 576, two
-// threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one task each 14.
-constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
-// Columns of a piece: a multiple of what the kernel of two rows takes at once.
-constexpr int64_t kPieceColumns = 2 * kPanelColumns;
 // many_rows: a run of x, 256 x 512 words = 512 KB, sums 128 KB and decoded weights 64 KB stay in a 1 MB L2. Decoding
 // costs as much as three rows.
 constexpr int64_t kManyRows = 256;
 constexpr int64_t kMaxKBlock = 512;
-// Columns of a task: x is read once per task. Below n = kWideEnough fewer columns, or too few tasks would leave
+// Columns of a task: x is read once per task. Below a width of kWideEnough fewer columns, or too few tasks would leave
 // threads waiting.
 constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
 // Rows of packed x do not lie a multiple of 4 KB apart, or a register tile's rows would share a set of L1.
-constexpr int64_t kPadding = 16;
+constexpr int64_t kPadding = 16;  // words
+// Rows of x per packing task: columns that lie next to each other are read in runs of so many.
+constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
+
+// A piece is the weight's share of a task of few rows in blocks. Small products give each worker one piece. A worker
+// reads ahead within its own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1
+// of 1536 x 576, two threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one
+// task each 14.
+constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
+// Columns of a piece: a multiple of what the kernel of two rows takes at once.
+constexpr int64_t kPieceColumns = 2 * kPanelColumns;
+
+// activations_int8_many_rows: unpacking 64 columns costs as much as multiplying them with two or three rows.
+constexpr int64_t kInt8Rows = 192, kInt8Columns = 64;
+// Values of k unpacked at once: bytes and scales of two vectors of columns stay in L1.
+constexpr int64_t kInt8KBlock = 512;
+
+// weights_int_few_rows: weights of a task are a sixteenth of all, but neither so few that handing out tasks is noticed
+// nor so many that threads wait for the last one. Behind a task's end up to 4 KB are fetched that may be another
+// thread's.
+constexpr int64_t kIntFewTasks = 16;
+constexpr int64_t kLeastIntTaskBytes = 32 << 10, kMostIntTaskBytes = 256 << 10;
+// weights_int_many_rows: the activations of a task's rows, at most kIntTaskRowBytes, stay in about half of a 1 MB L2.
+constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12;
+constexpr int64_t kIntTaskRowBytes = 560 << 10;
+constexpr int64_t kIntTaskColumns = 64;
 
 // `size` in the fewest equal shares of at most `most`: the size of one, rounded up to a multiple of `unit`.
 int64_t balanced(int64_t size, int64_t most, int64_t unit) {
@@ -36,71 +187,207 @@ int64_t balanced(int64_t size, int64_t most, int64_t unit) {
   return round_up(ceil_div(size, ceil_div(size, most)), unit);
 }
 
+// Each function decides tasks, the form of x, and the scratch that the kernel decodes into; it returns the columns that
+// the kernel takes at once, to whose multiples rows of sums are filled up.
+
+int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+  const int few_columns = kernels(machine.isa).few_columns;
+  const bool dot = plan.product == MatmulProduct::bf16_dot;
+  const int64_t unit = std::max<int64_t>(few_columns, kPanelColumns);
+  const int64_t bytes_per_unit =
+      std::max<int64_t>(1, (Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k) * unit).value());
+  plan.words = dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+  plan.rows_per_task = p.m;
+  plan.columns_per_task = std::max<int64_t>(1, kFewTaskBytes / bytes_per_unit) * unit;
+  plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, unit));
+  plan.run_words = plan.k_block = std::max<int64_t>(1, plan.words);
+  const bool in_place = p.x_dtype == DType::f32 && (p.unit_stride_x || p.k <= 1) && packed_inputs(p.format, p.k) == p.k;
+  if (!in_place) {
+    plan.x = XForm::words;
+    plan.x_stride = plan.k_block;
+    plan.pack_rows = kPackRows;
+    plan.x_bytes = Arena::size_of<float>(Size(p.m) * plan.x_stride);
+  }
+  return few_columns;
+}
+
+int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+  const int many_columns = kernels(machine.isa).many_columns;
+  const bool dot = plan.product == MatmulProduct::bf16_dot;
+  const int64_t block = std::max<int64_t>(32, block_values(p.format));
+  plan.words = dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+  plan.rows_per_task = balanced(p.m, kManyRows, 1);
+  plan.columns_per_task = plan.width >= kWideEnough ? kManyColumns : kFewerColumns;
+  plan.run_words = plan.k_block = balanced(plan.words, kMaxKBlock / block * block, block);
+  plan.x = XForm::words;
+  plan.x_stride = plan.k_block + kPadding;
+  plan.pack_rows = kPackRows;
+  plan.x_bytes = Arena::size_of<float>(Size(ceil_div(plan.words, plan.k_block)) * p.m * plan.x_stride);
+  plan.decoded_bytes_per_worker = Arena::size_of<float>(plan.k_block * many_columns);
+  return many_columns;
+}
+
+// Rows of x in blocks of 32 values; rows of bf16 and f16 are widened first, one by one where they are contiguous.
+void use_blocks(const MatmulProblem& p, XForm form, int64_t block_bytes, Plan& plan) {
+  plan.words = p.k;
+  plan.x = form;
+  plan.x_stride = p.k / kActivationBlock;
+  plan.pack_rows = kQuantiseRows;
+  plan.x_bytes = Arena::round_up(Size(p.m) * plan.x_stride * block_bytes);
+  if (p.x_dtype == DType::f32) return;
+  const int64_t rows = p.unit_stride_x ? 1 : std::min(p.m, kQuantiseRows);
+  plan.widened_bytes_per_worker = Arena::size_of<float>(Size(rows) * p.k);
+}
+
+int64_t cut_few_blocks(const MatmulProblem& p, int num_threads, Plan& plan) {
+  const Size column_bytes = Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k);
+  plan.rows_per_task = p.m;
+  plan.columns_per_task = columns_per_piece(plan.width, std::max<int64_t>(1, column_bytes.value()), num_threads);
+  plan.k_block = p.k;
+  if (plan.path == MatmulPath::activations_fixed) {
+    use_blocks(p, XForm::fixed_blocks, sizeof(FixedBlock), plan);
+  } else {
+    use_blocks(p, XForm::int8_blocks, sizeof(ActivationBlock), plan);
+  }
+  return kPanelColumns;
+}
+
+int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+  const int64_t columns = int8_block_kernels(machine.isa).columns_at_once;
+  plan.rows_per_task = balanced(p.m, kInt8Rows, 1);
+  plan.columns_per_task = kInt8Columns;
+  plan.k_block = std::min(kInt8KBlock, std::max<int64_t>(p.k, kActivationBlock));
+  use_blocks(p, XForm::int8_blocks, sizeof(ActivationBlock), plan);
+  const int64_t four_bytes = plan.k_block / 4 + plan.k_block / 16 + plan.k_block / kActivationBlock;
+  plan.decoded_bytes_per_worker = Arena::size_of<float>(four_bytes * columns);
+  return columns;
+}
+
+int64_t cut_integers(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+  const int64_t columns = int_kernels(machine.isa).columns_at_once;
+  const bool few = plan.path == MatmulPath::weights_int_few_rows;
+  const int values = 32 / p.bits;
+  const int64_t group_words = ceil_div(p.k / p.groups, values);
+  plan.words = p.k;
+  plan.group_bytes = group_words * values;
+  plan.x = XForm::bytes;
+  plan.x_stride = (Size(round_up((Size(p.groups) * plan.group_bytes).value(), 64)) + 4 * kPadding).value();
+  plan.pack_rows = kQuantiseRows;
+  plan.x_bytes = Arena::round_up(Size(p.m) * plan.x_stride);
+  plan.x_sums_bytes = Arena::size_of<int32_t>(Size(p.m) * p.groups);
+  if (few) {
+    const Size panel_bytes = Size(4 * kPanelColumns) * group_words * p.groups;
+    const Size all_bytes = Size(ceil_div(p.n, kPanelColumns)) * panel_bytes;
+    const int64_t bytes = std::clamp(all_bytes.value() / kIntFewTasks, kLeastIntTaskBytes, kMostIntTaskBytes);
+    plan.rows_per_task = p.m;
+    plan.columns_per_task = std::max<int64_t>(1, bytes / std::max<int64_t>(1, panel_bytes.value())) * kPanelColumns;
+    plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, kPanelColumns));
+    plan.k_block = p.k;
+    return kPanelColumns;
+  }
+  plan.rows_per_task = balanced(p.m, std::clamp(kIntTaskRowBytes / plan.x_stride, kLeastIntTaskRows, kIntTaskRows), 1);
+  plan.columns_per_task = kIntTaskColumns;
+  plan.k_block = p.groups == 1 ? std::min(p.k, 4 * kIntFours) : p.k / p.groups;
+  const int64_t fours = p.groups == 1 ? kIntFours : plan.group_bytes / 4;
+  plan.decoded_bytes_per_worker = p.bits == 8 ? 0 : Arena::size_of<uint32_t>(Size(fours) * columns);
+  return columns;
+}
+
+int64_t cut_integers_with_floats(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+  const int64_t columns = int_kernels(machine.isa).columns_at_once;
+  plan.words = p.k;
+  plan.rows_per_task = balanced(p.m, kIntTaskRows, 1);
+  plan.columns_per_task = kIntTaskColumns;
+  plan.k_block = std::min(p.k / p.groups, kIntDecoded);
+  plan.x = XForm::words;
+  plan.run_words = std::max<int64_t>(1, p.k);
+  plan.x_stride = p.k + kPadding;
+  plan.pack_rows = kQuantiseRows;
+  plan.x_bytes = Arena::size_of<float>(Size(p.m) * plan.x_stride);
+  plan.decoded_bytes_per_worker = Arena::size_of<float>(kIntDecoded * columns);
+  return columns;
+}
+
+// The outputs in tasks, and the scratch of the kernel.
+int64_t cut(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan) {
+  switch (plan.path) {
+    case MatmulPath::few_rows:
+      return cut_few_rows(p, machine, plan);
+    case MatmulPath::many_rows:
+      return cut_many_rows(p, machine, plan);
+    case MatmulPath::activations_fixed:
+    case MatmulPath::activations_int8_few_rows:
+      return cut_few_blocks(p, num_threads, plan);
+    case MatmulPath::activations_int8_many_rows:
+      return cut_int8_many_rows(p, machine, plan);
+    case MatmulPath::weights_int_few_rows:
+    case MatmulPath::weights_int_many_rows:
+      return cut_integers(p, machine, plan);
+    case MatmulPath::weights_int_floats:
+      return cut_integers_with_floats(p, machine, plan);
+    case MatmulPath::f64:
+      break;
+  }
+  plan.rows_per_task = 1;
+  plan.columns_per_task = plan.width;
+  plan.k_block = p.k;
+  return 1;
+}
+
 }  // namespace
 
-Plan make_plan(const Problem& problem, int few_columns, int many_columns) {
+bool takes_two_halves(Activation activation) {
+  return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
+}
+
+int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads) {
+  const int64_t most = num_threads > 1 ? kMaxPieceBytes : kMaxLonePieceBytes;
+  const Size pieces = Size(ceil_div((Size(width) * column_bytes).value(), num_threads * most)) * num_threads;
+  const int64_t columns =
+      std::max(ceil_div(width, std::max<int64_t>(1, pieces.value())), kMinPieceBytes / column_bytes);
+  return round_up(columns, kPieceColumns);
+}
+
+Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) {
   Plan plan;
-  plan.words = problem.dot ? ceil_div(problem.k, 2) : packed_inputs(problem.format, problem.k);
-  const bool few = problem.m <= kMaxFewRows;
-  if (few) {
-    const int64_t unit = std::max<int64_t>(few_columns, kPanelColumns);
-    const int64_t bytes_per_unit =
-        std::max<int64_t>(1, (problem.two_halves ? 2 : 1) * packed_column_bytes(problem.format, problem.k) * unit);
-    plan.path = Path::few_rows;
-    plan.rows_per_task = problem.m;
-    plan.columns_per_task = std::max<int64_t>(1, kFewTaskBytes / bytes_per_unit) * unit;
-    plan.k_block = std::max<int64_t>(1, plan.words);
-    plan.x_stride = problem.read_x_in_place ? 0 : plan.k_block;
-    plan.packed_x_bytes = Arena::size_of<float>((Size(problem.m) * plan.x_stride).value());
-  } else {
-    plan.path = Path::many_rows;
-    plan.rows_per_task = balanced(problem.m, kManyRows, 1);
-    plan.columns_per_task = problem.n >= kWideEnough ? kManyColumns : kFewerColumns;
-    const int64_t block = std::max<int64_t>(32, block_values(problem.format));
-    plan.k_block = balanced(plan.words, kMaxKBlock / block * block, block);
-    plan.x_stride = plan.k_block + kPadding;
-    plan.packed_x_bytes =
-        Arena::size_of<float>((Size(ceil_div(plan.words, plan.k_block)) * problem.m * plan.x_stride).value());
-    plan.decoded_bytes_per_worker = Arena::size_of<float>(plan.k_block * many_columns);
+  if (const char* const reason = without_plan(p)) {
+    plan.reason = reason;
+    return plan;
   }
-  plan.row_tasks = ceil_div(problem.m, plan.rows_per_task);
-  plan.column_tasks = ceil_div(problem.n, plan.columns_per_task);
-  const int64_t unit = few ? few_columns : many_columns;
+  const Choice choice = choose(p, machine);
+  plan.path = choice.path, plan.product = choice.product, plan.reason = choice.reason;
+  plan.two_halves = takes_two_halves(p.activation);
+  plan.m = p.m;
+  plan.width = plan.two_halves ? p.n / 2 : p.n;
+  if (plan.m == 0 || plan.width == 0) {
+    plan.reason = "no outputs";
+    return plan;
+  }
+  const int64_t unit = cut(p, machine, std::max(1, num_threads), plan);
+  plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
+  plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
+  if (plan.path == MatmulPath::f64) return plan;
+
   plan.sums_stride = round_up(plan.columns_per_task, unit);
-  plan.sums_bytes_per_worker = Arena::size_of<float>(plan.rows_per_task * plan.sums_stride);
-  if (problem.two_halves) {
+  plan.sums_bytes_per_worker = Arena::size_of<float>(Size(plan.rows_per_task) * plan.sums_stride);
+  if (plan.two_halves) {
     // The second half begins anywhere in a panel.
     plan.second_stride = round_up(plan.columns_per_task + kPanelColumns - 1, unit);
-    plan.second_bytes_per_worker = Arena::size_of<float>(plan.rows_per_task * plan.second_stride);
+    plan.second_bytes_per_worker = Arena::size_of<float>(Size(plan.rows_per_task) * plan.second_stride);
   }
-  return plan;
-}
-
-Plan plan_few_blocks(const Problem& problem, int num_threads) {
-  const int64_t halves = problem.two_halves ? 2 : 1;
-  const int64_t column_bytes = std::max<int64_t>(1, halves * packed_column_bytes(problem.format, problem.k));
-  const int64_t most = num_threads > 1 ? kMaxPieceBytes : kMaxLonePieceBytes;
-  const int64_t pieces = num_threads * ceil_div(problem.n * column_bytes, num_threads * most);
-  Plan plan;
-  plan.rows_per_task = problem.m;
-  plan.row_tasks = 1;
-  plan.words = problem.k;
-  plan.columns_per_task = round_up(
-      std::max(ceil_div(problem.n, std::max<int64_t>(1, pieces)), kMinPieceBytes / column_bytes), kPieceColumns);
-  plan.column_tasks = ceil_div(problem.n, plan.columns_per_task);
-  plan.sums_stride = plan.columns_per_task;
-  plan.sums_bytes_per_worker = Arena::size_of<float>(problem.m * plan.sums_stride);
-  if (problem.two_halves) {
-    plan.second_stride = plan.columns_per_task + kPanelColumns;
-    plan.second_bytes_per_worker = Arena::size_of<float>(problem.m * plan.second_stride);
+  if (p.weight == MatmulWeight::unpacked) {
+    plan.weight_bytes = Arena::round_up(Size(packed_column_bytes(p.format, p.k)) * round_up(p.n, kPanelColumns));
   }
+  if (p.has_out_scales) plan.wide_out_bytes = Arena::size_of<float>(Size(plan.m) * plan.width);
+  if (p.has_bias) plan.bias_bytes = Arena::size_of<float>(round_up(p.n, kPanelColumns));
+  if (p.has_x_scales) plan.x_scales_bytes = Arena::size_of<float>(p.m);
+  plan.scratch_bytes_shared = (Size(plan.weight_bytes) + plan.wide_out_bytes + plan.bias_bytes + plan.x_scales_bytes +
+                               plan.x_bytes + plan.x_sums_bytes)
+                                  .value();
+  plan.scratch_bytes_per_worker = (Size(plan.decoded_bytes_per_worker) + plan.sums_bytes_per_worker +
+                                   plan.second_bytes_per_worker + plan.widened_bytes_per_worker)
+                                      .value();
   return plan;
-}
-
-std::string to_string(const Plan& plan) {
-  return std::string(plan.path == Path::few_rows ? "few rows" : "many rows") + ", tasks of " +
-         std::to_string(plan.rows_per_task) + " x " + std::to_string(plan.columns_per_task) + ", k block " +
-         std::to_string(plan.k_block) + ", " + std::to_string(plan.num_tasks()) + " tasks";
 }
 
 int64_t packed_inputs(QuantFormat format, int64_t k) { return format == QuantFormat::bf16 ? round_up(k, 2) : k; }
@@ -109,4 +396,24 @@ int64_t packed_column_bytes(QuantFormat format, int64_t k) {
   return (Size(packed_inputs(format, k) / block_values(format)) * block_bytes(format)).value();
 }
 
-}  // namespace opst::gemm
+}  // namespace gemm
+
+int64_t MatmulPlan::num_tasks() const { return (Size(row_tasks) * column_tasks).value(); }
+
+int64_t MatmulPlan::scratch_bytes(int num_threads) const {
+  return (Size(scratch_bytes_per_worker) * num_threads + scratch_bytes_shared).value();
+}
+
+MatmulPlan plan_matmul(const MatmulProblem& problem, const Machine& machine, int num_threads) {
+  return gemm::make_plan(problem, machine, num_threads);
+}
+
+std::string to_string(const MatmulPlan& plan) {
+  return std::string(to_string(plan.path)) + " " + to_string(plan.product) + ", tasks of " +
+         std::to_string(plan.rows_per_task) + " x " + std::to_string(plan.columns_per_task) + ", k block " +
+         std::to_string(plan.k_block) + ", " + std::to_string(plan.num_tasks()) + " tasks, scratch " +
+         std::to_string(plan.scratch_bytes_shared) + " + " + std::to_string(plan.scratch_bytes_per_worker) +
+         " bytes per thread";
+}
+
+}  // namespace opst

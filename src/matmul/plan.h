@@ -1,52 +1,50 @@
-// How a matmul is cut into tasks: a pure function of the problem and the columns that the kernels take at once; only
-// plan_few_blocks looks at the number of threads. Every output is one whole sum over k, so the cut shows in no bit.
+// How a matmul is cut into tasks, and the memory that a call takes: a MatmulPlan, and what the driver alone has to know.
+// Every output is one whole sum over k, so the cut shows in no bit.
 #pragma once
 
 #include <cstdint>
-#include <string>
 
-#include "opst/quant.h"
+#include "opst/matmul.h"
 
 namespace opst::gemm {
 
-struct Problem {
-  int64_t m = 0, n = 0, k = 0;
-  QuantFormat format = QuantFormat::f32;
-  bool dot = false;             // words of x are pairs of bf16
-  bool read_x_in_place = true;  // few rows could: floats next to each other
-  bool two_halves = false;      // swiglu: column j of out needs columns j and n + j of the weight
+// What rows of x become before they are multiplied.
+enum class XForm : uint8_t {
+  in_place,      // floats next to each other, read where they are
+  words,         // floats, or pairs of bf16: [words / run_words][m][x_stride], 4 bytes each
+  int8_blocks,   // [m][x_stride] ActivationBlock
+  fixed_blocks,  // [m][x_stride] FixedBlock
+  bytes,         // [m][x_stride] int8 in groups that are filled up to whole words, and [m][groups] their sums
 };
 
-enum class Path : uint8_t {
-  few_rows,   // weights are decoded in registers, once per few rows
-  many_rows,  // weights are decoded into scratch, once per task
-};
-
-struct Plan {
-  Path path = Path::few_rows;
-  int64_t rows_per_task = 0;
-  int64_t columns_per_task = 0;  // of out; whole panels
-  int64_t row_tasks = 0, column_tasks = 0;
-  int64_t words = 0;     // of a row of x: floats or pairs, the filling up to the weight's last piece included
-  int64_t k_block = 0;   // words decoded at once; many_rows: whole quant blocks
-  int64_t x_stride = 0;  // of the packed rows of x, in words; 0: read in place
-  int64_t packed_x_bytes = 0;
+struct Plan : MatmulPlan {
+  int64_t m = 0, width = 0;  // of out
+  bool two_halves = false;   // swiglu: column j of out needs columns j and width + j of the weight
+  XForm x = XForm::in_place;
+  int64_t words = 0;        // of a row of x: floats or pairs, the filling up to the weight's last piece included
+  int64_t run_words = 0;    // of the form words: of a row before the next row's follow
+  int64_t x_stride = 0;     // from row to row, in elements of the form; 0: that of x itself
+  int64_t pack_rows = 0;    // rows of x per packing task
+  int64_t group_bytes = 0;  // of a row in the form bytes
   int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
+  // Memory of the call, in this order.
+  int64_t weight_bytes = 0;    // an unpacked weight, packed
+  int64_t wide_out_bytes = 0;  // out as f32, where it is quantised afterwards
+  int64_t bias_bytes = 0, x_scales_bytes = 0;
+  int64_t x_bytes = 0, x_sums_bytes = 0;
+  // Memory of each worker, in this order. While x is packed it holds widened rows.
   int64_t decoded_bytes_per_worker = 0, sums_bytes_per_worker = 0, second_bytes_per_worker = 0;
-
-  int64_t num_tasks() const { return row_tasks * column_tasks; }
-  int64_t bytes_per_worker() const {
-    return decoded_bytes_per_worker + sums_bytes_per_worker + second_bytes_per_worker;
-  }
-  int64_t scratch_bytes(int num_workers) const { return packed_x_bytes + num_workers * bytes_per_worker(); }
+  int64_t widened_bytes_per_worker = 0;
 };
 
-// few_columns, many_columns: see kernels.h. m, n >= 1.
-Plan make_plan(const Problem& problem, int few_columns, int many_columns);
-// A product of blocks of activations with a quantised weight (few_rows_blocks.h), bound by reading the weight: long
-// pieces, whose count follows the threads.
-Plan plan_few_blocks(const Problem& problem, int num_threads);
-std::string to_string(const Plan& plan);
+// As plan_matmul.
+Plan make_plan(const MatmulProblem& problem, const Machine& machine, int num_threads);
+
+// Columns of out per task of a product of few rows in blocks (activations_fixed, activations_int8_few_rows), where
+// `column_bytes` of the weight make one output.
+int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads);
+
+bool takes_two_halves(Activation activation);
 
 // Inputs of a packed weight, the filling included, and the bytes of one output's inputs.
 int64_t packed_inputs(QuantFormat format, int64_t k);
