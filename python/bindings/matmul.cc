@@ -38,6 +38,52 @@ IntMatrix int_matrix(const View& q, const View& scales, const View* zeros) {
   return {.q = q.input(), .scales = scales.input(), .zeros = optional_input(zeros)};
 }
 
+ConstTensor as_weight(const View& weight) { return weight.input(); }
+const PackedWeight& as_weight(const PackedWeight& weight) { return weight; }
+
+// What is done with the arguments of a product: it is computed, or its plan is told and why.
+constexpr auto multiply = [](Context& context, const ConstTensor& x, const auto& weight, const Tensor& out,
+                             const auto& options) { run([&] { return matmul(context, x, weight, out, options); }); };
+constexpr auto tell_plan = [](Context& context, const ConstTensor& x, const auto& weight, const Tensor& out,
+                         const auto& options) {
+  const MatmulProblem problem = value_or_raise(matmul_problem(x, weight, out, options));
+  const MatmulPlan plan = plan_matmul(problem, context.machine(), context.num_threads());
+  return to_string(plan) + "; " + plan.reason;
+};
+
+template <class Weight, class Use>
+void bind_product(nb::module_& module, const char* name, const Use& use) {
+  using nb::arg;
+  module.def(
+      name,
+      [use](Context& context, const View& x, const Weight& weight, const View& out, const View* bias,
+            const std::string& activation, const View* residual, bool int8_activations, bool batch_invariant,
+            const View* out_scales) {
+        const MatmulOptions options = {.bias = optional_input(bias),
+                                       .activation = parse_activation(activation),
+                                       .residual = optional_input(residual),
+                                       .activations = int8_activations ? ActivationType::int8 : ActivationType::exact,
+                                       .batch_invariant = batch_invariant,
+                                       .out_scales = optional_output(out_scales, "out_scales")};
+        return use(context, x.input(), as_weight(weight), out.output("out"), options);
+      },
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
+      arg("residual").none(), arg("int8_activations"), arg("batch_invariant"), arg("out_scales").none());
+}
+
+template <class Use>
+void bind_integers(nb::module_& module, const char* name, const Use& use) {
+  using nb::arg;
+  module.def(
+      name,
+      [use](Context& context, const View& x, const PackedIntWeight& weight, const View& out, const View* x_scales,
+            const View* bias) {
+        const IntMatmulOptions options = {.x_scales = optional_input(x_scales), .bias = optional_input(bias)};
+        return use(context, x.input(), weight, out.output("out"), options);
+      },
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("x_scales").none(), arg("bias").none());
+}
+
 }  // namespace
 
 void bind_matmul(nb::module_& module) {
@@ -85,41 +131,12 @@ void bind_matmul(nb::module_& module) {
       .def_prop_ro("bits", &PackedIntWeight::bits)
       .def_prop_ro("size_bytes", &PackedIntWeight::size_bytes);
 
-  const auto options = [](const View* bias, const std::string& activation, const View* residual, bool int8,
-                          bool batch_invariant, const View* out_scales) {
-    MatmulOptions o;
-    o.bias = optional_input(bias);
-    o.activation = parse_activation(activation);
-    o.residual = optional_input(residual);
-    o.activations = int8 ? ActivationType::int8 : ActivationType::exact;
-    o.batch_invariant = batch_invariant;
-    o.out_scales = optional_output(out_scales, "out_scales");
-    return o;
-  };
-  module.def(
-      "matmul",
-      [options](Context& context, const View& x, const View& weight, const View& out, const View* bias,
-                const std::string& activation, const View* residual, bool int8_activations, bool batch_invariant,
-                const View* out_scales) {
-        run([&, y = out.output("out"),
-             o = options(bias, activation, residual, int8_activations, batch_invariant, out_scales)] {
-          return matmul(context, x.input(), weight.input(), y, o);
-        });
-      },
-      arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
-      arg("residual").none(), arg("int8_activations"), arg("batch_invariant"), arg("out_scales").none());
-  module.def(
-      "matmul_packed",
-      [options](Context& context, const View& x, const PackedWeight& weight, const View& out, const View* bias,
-                const std::string& activation, const View* residual, bool int8_activations, bool batch_invariant,
-                const View* out_scales) {
-        run([&, y = out.output("out"),
-             o = options(bias, activation, residual, int8_activations, batch_invariant, out_scales)] {
-          return matmul(context, x.input(), weight, y, o);
-        });
-      },
-      arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
-      arg("residual").none(), arg("int8_activations"), arg("batch_invariant"), arg("out_scales").none());
+  bind_product<View>(module, "matmul", multiply);
+  bind_product<View>(module, "plan_matmul", tell_plan);
+  bind_product<PackedWeight>(module, "matmul_packed", multiply);
+  bind_product<PackedWeight>(module, "plan_matmul_packed", tell_plan);
+  bind_integers(module, "matmul_int", multiply);
+  bind_integers(module, "plan_matmul_int", tell_plan);
   module.def(
       "lookup_packed_rows",
       [](Context& context, const PackedWeight& weight, const View& rows, const View& out) {
@@ -132,14 +149,6 @@ void bind_matmul(nb::module_& module) {
         read_ahead(context, weight, parse_activation(activation));
       },
       arg("context"), arg("weight"), arg("activation"));
-  module.def(
-      "matmul_int",
-      [](Context& context, const View& x, const PackedIntWeight& weight, const View& out, const View* x_scales,
-         const View* bias) {
-        const IntMatmulOptions o = {.x_scales = optional_input(x_scales), .bias = optional_input(bias)};
-        run([&, y = out.output("out")] { return matmul(context, x.input(), weight, y, o); });
-      },
-      arg("context"), arg("x"), arg("weight"), arg("out"), arg("x_scales").none(), arg("bias").none());
   module.def(
       "matmul_backward",
       [](Context& context, const View& grad_out, const View& x, const View& weight, const View* grad_x,

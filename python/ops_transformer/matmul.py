@@ -15,7 +15,7 @@ from ._context import Context, default_context
 from ._core import PackedIntWeight, PackedWeight
 
 __all__ = ["PackedIntWeight", "PackedWeight", "lookup_rows", "matmul", "matmul_backward", "matmul_int", "pack", "pack_blocks",
-           "pack_int", "read_ahead"]
+           "pack_int", "plan", "read_ahead"]
 
 
 def _torch_forms() -> Dict[str, Any]:
@@ -74,6 +74,15 @@ def matmul(x: Any, weight: Any, *, bias: Any = None, activation: str = "none", r
     of a row do not depend on how many rows there are, with quantised weights too. out_scales: the result is (out, scales),
     out int8 with each row by its own scale, float32 [m], as quant.dynamic_quant would make them.
     """
+    run, arguments, out, scales = _product("matmul", x, weight, bias, activation, residual, out, int8_activations,
+                                           batch_invariant, out_scales)
+    run(context or default_context(), *arguments)
+    return (out, scales) if out_scales else out
+
+
+def _product(name: str, x: Any, weight: Any, bias: Any, activation: str, residual: Any, out: Any, int8_activations: bool,
+             batch_invariant: bool, out_scales: bool) -> Tuple[Any, Tuple[Any, ...], Any, Any]:
+    """(the core's function of this name for such a weight, its arguments, out, scales)."""
     tensor = rank(view(x), x, 2, "[m, k]")
     packed = isinstance(weight, PackedWeight)
     if isinstance(weight, PackedIntWeight):
@@ -84,10 +93,9 @@ def matmul(x: Any, weight: Any, *, bias: Any = None, activation: str = "none", r
         width = n // 2 if activation.startswith("swiglu") else n
         out = empty(x, (tensor.shape[0], width), "i8" if out_scales else tensor.dtype)
     scales = empty(x, tensor.shape[:1], "f32") if out_scales else None
-    run = _core.matmul_packed if packed else _core.matmul
-    run(context or default_context(), tensor, weights, output(out), optional_view(bias), activation, optional_view(residual),
-        int8_activations, batch_invariant, optional_view(scales))
-    return (out, scales) if out_scales else out
+    arguments = (tensor, weights, output(out), optional_view(bias), activation, optional_view(residual), int8_activations,
+                 batch_invariant, optional_view(scales))
+    return getattr(_core, name + "_packed" if packed else name), arguments, out, scales
 
 
 @public
@@ -131,6 +139,28 @@ def lookup_rows(weight: PackedWeight, indices: Any, *, context: Optional[Context
     out = empty(like, (*where.shape, weight.k), "f32")
     _core.lookup_packed_rows(context or default_context(), weight, where, view(out))
     return out
+
+
+@public
+def plan(x: Any, weight: Any, *, bias: Any = None, activation: str = "none", residual: Any = None, int8_activations: bool = False,
+         batch_invariant: bool = False, out_scales: bool = False, x_scales: Any = None, context: Optional[Context] = None) -> str:
+    """How `matmul` would multiply these, or `matmul_int` where weight is a PackedIntWeight: which kernel, in which tasks, with
+    how much memory, and why. Nothing is computed. A call that would be refused is refused.
+    """
+    context = context or default_context()
+    if not isinstance(weight, PackedIntWeight):
+        if x_scales is not None:
+            raise TypeError("x_scales are given, but weight is no PackedIntWeight")
+        run, arguments, _, _ = _product("plan_matmul", x, weight, bias, activation, residual, None, int8_activations,
+                                        batch_invariant, out_scales)
+        return run(context, *arguments)
+    for name, given in (("activation", activation != "none"), ("residual", residual is not None),
+                        ("int8_activations", int8_activations), ("out_scales", out_scales)):
+        if given:
+            raise TypeError(f"{name} is given, but weight is a PackedIntWeight")
+    tensor = rank(view(x), x, 2, "[m, k]")
+    out = empty(x, (tensor.shape[0], weight.n), "f32" if tensor.dtype == "i8" else tensor.dtype)
+    return _core.plan_matmul_int(context, tensor, weight, output(out), optional_view(x_scales), optional_view(bias))
 
 
 @public

@@ -37,7 +37,7 @@ WORKING = {
     "matmul.pack_int": lambda: (np.ones((2, 4), np.int8),), "matmul.matmul": lambda: (X, X),
     "matmul.matmul_backward": lambda: (np.ones((2, 2), np.float32), X, X),
     "matmul.matmul_int": lambda: (X, matmul.pack_int(np.ones((2, 4), np.int8))),
-    "matmul.lookup_rows": lambda: (matmul.pack(X), [0]), "matmul.read_ahead": lambda: (matmul.pack(X),),
+    "matmul.plan": lambda: (X, X), "matmul.lookup_rows": lambda: (matmul.pack(X), [0]), "matmul.read_ahead": lambda: (matmul.pack(X),),
     "quant.quantize": lambda: (X,), "quant.dequantize": lambda: quant.quantize(X)[:2], "quant.dynamic_quant": lambda: (X,),
     "quant.dequantize_blocks": lambda: (BLOCKS, "q8_0", 2, 32), "quant.lookup_rows": lambda: (BLOCKS, "q8_0", 2, 32, [0]),
     "kv_cache.new_pages": lambda: (4, 8, 1, 4), "kv_cache.scatter_pa_kv_cache": lambda: (ROWS, ROWS, [0, 1], *pages()),

@@ -67,6 +67,24 @@ def test_products_with_int8_results_and_packed_embeddings(rng):
     assert (sums == xq.astype(np.int32) @ eight.T.astype(np.int32) + i32).all()
 
 
+def test_plans_of_products_name_the_kernel_and_the_reason(rng):
+    x, w = random(rng, 9, 32), random(rng, 16, 32)
+    told = matmul.plan(x, w, activation="swiglu")
+    assert told.startswith("many_rows f32, tasks of 9 x ") and told.endswith("; more than 8 rows: multiplying is the time")
+    assert matmul.plan(x[:8], matmul.pack(w)).startswith("few_rows ")
+    blocks = matmul.pack_blocks(np.zeros((16, 34), np.uint8), "q8_0", 16, 32)
+    assert matmul.plan(x, blocks, int8_activations=True).startswith("activations_int8_many_rows int8_dot, ")
+    assert matmul.plan(x[:1], blocks, batch_invariant=True).startswith("few_rows ")
+    integers = matmul.pack_int(np.ones((16, 32), np.int8))
+    assert matmul.plan(x, integers).startswith("weights_int_floats f32, ")
+    ones = np.ones((2, 32), np.int8)
+    assert matmul.plan(ones, integers, x_scales=np.ones(2, np.float32)).startswith("weights_int_few_rows int8_dot, ")
+    with pytest.raises(ValueError, match="plan: matmul: x dim 1 .*31"):
+        matmul.plan(x[:, :31], w)
+    with pytest.raises(TypeError, match="plan: x_scales are given, but weight is no PackedIntWeight"):
+        matmul.plan(x, w, x_scales=x[:, 0])
+
+
 def test_a_sum_that_leaves_32_bits_with_its_bias_wraps(rng):
     x, q = (rng.integers(-128, 128, (rows, 64), dtype=np.int8) for rows in (20, 16))
     bias = np.repeat(np.array([2**31 - 1, -(2**31)], np.int32), 8)

@@ -24,13 +24,22 @@ struct MatmulCall {
     return opst::matmul(context, t.input(0), t.weight(1), t.output(0), with);
   }
 
-  std::string plan(const NodeTensors& t) const {
+  std::string plan(const Machine& machine, const NodeTensors& t) const {
     const PackedWeight& w = t.weight(1);
+    const MatmulPlan chosen = plan_matmul({.m = t.input(0).shape[0],
+                                           .n = w.n(),
+                                           .k = w.k(),
+                                           .x_dtype = t.input(0).dtype,
+                                           .format = w.format(),
+                                           .activation = activation,
+                                           .activations = activations},
+                                          machine);
     return std::string(to_string(w.format())) + ", " + str(t.input(0).shape[0]) + " x " + str(w.n()) + " x " +
            str(w.k()) + (bias != 0 ? ", bias" : "") +
            (activation != Activation::none ? std::string(", ") + to_string(activation) : "") +
            (residual != 0 ? ", residual" : "") +
-           (activations != ActivationType::exact ? std::string(", x ") + to_string(activations) : "");
+           (activations != ActivationType::exact ? std::string(", x ") + to_string(activations) : "") + ": " +
+           to_string(chosen.path) + ", " + chosen.reason;
   }
 };
 
@@ -70,7 +79,7 @@ Value Graph::matmul(std::string name, Value x, Value weight, const MatmulNodeOpt
                                    static_cast<double>(t.weight(1).k());
       return {.flops = 2.0 * multiply_adds};
     };
-    node.plan = [call](const Machine&, const NodeTensors& t) { return call.plan(t); };
+    node.plan = [call](const Machine& machine, const NodeTensors& t) { return call.plan(machine, t); };
   })[0];
 }
 

@@ -10,6 +10,7 @@ void add_bench_matmul(CLI::App& bench);
 void add_bench_model(CLI::App& bench);
 void add_check_attention(CLI::App& check);
 void add_plan_attention(CLI::App& plan);
+void add_plan_matmul(CLI::App& plan);
 void add_plan_model(CLI::App& plan);
 
 }  // namespace opst::tools

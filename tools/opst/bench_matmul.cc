@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "bench.h"
-#include "opst/matmul.h"
+#include "matmul_case.h"
 #include "opst/quant.h"
 #include "testing/peak.h"
 #include "testing/random.h"
@@ -14,16 +14,7 @@ namespace opst::tools {
 
 namespace {
 
-struct Options {
-  std::vector<int64_t> m = {1, 256}, n = {1024, 4096}, k = {2048};
-  std::vector<std::string> dtypes = {"f32", "bf16"};
-  int num_threads = 0;
-  bool json = false;
-};
-
-struct Shape {
-  int64_t m, n, k;
-};
+using Shape = MatmulShape;
 
 // Up to here the time is that of reading the weight.
 constexpr int64_t kFewRows = 8;
@@ -59,11 +50,7 @@ Calls float_calls(Context& context, const std::string& dtype, const Shape& s) {
   };
   const auto state = std::make_shared<State>();
   const QuantFormat format = parse_quant_format(dtype).value();
-  const DType io = dtype == "bf16" ? DType::bf16 : dtype == "f16" ? DType::f16 : DType::f32;
-  if (s.k % block_values(format) != 0) {
-    usage_error("k is " + std::to_string(s.k) + ", but " + dtype + " has blocks of " +
-                std::to_string(block_values(format)) + " values");
-  }
+  const DType io = x_dtype_of(dtype);
   test::Random random(1);
   state->x = value_or_fail(Buffer::allocate(s.m * s.k * size_bytes(io)));
   state->out = value_or_fail(Buffer::allocate(s.m * s.n * size_bytes(io)));
@@ -102,7 +89,6 @@ Calls integer_calls(Context& context, const std::string& dtype, const Shape& s) 
   };
   const auto state = std::make_shared<State>();
   const bool bytes = dtype == "i8";
-  if (!bytes && s.k % 2 != 0) usage_error("k is " + std::to_string(s.k) + ", but i4 has two values to a byte");
   test::Random random(1);
   state->x = value_or_fail(Buffer::allocate(s.m * s.k));
   state->x_scales = value_or_fail(Buffer::allocate(s.m * size_bytes(DType::f32)));
@@ -131,7 +117,7 @@ Calls integer_calls(Context& context, const std::string& dtype, const Shape& s) 
 }
 
 Calls make_calls(Context& context, const std::string& dtype, const Shape& s) {
-  return dtype == "i8" || dtype == "i4" ? integer_calls(context, dtype, s) : float_calls(context, dtype, s);
+  return is_integers(dtype) ? integer_calls(context, dtype, s) : float_calls(context, dtype, s);
 }
 
 struct Row {
@@ -219,7 +205,7 @@ nlohmann::ordered_json to_json(const Row& row) {
           {"valid", row.valid}};
 }
 
-void run(const Options& options) {
+void run(const MatmulArguments& options) {
   Context context = make_context(options.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true;
@@ -231,20 +217,15 @@ void run(const Options& options) {
                   "GB/s", "of the bound (quartiles)", "bound");
     write_output(text);
   }
-  for (const std::string& dtype : options.dtypes) {
-    for (const int64_t k : options.k) {
-      for (const int64_t n : options.n) {
-        for (const int64_t m : options.m) {
-          const Row row = measure(context, dtype, {m, n, k});
-          all_valid = all_valid && row.valid;
-          if (options.json)
-            rows.push_back(to_json(row));
-          else
-            print_row(row);
-        }
-      }
+  for_each_product(options, [&](const std::string& dtype, const Shape& shape) {
+    const Row row = measure(context, dtype, shape);
+    all_valid = all_valid && row.valid;
+    if (options.json) {
+      rows.push_back(to_json(row));
+    } else {
+      print_row(row);
     }
-  }
+  });
   if (options.json) {
     write_json({{"machine", to_string(context.machine())}, {"threads", context.num_threads()}, {"rows", rows}});
     return;
@@ -259,31 +240,10 @@ void run(const Options& options) {
 }  // namespace
 
 void add_bench_matmul(CLI::App& bench) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<MatmulArguments>();
   CLI::App* command =
       bench.add_subcommand("matmul", "Products with packed weights, and how close they come to the machine");
-  const auto add_sizes = [&](const char* name, std::vector<int64_t>& sizes, const char* help) {
-    add_list(*command, name, sizes, help, at_least(1))->type_name("N");
-  };
-  add_sizes("--m", options->m, "Rows of x, separated by commas");
-  add_sizes("--n", options->n, "Outputs, separated by commas");
-  add_sizes("--k", options->k, "Inputs, separated by commas");
-  std::vector<std::string> names;
-  std::string type_name;
-  for (int i = 0; i < kNumQuantFormats; ++i) {
-    names.emplace_back(to_string(static_cast<QuantFormat>(i)));
-    type_name += (i > 0 ? "|" : "") + names.back();
-  }
-  for (const char* name : {"i8", "i4"}) {
-    names.emplace_back(name);
-    type_name += "|" + names.back();
-  }
-  add_list(*command, "--dtype", options->dtypes,
-           "Types of the weight, separated by commas. i8, i4: times x in int8; else x is f32, or the weight's",
-           one_of(names))
-      ->type_name(type_name);
-  add_threads_option(*command, options->num_threads);
-  command->add_flag("--json", options->json, "Print one JSON object");
+  add_matmul_options(*command, *options);
   command->callback([options] { run(*options); });
 }
 

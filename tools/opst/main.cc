@@ -41,6 +41,7 @@ int run(int argc, char** argv) {
   opst::tools::add_bench_model(*bench);
   opst::tools::add_check_attention(*check);
   opst::tools::add_plan_attention(*plan);
+  opst::tools::add_plan_matmul(*plan);
   opst::tools::add_plan_model(*plan);
   const std::string name = opst::tools::command_name(app, argc, argv);
   try {

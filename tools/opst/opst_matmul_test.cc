@@ -1,4 +1,4 @@
-// opst bench matmul, from outside.
+// opst bench and plan matmul, from outside.
 #include <gtest/gtest.h>
 
 #include "program.h"
@@ -46,6 +46,39 @@ TEST(OpstMatmul, RefusesWhatMakesNoSense) {
   EXPECT_NE(message({"--dtype", "f64"}).find("f64"), std::string::npos);
   EXPECT_EQ(message({"--m", "16", "--k", "40", "--dtype", "q4_1"}),
             "opst bench matmul: k is 40, but q4_1 has blocks of 32 values\n");
+}
+
+TEST(OpstMatmul, PlanNamesPathAndReason) {
+  const auto rows_of = [](std::vector<std::string> options) {
+    options.insert(options.begin(), {"plan", "matmul", "-t", "2", "--n", "64"});
+    options.push_back("--json");
+    const Outcome outcome = run_program(options);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    return outcome.json()["rows"];
+  };
+  const nlohmann::json exact = rows_of({"--m", "3,9", "--k", "256", "--dtype", "q4_k,i8,bf16"});
+  ASSERT_EQ(exact.size(), 6u);
+  const char* const paths[] = {"few_rows", "many_rows", "weights_int_few_rows", "weights_int_many_rows",
+                               "few_rows", "many_rows"};
+  for (size_t i = 0; i < 6; ++i) {
+    EXPECT_EQ(exact[i]["path"], paths[i]) << exact[i];
+    EXPECT_NE(exact[i]["reason"], "") << exact[i];
+    EXPECT_EQ(exact[i]["m"], i % 2 == 0 ? 3 : 9);
+  }
+  const nlohmann::json int8 = rows_of({"--m", "9", "--k", "256", "--dtype", "q4_k", "--int8-activations"});
+  EXPECT_EQ(int8[0]["path"], "activations_int8_many_rows");
+  const nlohmann::json alike = rows_of({"--m", "1", "--k", "256", "--dtype", "q4_k", "--batch-invariant"});
+  EXPECT_EQ(alike[0]["path"], "few_rows");
+  // A second half of sums.
+  const nlohmann::json none = rows_of({"--m", "300", "--k", "8", "--dtype", "f32"});
+  const nlohmann::json halves = rows_of({"--m", "300", "--k", "8", "--dtype", "f32", "--activation", "swiglu"});
+  EXPECT_GT(halves[0]["scratch_bytes"], none[0]["scratch_bytes"]);
+
+  const Outcome text = run_program({"plan", "matmul", "--m", "9", "--n", "64", "--k", "256", "--dtype", "q4_k"});
+  EXPECT_EQ(text.out.rfind("q4_k, 9 x 64 x 256: many_rows f32, tasks of 9 x 64, ", 0), 0u) << text.out;
+  EXPECT_NE(text.out.find("\n  why  more than 8 rows: "), std::string::npos) << text.out;
+  EXPECT_EQ(run_program({"plan", "matmul", "--n", "63", "--activation", "swiglu"}).err,
+            "opst plan matmul: n is 63, but swiglu needs two halves\n");
 }
 
 }  // namespace

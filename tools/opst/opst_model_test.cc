@@ -39,6 +39,8 @@ TEST_F(OpstModel, PlanCountsNodesBytesAndFlops) {
   EXPECT_EQ(nodes["blk.1.attention"]["cache_bytes"], 100 * 2 * kv_heads * dim * 2);
   EXPECT_EQ(nodes["blk.2.attention"]["flops"], 4 * dim * heads * (97 + 98 + 99 + 100));
   EXPECT_NE(nodes["blk.2.attention"]["plan"].get<std::string>().find("flash"), std::string::npos);
+  // Which kernel multiplies four rows, and why.
+  EXPECT_NE(nodes["blk.1.attn_q"]["plan"].get<std::string>().find(": few_rows, up to 8 rows: "), std::string::npos);
   EXPECT_LE(layers["peak_live_bytes"], layers["workspace_bytes"]);
   EXPECT_LT(layers["workspace_bytes"], layers["sum_bytes"].get<int64_t>() / 3);
   EXPECT_EQ(plan["bytes_per_token"], (plan["weight_bytes"].get<int64_t>() + plan["cache_bytes"].get<int64_t>()) / 4);
