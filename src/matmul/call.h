@@ -3,10 +3,10 @@
 
 #include <optional>
 
-#include "matmul/fixed_point.h"
-#include "matmul/int8_blocks_kernels.h"
-#include "matmul/int8_kernels.h"
+#include "matmul/activations_fixed.h"
+#include "matmul/activations_int8_kernels.h"
 #include "matmul/kernels.h"
+#include "matmul/weights_int_kernels.h"
 #include "opst/matmul.h"
 
 namespace opst::gemm {

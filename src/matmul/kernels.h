@@ -14,7 +14,7 @@ namespace gemm {
 struct ProductPart {
   // Rows of x in the kernel's form, 64-byte aligned where they are packed:
   //   few_rows, many_rows  words: floats or, in the products named dot, pairs of bf16 (k, k + 1)
-  //   blocks               ActivationBlock (int8_blocks.h) or FixedBlock (fixed_point.h)
+  //   blocks               ActivationBlock (activations_int8.h) or FixedBlock (activations_fixed.h)
   const void* x;
   int64_t x_stride;        // elements of the form from row to row
   int64_t x_block_stride;  // many_rows: from run to run of k; word k0 + t of row i lies at

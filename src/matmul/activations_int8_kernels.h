@@ -1,10 +1,10 @@
-// int8 activations in blocks of 32, times GGUF weights (int8_blocks.h): the kernel table, one per level. Int8 and int4
-// weights (IntRows) are int8_kernels.h.
+// int8 activations in blocks of 32, times GGUF weights (activations_int8.h): the kernel table, one per level. Int8 and int4
+// weights (IntRows) are weights_int_kernels.h.
 #pragma once
 
 #include <cstdint>
 
-#include "matmul/int8_blocks.h"
+#include "matmul/activations_int8.h"
 #include "matmul/kernels.h"
 
 namespace opst {

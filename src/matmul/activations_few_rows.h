@@ -1,6 +1,6 @@
 // Blocks of activations, in fixed point or int8, times GGUF weights: few rows.
 //
-// Computes   sums[i, j] = sum over blocks of activations (fixed_point.h, int8_blocks.h) times quantised weights, for
+// Computes   sums[i, j] = sum over blocks of activations (activations_fixed.h, activations_int8.h) times quantised weights, for
 //            one row or two at a time: decoding, bound by reading the weight
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each two rows; at last for a single row
@@ -11,11 +11,11 @@
 // Memory     weights stream once per two rows; x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
 //            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
 //            0.87)
-// Numerics   fixed_point.h, int8_blocks.h
+// Numerics   activations_fixed.h, activations_int8.h
 #pragma once
 
-#include "matmul/fixed_point.h"
-#include "matmul/int8_blocks_rows.h"
+#include "matmul/activations_fixed.h"
+#include "matmul/activations_int8_many_rows.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 

@@ -1,11 +1,11 @@
 // int8 and int4 weights with scales (PackedIntWeight), times int8 rows (IntRows) or f32 rows (IntFloatRows).
-// int8 activations in blocks, times GGUF weights (Int8Rows), are int8_blocks_rows.h.
+// int8 activations in blocks, times GGUF weights (Int8Rows), are activations_int8_many_rows.h.
 //
 // Computes   S[i, j, g] = sum over group g of k of a[i, t] * q[j, t],   q = u - offset (- zero[j, g])
 //              i32 out    S (+ int_bias[j]); one group
 //              float out  (sum over g of S * scale[j, g]) * x_scale[i] + bias[j]
 //            f32 rows     out[i, j] = sum_t x[i, t] * (q[j, t] * scale[j, g]) + bias[j]
-// Shapes     a [rows, k] int8 or x [rows, k] f32; weight: packed panels of u (int8_layout.h); out [rows, columns]
+// Shapes     a [rows, k] int8 or x [rows, k] f32; weight: packed panels of u (weights_int.h); out [rows, columns]
 // Loop nest  few rows     for each panel; for each group; over k: load words, per row one dot product (int4: two)
 //            many rows    for each run of k (more than one group: each group)
 //                           for each 2 vectors of columns
@@ -20,7 +20,7 @@
 //            groups, so a row's bits do not depend on the others. f32 rows: one chain over ascending t
 #pragma once
 
-#include "matmul/int8_kernels.h"
+#include "matmul/weights_int_kernels.h"
 #include "simd/dot_i8.h"
 #include "tile/gemm_tile.h"
 #include "tile/pack.h"

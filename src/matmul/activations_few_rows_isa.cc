@@ -1,7 +1,7 @@
 #if defined(__AVX2__)
-#include "matmul/few_rows_blocks.h"
+#include "matmul/activations_few_rows.h"
 #else
-#include "matmul/fixed_point.h"
+#include "matmul/activations_fixed.h"
 #endif
 
 namespace opst::OPST_ISA_NS::gemm {

@@ -1,6 +1,6 @@
-// int8 activations in blocks of 32, times GGUF weights: many rows. Int8 and int4 weights: int8_rows.h.
+// int8 activations in blocks of 32, times GGUF weights: many rows. Int8 and int4 weights: weights_int_many_rows.h.
 //
-// Computes   sums[i, j] = sum over blocks of int8 activations times quantised weights (int8_blocks.h)
+// Computes   sums[i, j] = sum over blocks of int8 activations times quantised weights (activations_int8.h)
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each run of k_block values of k
 //              for each 2 vectors of columns: unpack [k_block / 4][columns] words of four bytes once
@@ -11,12 +11,12 @@
 //              a tile   [6][16] blocks    4.5 KB   L1
 //              x        [192][18] blocks  162 KB   L2, read again for each 2 vectors of columns
 //              sums     [192][64] f32      48 KB   L2
-// Numerics   int8_blocks.h; a sum rests in memory between runs of k and loses nothing there
+// Numerics   activations_int8.h; a sum rests in memory between runs of k and loses nothing there
 #pragma once
 
+#include "matmul/activations_int8_kernels.h"
 #include "matmul/decode.h"
 #include "matmul/few_rows.h"
-#include "matmul/int8_blocks_kernels.h"
 #include "simd/dot_i8.h"
 #include "tile/pack.h"
 
@@ -50,7 +50,7 @@ OPST_INLINE EvenOdd add_fifth_bits(EvenOdd q, Words high, int bit) {
   return {q.even | (high >> bit & mask) << 4, q.odd | (high >> (bit + 4) & mask) << 4};
 }
 
-// A format as the register tile sees it (int8_blocks.h): values per scale, offset, largest u, whether there is an m.
+// A format as the register tile sees it (activations_int8.h): values per scale, offset, largest u, whether there is an m.
 // Formats with the same shape share one tile.
 template <int part, int offset, int most, bool minimum>
 struct Int8Shape {

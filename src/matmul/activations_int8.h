@@ -1,4 +1,4 @@
-// int8 activations in blocks of 32, times GGUF weights. (Int8 and int4 weights are another product: int8_layout.h.)
+// int8 activations in blocks of 32, times GGUF weights. (Int8 and int4 weights are another product: weights_int.h.)
 // The one definition that every kernel follows, few rows or many, so that all of them give the same bits.
 //
 // Activations. Each row of x is cut into blocks of 32 consecutive values. A block becomes

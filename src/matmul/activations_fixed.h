@@ -9,14 +9,14 @@
 // significant bits below it are exact. A row with a value that is not finite or above 2^120 in magnitude, or with a
 // block whose largest magnitude lies between 0 and 2^-100, is not representable: it is multiplied in f32 instead.
 //
-// Weights and sums: as in int8_blocks.h, with
+// Weights and sums: as in activations_int8.h, with
 //   total = sum over the run of X[t] * (u[t] - offset)     exact in three integers, one per plane of bytes, joined as
 //           fma(f32(plane 2 * 256 + plane 1), 256, f32(plane 0))
 #pragma once
 
 #include <cstdint>
 
-#include "matmul/int8_blocks.h"
+#include "matmul/activations_int8.h"
 #include "matmul/kernels.h"
 
 namespace opst {

@@ -1,4 +1,4 @@
-// One and two rows times a quantised weight: the definition in fixed_point.h.
+// One and two rows times a quantised weight: the definition in activations_fixed.h.
 #include <gtest/gtest.h>
 
 #include <cmath>

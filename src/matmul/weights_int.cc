@@ -1,4 +1,4 @@
-// int8 and int4 weights with scales: packing (layout: int8_layout.h), and products with int8 or float x.
+// int8 and int4 weights with scales: packing (layout: weights_int.h), and products with int8 or float x.
 #include <algorithm>
 #include <optional>
 #include <string>

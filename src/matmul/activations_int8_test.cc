@@ -1,4 +1,4 @@
-// matmul with activations rounded to int8 in blocks of 32: the definition in int8_blocks.h.
+// matmul with activations rounded to int8 in blocks of 32: the definition in activations_int8.h.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 #include "core/convert.h"
 #include "core/int_math.h"
-#include "matmul/int8_blocks_reference.h"
+#include "matmul/activations_int8_reference.h"
 #include "matmul/reference.h"
 #include "opst/matmul.h"
 #include "quant/random_blocks.h"

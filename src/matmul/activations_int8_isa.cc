@@ -1,5 +1,5 @@
-#include "matmul/int8_blocks_kernels.h"
-#include "matmul/int8_blocks_rows.h"
+#include "matmul/activations_int8_many_rows.h"
+#include "matmul/activations_int8_kernels.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 

@@ -1,5 +1,5 @@
-#include "matmul/int8_kernels.h"
-#include "matmul/int8_rows.h"
+#include "matmul/weights_int_kernels.h"
+#include "matmul/weights_int_many_rows.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 

@@ -1,10 +1,10 @@
 // int8 and int4 weights with scales (PackedIntWeight), times int8 rows (IntRows) or f32 rows: the kernel table, one per
-// level. int8 activations in blocks, times GGUF weights (Int8Rows), are int8_blocks_kernels.h.
+// level. int8 activations in blocks, times GGUF weights (Int8Rows), are activations_int8_kernels.h.
 #pragma once
 
 #include <cstdint>
 
-#include "matmul/int8_layout.h"
+#include "matmul/weights_int.h"
 #include "opst/dtype.h"
 
 namespace opst {
