@@ -179,20 +179,25 @@ class PackedIntWeight {
 struct IntMatmulOptions {
   // [m] f32: x is i8 and stands for x * x_scales, as dynamic_quant makes it. Absent: 1.
   std::optional<ConstTensor> x_scales = {};
-  // [n]: f32, bf16 or f16, added last; or, with x i8 and one group, i32, added to the sums.
+  // [n]: f32, bf16 or f16, added to the scaled sums; or, with x i8 and one group, i32, added to the sums.
   std::optional<ConstTensor> bias = {};
+  // As in MatmulOptions, of an out that is not i32.
+  Activation activation = Activation::none;
+  std::optional<ConstTensor> residual = {};
+  std::optional<Tensor> out_scales = {};
 };
 
 // matmul with an int8 or int4 weight. With S[i, j, g] = sum over t in group g of x[i, t] * (q[j, t] - zero[j, g]):
-//   x      out    out[i, j]
+//   x      out    y[i, j]
 //   i8     i32    S[i, j, 0] (+ i32 bias[j]): one group; scales are not used
 //   i8     float  (sum_g S[i, j, g] * scale[j, g]) * x_scales[i] (+ bias[j]); an i32 bias, with one group, joins S
 //   float  float  sum_t x[i, t] * value[j, t] (+ bias[j]), value as in IntMatrix: the weight alone is quantised
-// x [m, k] and out [m, n], float: f32, bf16 or f16; any strides; out must not overlap another tensor.
+// out = residual + activation(y), for an out of i32 y itself. x [m, k] and out [m, n] (swiglu: [m, n / 2]), float: f32,
+// bf16 or f16 (out_scales: i8); any strides; out must not overlap another tensor, but may be the residual.
 // Numerics: each S is exact; a total with an i32 bias that leaves 32 bits wraps modulo 2^32, as that of
 // torch._int_mm(x, q) + bias does. With x i8 and float out each S is rounded to f32 and joins one chain of
 // multiply-adds over ascending groups (one group: a single product), then x_scales and bias follow, each rounded to
-// f32, and out is rounded once. With float x each value is rounded to f32, and each sum is one chain of multiply-adds
+// f32, activation and residual likewise, and out is rounded once. With float x each value is rounded to f32, and each sum is one chain of multiply-adds
 // over ascending t.
 // A row's bits depend neither on the other rows nor on the threads.
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.

@@ -45,7 +45,7 @@ const PackedWeight& as_weight(const PackedWeight& weight) { return weight; }
 constexpr auto multiply = [](Context& context, const ConstTensor& x, const auto& weight, const Tensor& out,
                              const auto& options) { run([&] { return matmul(context, x, weight, out, options); }); };
 constexpr auto tell_plan = [](Context& context, const ConstTensor& x, const auto& weight, const Tensor& out,
-                         const auto& options) {
+                              const auto& options) {
   const MatmulProblem problem = value_or_raise(matmul_problem(x, weight, out, options));
   const MatmulPlan plan = plan_matmul(problem, context.machine(), context.num_threads());
   return to_string(plan) + "; " + plan.reason;
@@ -77,11 +77,16 @@ void bind_integers(nb::module_& module, const char* name, const Use& use) {
   module.def(
       name,
       [use](Context& context, const View& x, const PackedIntWeight& weight, const View& out, const View* x_scales,
-            const View* bias) {
-        const IntMatmulOptions options = {.x_scales = optional_input(x_scales), .bias = optional_input(bias)};
+            const View* bias, const std::string& activation, const View* residual, const View* out_scales) {
+        const IntMatmulOptions options = {.x_scales = optional_input(x_scales),
+                                          .bias = optional_input(bias),
+                                          .activation = parse_activation(activation),
+                                          .residual = optional_input(residual),
+                                          .out_scales = optional_output(out_scales, "out_scales")};
         return use(context, x.input(), weight, out.output("out"), options);
       },
-      arg("context"), arg("x"), arg("weight"), arg("out"), arg("x_scales").none(), arg("bias").none());
+      arg("context"), arg("x"), arg("weight"), arg("out"), arg("x_scales").none(), arg("bias").none(),
+      arg("activation"), arg("residual").none(), arg("out_scales").none());
 }
 
 }  // namespace

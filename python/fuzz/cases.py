@@ -260,11 +260,17 @@ def matmul_int(d: Draw) -> Call:
     x = d.real()
     dtype = d.option((None, None, "f32", "i32", "bf16", "f16"))
     kind = dtype if isinstance(dtype, str) and dtype in ("f32", "i32", "bf16", "f16") else "f32" if integers else x
+    activation = d.option(("none", "none", "none", *_ACTIVATIONS))
+    columns = n // 2 if isinstance(activation, str) and activation.startswith("swiglu") else n
+    scales = d.option((False, False, False, True))
+    if scales is True:
+        dtype, kind = None, "i8"
     return Call(matmul.matmul_int, given(
         x=d.array("i8" if integers else x, (m, k), low=-128, high=127), weight=d.option((weight,)), dtype=dtype,
         x_scales=d.maybe(lambda: d.array("f32", (m,))) if integers else None,
-        bias=d.maybe(lambda: d.array(d.pick(("f32", "i32")), (n,), high=100)),
-        out=d.maybe(lambda: d.array(kind, (m, n), written=True), 3)))
+        bias=d.maybe(lambda: d.array(d.pick(("f32", "i32")), (n,), high=100)), activation=activation, out_scales=scales,
+        residual=d.maybe(lambda: d.array("f32", (m, columns)), 3),
+        out=d.maybe(lambda: d.array(kind, (m, columns), written=True), 3)), tolerance=0.03 if scales is True else None)
 
 
 @case

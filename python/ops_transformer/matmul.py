@@ -110,23 +110,38 @@ def matmul_backward(grad_out: Any, x: Any, weight: Any, *, context: Optional[Con
 
 
 @public
-def matmul_int(x: Any, weight: PackedIntWeight, *, x_scales: Any = None, bias: Any = None, dtype: Optional[str] = None,
-               out: Any = None, context: Optional[Context] = None) -> Any:
-    """x . value^T + bias with an integer weight: x int8 with x_scales [m] (quant.dynamic_quant), or x float.
+def matmul_int(x: Any, weight: PackedIntWeight, *, x_scales: Any = None, bias: Any = None, activation: str = "none",
+               residual: Any = None, dtype: Optional[str] = None, out: Any = None, out_scales: bool = False,
+               context: Optional[Context] = None) -> Any:
+    """residual + activation(x . value^T + bias) with an integer weight: x int8 with x_scales [m] (quant.dynamic_quant), or x
+    float.
 
     dtype of the result: "i32" (x int8, the bare sums, to which an int32 bias is added), "f32", "bf16" or "f16"; default f32
     for int8, else that of x. The sums are exact; one that leaves 32 bits with its int32 bias wraps around, as those of
-    torch._int_mm(x, q) + bias do.
+    torch._int_mm(x, q) + bias do. activation, residual and out_scales are those of matmul.
     """
-    tensor = rank(view(x), x, 2, "[m, k]")
     if dtype not in (None, "i32", "f32", "bf16", "f16"):
         raise ValueError(f'dtype is "{dtype}", must be one of i32, f32, bf16, f16')
+    if dtype is not None and out_scales:
+        raise ValueError(f'dtype is "{dtype}", but with out_scales the result is int8')
+    arguments, out, scales = _integer_product(x, weight, x_scales, bias, activation, residual, dtype, out, out_scales)
+    _core.matmul_int(context or default_context(), *arguments)
+    return (out, scales) if out_scales else out
+
+
+def _integer_product(x: Any, weight: PackedIntWeight, x_scales: Any, bias: Any, activation: str, residual: Any,
+                     dtype: Optional[str], out: Any, out_scales: bool) -> Tuple[Tuple[Any, ...], Any, Any]:
+    """(the core's arguments, out, scales)."""
+    tensor = rank(view(x), x, 2, "[m, k]")
     if out is None:
-        out = empty(x, (tensor.shape[0], weight.n), dtype or ("f32" if tensor.dtype == "i8" else tensor.dtype))
+        width = weight.n // 2 if activation.startswith("swiglu") else weight.n
+        kind = "i8" if out_scales else dtype or ("f32" if tensor.dtype == "i8" else tensor.dtype)
+        out = empty(x, (tensor.shape[0], width), kind)
     elif dtype is not None and dtype != view(out).dtype:
         raise ValueError(f'dtype is "{dtype}", but out is {view(out).dtype}')
-    _core.matmul_int(context or default_context(), tensor, weight, output(out), optional_view(x_scales), optional_view(bias))
-    return out
+    scales = empty(x, tensor.shape[:1], "f32") if out_scales else None
+    return (tensor, weight, output(out), optional_view(x_scales), optional_view(bias), activation, optional_view(residual),
+            optional_view(scales)), out, scales
 
 
 @public
@@ -148,19 +163,16 @@ def plan(x: Any, weight: Any, *, bias: Any = None, activation: str = "none", res
     how much memory, and why. Nothing is computed. A call that would be refused is refused.
     """
     context = context or default_context()
-    if not isinstance(weight, PackedIntWeight):
-        if x_scales is not None:
-            raise TypeError("x_scales are given, but weight is no PackedIntWeight")
-        run, arguments, _, _ = _product("plan_matmul", x, weight, bias, activation, residual, None, int8_activations,
-                                        batch_invariant, out_scales)
-        return run(context, *arguments)
-    for name, given in (("activation", activation != "none"), ("residual", residual is not None),
-                        ("int8_activations", int8_activations), ("out_scales", out_scales)):
-        if given:
-            raise TypeError(f"{name} is given, but weight is a PackedIntWeight")
-    tensor = rank(view(x), x, 2, "[m, k]")
-    out = empty(x, (tensor.shape[0], weight.n), "f32" if tensor.dtype == "i8" else tensor.dtype)
-    return _core.plan_matmul_int(context, tensor, weight, output(out), optional_view(x_scales), optional_view(bias))
+    if isinstance(weight, PackedIntWeight):
+        if int8_activations or batch_invariant:
+            raise TypeError("int8_activations and batch_invariant are not for a PackedIntWeight")
+        arguments, _, _ = _integer_product(x, weight, x_scales, bias, activation, residual, None, None, out_scales)
+        return _core.plan_matmul_int(context, *arguments)
+    if x_scales is not None:
+        raise TypeError("x_scales are given, but weight is no PackedIntWeight")
+    tell, arguments, _, _ = _product("plan_matmul", x, weight, bias, activation, residual, None, int8_activations,
+                                     batch_invariant, out_scales)
+    return tell(context, *arguments)
 
 
 @public

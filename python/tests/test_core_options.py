@@ -64,7 +64,7 @@ LIST = {
                                                                     "grad_sinks")},
     "MatmulOptions": {**each("bias activation residual batch_invariant out_scales", by_name("matmul.matmul")),
                       "activations": named("int8_activations", "matmul.matmul")},
-    "IntMatmulOptions": each("x_scales bias", by_name("matmul.matmul_int")),
+    "IntMatmulOptions": each("x_scales bias activation residual out_scales", by_name("matmul.matmul_int")),
     "MatmulGradients": each("x weight bias", RESULT),
     "QuantizeOptions": {"zeros": by_name("quant.quantize"), "scales_given": named("scales", "quant.quantize")},
     "DynamicQuantOptions": {"smooth_scales": by_name("quant.dynamic_quant")},

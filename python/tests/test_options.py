@@ -67,6 +67,23 @@ def test_products_with_int8_results_and_packed_embeddings(rng):
     assert (sums == xq.astype(np.int32) @ eight.T.astype(np.int32) + i32).all()
 
 
+def test_integer_weights_take_what_a_product_takes(rng):
+    q, xq = rng.integers(-9, 9, (16, 32), dtype=np.int8), rng.integers(-9, 9, (3, 32), dtype=np.int8)
+    weight, bias, residual = matmul.pack_int(q), random(rng, 16), random(rng, 3, 8)
+    y = xq.astype(np.float64) @ q.T + bias
+    gated = y[:, :8] / (1 + np.exp(-y[:, :8])) * y[:, 8:]
+    out = matmul.matmul_int(xq, weight, bias=bias, activation="swiglu", residual=residual)
+    assert out.shape == (3, 8)
+    assert_near(out, gated + residual, factor=4)
+    small, scales = matmul.matmul_int(xq, weight, bias=bias, activation="swiglu", out_scales=True)
+    assert small.dtype == np.int8 and (np.abs(small * scales[:, None] - gated) <= 0.51 * scales[:, None]).all()
+    with pytest.raises(ValueError, match="matmul_int: .*out is i32, the bare sums, but activation is silu"):
+        matmul.matmul_int(xq, weight, dtype="i32", activation="silu")
+    with pytest.raises(ValueError, match='matmul_int: dtype is "f32", but with out_scales the result is int8'):
+        matmul.matmul_int(xq, weight, dtype="f32", out_scales=True)
+    assert "weights_int_few_rows" in matmul.plan(xq, weight, bias=bias, activation="swiglu", residual=residual)
+
+
 def test_plans_of_products_name_the_kernel_and_the_reason(rng):
     x, w = random(rng, 9, 32), random(rng, 16, 32)
     told = matmul.plan(x, w, activation="swiglu")
@@ -83,6 +100,8 @@ def test_plans_of_products_name_the_kernel_and_the_reason(rng):
         matmul.plan(x[:, :31], w)
     with pytest.raises(TypeError, match="plan: x_scales are given, but weight is no PackedIntWeight"):
         matmul.plan(x, w, x_scales=x[:, 0])
+    with pytest.raises(TypeError, match="plan: int8_activations and batch_invariant are not for a PackedIntWeight"):
+        matmul.plan(x, integers, batch_invariant=True)
 
 
 def test_a_sum_that_leaves_32_bits_with_its_bias_wraps(rng):

@@ -17,7 +17,6 @@
 #include <cstdint>
 
 #include "matmul/activations_int8.h"
-#include "matmul/kernels.h"
 
 namespace opst {
 namespace gemm {
@@ -33,15 +32,6 @@ struct FixedBlock {
   int32_t sums[2][kFixedPlanes];  // of q: values 0..15, 16..31
 };
 static_assert(sizeof(FixedBlock) == 128);
-
-// One table per instruction set level; an entry is null where the level multiplies no bytes, or has no quick product
-// for the format.
-struct FewRowsBlockKernels {
-  // k values `x_stride` apart -> k / 32 blocks; false where the row is not representable.
-  bool (*fix_row)(const float* x, int64_t x_stride, int64_t k, FixedBlock* out);
-  Product fixed[kNumBlockFormats];  // of FixedBlock
-  Product int8[kNumBlockFormats];   // of ActivationBlock
-};
 
 }  // namespace gemm
 

@@ -14,7 +14,6 @@
 // Numerics   activations_int8.h; a sum rests in memory between runs of k and loses nothing there
 #pragma once
 
-#include "matmul/activations_int8_kernels.h"
 #include "matmul/decode.h"
 #include "matmul/few_rows.h"
 #include "simd/dot_i8.h"

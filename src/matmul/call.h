@@ -3,19 +3,14 @@
 
 #include <optional>
 
-#include "matmul/activations_fixed.h"
-#include "matmul/activations_int8_kernels.h"
 #include "matmul/kernels.h"
-#include "matmul/weights_int_kernels.h"
 #include "opst/matmul.h"
 
 namespace opst::gemm {
 
 // The tables of the highest level that `isa` includes.
-const Kernels& kernels(Isa isa);
-const FewRowsBlockKernels& few_rows_block_kernels(Isa isa);
-const Int8BlockKernels& int8_block_kernels(Isa isa);
-const IntKernels& int_kernels(Isa isa);
+const FloatKernels& float_kernels(Isa isa);
+const ByteKernels& byte_kernels(Isa isa);
 
 // Of f32, bf16 and f16.
 inline FloatType float_type(DType dtype) {
@@ -32,17 +27,21 @@ void pack_float_weight(Context& context, const ConstTensor& weight, void* panels
 struct Operands {
   ConstTensor x;
   const void* panels = nullptr;  // of a packed weight
+  IntWeightPart ints = {};       // of int8 or int4
   ConstTensor weight = {};       // an unpacked one
-  Tensor out;
-  std::optional<ConstTensor> bias = {}, residual = {};
+  Tensor out;                    // i32: the sums of one group
+  std::optional<ConstTensor> x_scales = {}, bias = {}, residual = {};
   std::optional<Tensor> out_scales = {};
 };
 
-// out as MatmulOptions tells. The problem is one that a call may pose.
+// out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose.
 Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands);
 
 // The product alone: out = x . weight^T, all float tensors of any normal strides, or all f64.
 Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out);
+
+// The whole of a packed weight.
+IntWeightPart int_weight(const PackedIntWeight& weight);
 
 // multiply for f64 tensors.
 void multiply_f64(Context& context, Activation activation, const Operands& operands);

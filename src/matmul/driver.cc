@@ -1,183 +1,64 @@
 // The one driver of all products: pack x -> tasks -> product -> finish.
 #include <algorithm>
-#include <cstring>
 
 #include "core/convert.h"
 #include "core/int_math.h"
 #include "machine/context_impl.h"
 #include "machine/levels.h"
 #include "matmul/call.h"
+#include "matmul/pack_x.h"
 #include "matmul/packed_layout.h"
 #include "matmul/plan.h"
 
 namespace opst {
 
-OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, gemm, Kernels, kKernels, kernels)
-OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, FewRowsBlockKernels, kFewRowsBlockKernels, few_rows_block_kernels)
-OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, Int8BlockKernels, kInt8BlockKernels, int8_block_kernels)
+OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, gemm, FloatKernels, kFloatKernels, float_kernels)
+OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, ByteKernels, kByteKernels, byte_kernels)
 
 namespace gemm {
 namespace {
 
-// ---- pack x
-
-// Words [k0, k0 + words) of at most kMostRows rows of bf16 pairs -> [rows][out_stride]; elements from k on are 0.
-constexpr int64_t kMostRows = 32;
-void pack_pairs(const ConstTensor& x, int64_t row, int64_t rows, int64_t k0, int64_t words, uint32_t* out,
-                int64_t out_stride) {
-  const int64_t k = x.shape[1], stride = x.strides[1], row_stride = x.strides[0];
-  const bf16* const first = static_cast<const bf16*>(x.data) + row * row_stride;
-  const int64_t whole = std::min(words, k / 2 - k0);
-  if (stride == 1) {
-    for (int64_t i = 0; i < rows; ++i) {
-      std::memcpy(out + i * out_stride, first + i * row_stride + 2 * k0, static_cast<size_t>(whole) * sizeof(uint32_t));
-    }
-  } else {
-    // Down the columns, which may be contiguous, into a square that stays in L1.
-    constexpr int64_t kWords = 16;
-    uint32_t square[kWords][kMostRows];
-    for (int64_t w0 = 0; w0 < whole; w0 += kWords) {
-      const int64_t count = std::min(kWords, whole - w0);
-      for (int64_t w = 0; w < count; ++w) {
-        const bf16* const low = first + 2 * (k0 + w0 + w) * stride;
-        const bf16* const high = low + stride;
-        if (row_stride == 1) {
-          for (int64_t i = 0; i < rows; ++i) square[w][i] = low[i].bits | static_cast<uint32_t>(high[i].bits) << 16;
-          continue;
-        }
-        for (int64_t i = 0; i < rows; ++i) {
-          square[w][i] = low[i * row_stride].bits | static_cast<uint32_t>(high[i * row_stride].bits) << 16;
-        }
-      }
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t w = 0; w < count; ++w) out[i * out_stride + w0 + w] = square[w][i];
-      }
-    }
-  }
-  for (int64_t i = 0; whole < words && i < rows; ++i) {
-    out[i * out_stride + whole] = first[i * row_stride + (k - 1) * stride].bits;
-  }
-}
-
-// What the tasks that pack rows of x share.
-struct Packing {
-  const Plan& plan;
-  const ConstTensor& x;
-  const Kernels& table;
-  Isa isa;
-
-  const char* row(int64_t i, int64_t t = 0) const {
-    return static_cast<const char*>(x.data) + (i * x.strides[0] + t * x.strides[1]) * size_bytes(x.dtype);
-  }
-  void widen(int64_t first, int64_t rows, int64_t k0, int64_t count, float* out, int64_t out_stride) const {
-    table.widen_rows[static_cast<int>(float_type(x.dtype))](row(first, k0), x.strides[0], x.strides[1], rows, count,
-                                                            out, out_stride);
-  }
-  // Rows that are read together: one where a row is contiguous, so that it is read as one stream.
-  int64_t at_once(int64_t rows) const { return x.strides[1] == 1 ? 1 : rows; }
-
-  void words(int64_t begin, int64_t end, float* out) const;
-  template <class Block, class Fill>
-  bool blocks(int64_t begin, int64_t end, float* widened, Block* out, const Fill& fill) const;
-  bool rows(int64_t begin, int64_t end, float* widened, void* out) const;
-};
-
-// -> [runs of k][m][x_stride].
-void Packing::words(int64_t begin, int64_t end, float* out) const {
-  const int64_t k = x.shape[1], step = at_once(end - begin);
-  for (int64_t i = begin; i < end; i += step) {
-    for (int64_t k0 = 0; k0 < plan.words; k0 += plan.run_words) {
-      const int64_t count = std::min(plan.run_words, plan.words - k0);
-      float* const to = out + (k0 / plan.run_words * plan.m + i) * plan.x_stride;
-      if (plan.product == MatmulProduct::bf16_dot) {
-        pack_pairs(x, i, step, k0, count, reinterpret_cast<uint32_t*>(to), plan.x_stride);
-        continue;
-      }
-      widen(i, step, k0, std::min(count, k - k0), to, plan.x_stride);
-      if (k0 + count > k) {
-        for (int64_t j = 0; j < step; ++j) to[j * plan.x_stride + count - 1] = 0;
-      }
-    }
-  }
-}
-
-// -> [m][x_stride] by fill(x, stride, k, blocks); false where fill says so.
-template <class Block, class Fill>
-bool Packing::blocks(int64_t begin, int64_t end, float* widened, Block* out, const Fill& fill) const {
-  const int64_t k = x.shape[1];
-  const bool in_place = x.dtype == DType::f32;
-  const int64_t step = in_place ? 1 : at_once(end - begin);
-  for (int64_t i = begin; i < end; i += step) {
-    if (!in_place) widen(i, step, 0, k, widened, k);
-    for (int64_t j = 0; j < step; ++j) {
-      const float* const from = in_place ? reinterpret_cast<const float*>(row(i)) : widened + j * k;
-      if (!fill(from, in_place ? x.strides[1] : 1, k, out + (i + j) * plan.x_stride)) return false;
-    }
-  }
-  return true;
-}
-
-// Rows [begin, end) in the plan's form. False where the form cannot hold one of them.
-bool Packing::rows(int64_t begin, int64_t end, float* widened, void* out) const {
-  switch (plan.x) {
-    case XForm::in_place:
-      return true;
-    case XForm::words:
-      words(begin, end, static_cast<float*>(out));
-      return true;
-    case XForm::int8_blocks:
-      return blocks(begin, end, widened, static_cast<ActivationBlock*>(out),
-                    [quantise = int8_block_kernels(isa).quantise_row](auto... of) {
-                      quantise(of...);
-                      return true;
-                    });
-    case XForm::fixed_blocks:
-      return blocks(begin, end, widened, static_cast<FixedBlock*>(out), few_rows_block_kernels(isa).fix_row);
-    case XForm::bytes:
-      break;
-  }
-  return false;
-}
-
-int64_t element_bytes(XForm form) {
-  switch (form) {
-    case XForm::in_place:
-    case XForm::words:
-      return sizeof(float);
-    case XForm::int8_blocks:
-      return sizeof(ActivationBlock);
-    case XForm::fixed_blocks:
-      return sizeof(FixedBlock);
-    case XForm::bytes:
-      return 1;
-  }
-  return 0;
-}
-
 // ---- product
 
-Product product_of(const Plan& plan, QuantFormat format, Isa isa) {
-  const auto f = static_cast<size_t>(format);
+// The kernel of the plan's path; `i`: 0 for int8, 1 for int4.
+Product product_of(const Plan& plan, const MatmulProblem& problem, const FloatKernels& floats,
+                   const ByteKernels& bytes) {
+  const auto format = static_cast<size_t>(problem.format), i = static_cast<size_t>(problem.bits == 8 ? 0 : 1);
   const bool dot = plan.product == MatmulProduct::bf16_dot;
   switch (plan.path) {
     case MatmulPath::few_rows:
-      return dot ? kernels(isa).few_rows_dot : kernels(isa).few_rows[f];
+      return dot ? floats.few_rows_dot : floats.few_rows[format];
     case MatmulPath::many_rows:
-      return dot ? kernels(isa).many_rows_dot : kernels(isa).many_rows[f];
+      return dot ? floats.many_rows_dot : floats.many_rows[format];
     case MatmulPath::activations_fixed:
-      return few_rows_block_kernels(isa).fixed[f];
+      return bytes.activations_fixed[format];
     case MatmulPath::activations_int8_few_rows:
-      return few_rows_block_kernels(isa).int8[f];
+      return bytes.activations_int8_few_rows[format];
     case MatmulPath::activations_int8_many_rows:
-      return int8_block_kernels(isa).rows[f];
-    default:
-      return nullptr;
+      return bytes.activations_int8_many_rows[format];
+    case MatmulPath::weights_int_few_rows:
+      return bytes.weights_int_few_rows[i];
+    case MatmulPath::weights_int_many_rows:
+      return bytes.weights_int_many_rows[i];
+    case MatmulPath::weights_int_floats:
+      return bytes.weights_int_floats[i];
+    case MatmulPath::f64:
+      break;
   }
+  return nullptr;
+}
+
+// The panels from a panel's first column on.
+IntWeightPart from_column(IntWeightPart ints, int64_t column) {
+  ints.words += column * ints.groups * ints.group_words;
+  ints.scales += column * ints.groups;
+  if (ints.zeros != nullptr) ints.zeros += column * ints.groups;
+  return ints;
 }
 
 // ---- finish
 
-// bias as contiguous f32: the tensor itself where it is that, else a copy in `copy`.
+// A vector as contiguous f32: the tensor itself where it is that, else a copy in `copy`.
 const float* plain_floats(const std::optional<ConstTensor>& tensor, float* copy) {
   if (!tensor) return nullptr;
   if (tensor->dtype == DType::f32 && tensor->strides[0] == 1) return static_cast<const float*>(tensor->data);
@@ -187,6 +68,14 @@ const float* plain_floats(const std::optional<ConstTensor>& tensor, float* copy)
               : tensor->dtype == DType::bf16 ? to_f32(static_cast<const bf16*>(tensor->data)[at])
                                              : to_f32(static_cast<const f16*>(tensor->data)[at]);
   }
+  return copy;
+}
+
+// An i32 bias in whole panels of columns.
+const int32_t* whole_panels(const ConstTensor& bias, int32_t* copy) {
+  const int64_t n = bias.shape[0];
+  for (int64_t j = 0; j < n; ++j) copy[j] = static_cast<const int32_t*>(bias.data)[j * bias.strides[0]];
+  std::fill(copy + n, copy + round_up(n, kPanelColumns), 0);
   return copy;
 }
 
@@ -208,18 +97,22 @@ Finish finish_part(const Operands& o, int64_t row, int64_t column, int64_t rows,
   return part;
 }
 
-// ---- the driver
-
-// The memory of one worker.
-struct WorkerScratch {
-  char* decoded;
-  float *sums, *second, *widened;
-  WorkerScratch(const Plan& plan, char* all, int worker) : decoded(all + worker * plan.scratch_bytes_per_worker) {
-    sums = reinterpret_cast<float*>(decoded + plan.decoded_bytes_per_worker);
-    second = reinterpret_cast<float*>(decoded + plan.decoded_bytes_per_worker + plan.sums_bytes_per_worker);
-    widened = reinterpret_cast<float*>(decoded + plan.scratch_bytes_per_worker - plan.widened_bytes_per_worker);
+// finish of sums that stay integers.
+void store_integers(const Finish& part) {
+  const auto* const sums = reinterpret_cast<const int32_t*>(part.sums);
+  auto* const out = static_cast<int32_t*>(part.out);
+  for (int64_t i = 0; i < part.rows; ++i) {
+    const int32_t* const from = sums + i * part.sums_stride;
+    int32_t* const to = out + i * part.row_stride;
+    if (part.column_stride == 1) {
+      std::copy_n(from, part.columns, to);
+      continue;
+    }
+    for (int64_t j = 0; j < part.columns; ++j) to[j * part.column_stride] = from[j];
   }
-};
+}
+
+// ---- the driver
 
 // A rectangle of out. (Of a grouped product, whose rows belong to several weights, a task would name its weight here.)
 struct Task {
@@ -233,57 +126,61 @@ struct Task {
 
 // False, and nothing written, where the form of x cannot hold one of its rows.
 bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const Operands& o, Arena& arena) {
-  const Isa isa = context.machine().isa;
-  const Kernels& table = kernels(isa);
+  const FloatKernels& floats = float_kernels(context.machine().isa);
   ThreadPool& pool = context.impl().pool;
-  const float* const bias = plain_floats(o.bias, static_cast<float*>(arena.take_bytes(plan.bias_bytes)));
-  void* const packed_x = arena.take_bytes(plan.x_bytes);
+  void* const bias_copy = arena.take_bytes(plan.bias_bytes);
+  const bool int_bias = o.bias && o.bias->dtype == DType::i32, int_sums = o.out.dtype == DType::i32;
+  const int32_t* const int_biases = int_bias ? whole_panels(*o.bias, static_cast<int32_t*>(bias_copy)) : nullptr;
+  const float* const biases = int_bias ? nullptr : plain_floats(o.bias, static_cast<float*>(bias_copy));
+  const float* const x_scales = plain_floats(o.x_scales, static_cast<float*>(arena.take_bytes(plan.x_scales_bytes)));
   auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.scratch_bytes_per_worker));
+  const std::optional<Rows> x = pack_x(context, plan, o, arena, scratch);
+  if (!x) return false;
 
-  const bool in_place = plan.x == XForm::in_place;
-  if (!in_place) {
-    const Packing packing{plan, o.x, table, isa};
-    bool holds = true;  // only rows in fixed point may not, and these are one task
-    pool.parallel_for(ceil_div(plan.m, plan.pack_rows), [&](int64_t task, int worker) {
-      const int64_t begin = task * plan.pack_rows, end = std::min(plan.m, begin + plan.pack_rows);
-      if (!packing.rows(begin, end, WorkerScratch(plan, scratch, worker).widened, packed_x)) holds = false;
-    });
-    if (!holds) return false;
-  }
-  const int64_t x_stride = in_place ? o.x.strides[0] : plan.x_stride;
-  const char* const x = static_cast<const char*>(in_place ? o.x.data : packed_x);
-
-  const Product product = product_of(plan, problem.format, isa);
-  const auto finish = table.finish[static_cast<int>(problem.activation)];
-  const int64_t column_bytes = packed_column_bytes(problem.format, problem.k);
+  const Product product = product_of(plan, problem, floats, byte_kernels(context.machine().isa));
+  const auto finish = int_sums ? store_integers : floats.finish[static_cast<int>(problem.activation)];
+  const bool ints = problem.weight == MatmulWeight::integers;
+  const int64_t column_bytes = ints ? 0 : packed_column_bytes(problem.format, problem.k);
+  const int64_t out_bytes = size_bytes(o.out.dtype);
   pool.parallel_for(plan.num_tasks(), [&](int64_t index, int worker) {
     const Task task(plan, index);
     const WorkerScratch own(plan, scratch, worker);
-    // `count` columns of the weight from a panel's first one on.
-    const auto multiply_columns = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride) {
-      product({.x = x + task.row * x_stride * element_bytes(plan.x),
-               .x_stride = x_stride,
-               .x_block_stride = plan.m * x_stride,
-               .rows = task.rows,
-               .columns = count,
-               .k = plan.words,
-               .k_block = plan.k_block,
-               .panels = static_cast<const char*>(o.panels) + first * column_bytes,
-               .scratch = own.decoded,
-               .sums = sums,
-               .sums_stride = sums_stride});
-    };
     Finish part = finish_part(o, task.row, task.column, task.rows, task.columns);
+    // The sums of `count` columns of the weight from a panel's first one on.
+    const auto multiply_columns = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride, const void* out) {
+      ProductPart rectangle = {.x = x->data + task.row * x->stride * x->element_bytes,
+                               .x_stride = x->stride,
+                               .x_block_stride = plan.m * x->stride,
+                               .rows = task.rows,
+                               .columns = count,
+                               .k = plan.words,
+                               .k_block = plan.k_block,
+                               .panels = static_cast<const char*>(o.panels) + first * column_bytes,
+                               .scratch = own.decoded,
+                               .sums = sums,
+                               .sums_stride = sums_stride};
+      if (ints) {
+        rectangle.ints = from_column(o.ints, first);
+        if (x->sums != nullptr) rectangle.x_sums = x->sums + task.row * x->groups;
+        if (int_biases != nullptr) rectangle.int_bias = int_biases + first;
+        rectangle.int_sums = int_sums;
+        rectangle.out = static_cast<const char*>(out);
+        rectangle.out_row_bytes = part.row_stride * out_bytes;
+        rectangle.out_column_bytes = part.column_stride * out_bytes;
+      }
+      product(rectangle);
+    };
     part.sums = own.sums;
     part.sums_stride = plan.sums_stride;
-    multiply_columns(task.column, task.columns, own.sums, plan.sums_stride);
-    if (bias != nullptr) part.bias = bias + task.column;
+    multiply_columns(task.column, task.columns, own.sums, plan.sums_stride, part.out);
+    if (x_scales != nullptr) part.x_scales = x_scales + task.row;
+    if (biases != nullptr) part.bias = biases + task.column;
     if (plan.two_halves) {
       const int64_t column = plan.width + task.column, before = column % kPanelColumns;
-      multiply_columns(column - before, before + task.columns, own.second, plan.second_stride);
+      multiply_columns(column - before, before + task.columns, own.second, plan.second_stride, nullptr);
       part.second = own.second + before;
       part.second_stride = plan.second_stride;
-      if (bias != nullptr) part.second_bias = bias + column;
+      if (biases != nullptr) part.second_bias = biases + column;
     }
     finish(part);
   });

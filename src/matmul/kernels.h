@@ -1,9 +1,14 @@
-// The contract of the matmul room's kernels, and the table of those that multiply floats, one per instruction set level.
+// The contract of the matmul room's kernels, and their tables, one per instruction set level: those that multiply floats,
+// and those that multiply bytes. Two, because different levels have their instructions.
+//
 // A product computes a rectangle of sums over the whole of k; the epilogue (finish) makes outputs of the sums.
 #pragma once
 
 #include <cstdint>
 
+#include "matmul/activations_fixed.h"
+#include "matmul/activations_int8.h"
+#include "matmul/weights_int.h"
 #include "opst/dtype.h"
 #include "quant/formats.h"
 
@@ -14,18 +19,28 @@ namespace gemm {
 struct ProductPart {
   // Rows of x in the kernel's form, 64-byte aligned where they are packed:
   //   few_rows, many_rows  words: floats or, in the products named dot, pairs of bf16 (k, k + 1)
-  //   blocks               ActivationBlock (activations_int8.h) or FixedBlock (activations_fixed.h)
+  //   activations_         ActivationBlock or FixedBlock
+  //   weights_int_         bytes [groups][the group's values, filled up with zeros to whole words of the weight]; floats
   const void* x;
   int64_t x_stride;        // elements of the form from row to row
   int64_t x_block_stride;  // many_rows: from run to run of k; word k0 + t of row i lies at
                            // x[k0 / k_block * x_block_stride + i * x_stride + t]
   int64_t rows, columns;
-  int64_t k;           // words; blocks: values
+  int64_t k;           // words; activations_: values
   int64_t k_block;     // of them decoded or unpacked at once; whole pieces
-  const void* panels;  // packed weight, from the panel that begins with the first column on
-  void* scratch;       // what the kernel says, 64-byte aligned
+  const void* panels;  // packed weight, from the panel that begins with the first column on; not of weights_int_
+  void* scratch;       // what the table says, 64-byte aligned
   float* sums;         // [rows][sums_stride], room for columns rounded up to what the kernel takes at once
   int64_t sums_stride;
+
+  // weights_int_ alone.
+  IntWeightPart ints = {};            // in place of panels
+  const int32_t* x_sums = nullptr;    // x of bytes: [rows][groups], the sum of each group
+  const int32_t* int_bias = nullptr;  // one group: [columns filled up to whole panels], joins the sums; null: none
+  bool int_sums = false;              // one group: sums are left as i32, not multiplied with the weight's scales
+  // The rectangle of out that the sums become, fetched while the last run of k is summed; null: none.
+  const char* out = nullptr;
+  int64_t out_row_bytes = 0, out_column_bytes = 0;
 };
 using Product = void (*)(const ProductPart& part);
 
@@ -57,10 +72,11 @@ struct Finish {
 };
 inline constexpr int kNumActivations = 6;
 
-struct Kernels {
+// Products of floats, the epilogue and packing.
+struct FloatKernels {
   int few_columns;   // columns that few_rows takes at once: rectangles should be multiples of it
   int many_columns;  // likewise
-  // few_rows and many_rows give the same bits. Scratch of many_rows: f32 [k_block][many_columns].
+  // Both give the same bits. Scratch of many_rows: f32 [k_block][many_columns].
   Product few_rows[kNumBlockFormats];
   Product many_rows[kNumBlockFormats];
   // bf16 x times bf16 weights by the pairwise dot instruction; null where the level has none.
@@ -73,6 +89,29 @@ struct Kernels {
   // rows x columns elements of a type -> [rows][out_stride] floats.
   void (*widen_rows[kNumFloatTypes])(const void* first, int64_t row_stride, int64_t column_stride, int64_t rows,
                                      int64_t columns, float* out, int64_t out_stride);
+};
+
+// Products of bytes. Formats that are null: f32, f16 and bf16 have no integers; of activations_fixed and
+// activations_int8_few_rows also those whose bytes the level has no quick product for.
+struct ByteKernels {
+  int int8_columns;  // columns that activations_int8_many_rows takes at once
+  int int_columns;   // columns that weights_int_many_rows and weights_int_floats take at once
+  Product activations_fixed[kNumBlockFormats];
+  Product activations_int8_few_rows[kNumBlockFormats];
+  // Scratch: words of four bytes [k_block / 4][int8_columns], scales [k_block / 16] of them, minimums [k_block / 32].
+  Product activations_int8_many_rows[kNumBlockFormats];
+  // Index 0: i8, 1: i4. few_rows: up to kIntFewRows rows.
+  Product weights_int_few_rows[2];
+  // Scratch of i4: words of four bytes [kIntFours, or with more groups those of a group][int_columns].
+  Product weights_int_many_rows[2];
+  Product weights_int_floats[2];  // scratch: f32 [k_block][int_columns]
+  // k values `x_stride` apart -> k / 32 blocks. fix_row: false where the row is not representable; null where there is
+  // no product.
+  void (*quantise_row)(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out);
+  bool (*fix_row)(const float* x, int64_t x_stride, int64_t k, FixedBlock* out);
+  // A row of values in the groups of a weight -> ProductPart::x of bytes, and x_sums.
+  void (*pack_int_row)(const int8_t* x, int64_t x_stride, const IntWeightPart& weight, int64_t group_bytes, int8_t* a,
+                       int32_t* x_sums);
 };
 
 }  // namespace gemm

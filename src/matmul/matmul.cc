@@ -15,14 +15,28 @@ namespace opst {
 namespace gemm {
 namespace {
 
-constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
+using DTypes = std::initializer_list<DType>;
+constexpr DTypes kFloats = {DType::f32, DType::bf16, DType::f16};
+constexpr DTypes kF64 = {DType::f64};
+constexpr DTypes kIntX = {DType::i8, DType::f32, DType::bf16, DType::f16};
+constexpr DTypes kIntOut = {DType::i32, DType::f32, DType::bf16, DType::f16};
+constexpr DTypes kIntBias = {DType::f32, DType::bf16, DType::f16, DType::i32};
+
+// What a weight [n, k] may be multiplied with.
+struct Partners {
+  int64_t n, k;
+  DTypes x, bias, residual, out;
+  const std::optional<ConstTensor>& x_scales;
+};
+constexpr std::optional<ConstTensor> kNone = {};
 
 bool is_known(Activation activation) { return activation <= Activation::swiglu_swapped; }
 bool is_known(ActivationType type) { return type == ActivationType::exact || type == ActivationType::int8; }
 
-// Checks x, bias, residual and out, beside a weight [n, k] that has been checked.
-void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int64_t n, int64_t k, const ConstTensor& x,
-                    const Tensor& out, const MatmulOptions& options) {
+// Checks x, its scales, bias, residual and out, beside a weight that has been checked.
+void check_operands(ShapeCheck& check, const Partners& partners, const ConstTensor& x, const Tensor& out,
+                    const MatmulOptions& options) {
+  const int64_t n = partners.n, k = partners.k;
   check.require(is_known(options.activation), [&] {
     return "activation is " + std::to_string(static_cast<int>(options.activation)) + ", which is no Activation";
   });
@@ -31,18 +45,19 @@ void check_operands(ShapeCheck& check, std::initializer_list<DType> dtypes, int6
   });
   const bool halves = takes_two_halves(options.activation);
   const char* const width = halves ? "half_n" : "n";
-  check.tensor("x", x).dtype(dtypes).dims({"m", "k"});
-  if (options.bias) check.tensor("bias", *options.bias).dtype(dtypes).dims({"n"});
+  check.tensor("x", x).dtype(partners.x).dims({"m", "k"});
+  if (partners.x_scales) check.tensor("x_scales", *partners.x_scales).dtype({DType::f32}).dims({"m"});
+  if (options.bias) check.tensor("bias", *options.bias).dtype(partners.bias).dims({"n"});
   // A residual that is the same view as out is checked with out; any other overlap is refused.
   if (options.residual && !same_view(*options.residual, out)) {
-    check.tensor("residual", *options.residual).dtype(dtypes).dims({"m", width});
+    check.tensor("residual", *options.residual).dtype(partners.residual).dims({"m", width});
   }
   if (options.out_scales) {
     check.output("out", out).dtype({DType::i8}).dims({"m", width});
     check.output("out_scales", *options.out_scales).dtype({DType::f32}).dims({"m"});
     check.require(x.dtype != DType::f64, "out_scales is given, but products of f64 are not quantised");
   } else {
-    check.output("out", out).dtype(dtypes).dims({"m", width});
+    check.output("out", out).dtype(partners.out).dims({"m", width});
   }
   if (!check.ok()) return;
   const auto differs = [](const char* where, int64_t size, const char* name, int64_t expected) {
@@ -98,7 +113,7 @@ Result<MatmulProblem> check_call(const ConstTensor& x, const PackedWeight& weigh
                                  const MatmulOptions& options) {
   ShapeCheck check("matmul");
   check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-  check_operands(check, kFloats, weight.n(), weight.k(), x, out, options);
+  check_operands(check, {weight.n(), weight.k(), kFloats, kFloats, kFloats, kFloats, kNone}, x, out, options);
   if (!check.ok()) return check.status();
   MatmulProblem problem = problem_of(x, weight.n(), weight.k(), options);
   problem.format = weight.format();
@@ -113,16 +128,66 @@ Result<MatmulProblem> check_call(const ConstTensor& x, const ConstTensor& weight
       .dims({"weight_n", "weight_k"});
   if (!check.ok()) return check.status();
   const int64_t n = check["weight_n"], k = check["weight_k"];
-  if (weight.dtype == DType::f64) {
-    check_operands(check, {DType::f64}, n, k, x, out, options);
-  } else {
-    check_operands(check, kFloats, n, k, x, out, options);
-  }
+  const DTypes floats = weight.dtype == DType::f64 ? kF64 : kFloats;
+  check_operands(check, {n, k, floats, floats, floats, floats, kNone}, x, out, options);
   if (!check.ok()) return check.status();
   MatmulProblem problem = problem_of(x, n, k, options);
   problem.weight = MatmulWeight::unpacked;
   problem.format = weight_format(weight.dtype);
   return problem;
+}
+
+MatmulOptions shared_options(const IntMatmulOptions& options) {
+  return {.bias = options.bias,
+          .activation = options.activation,
+          .residual = options.residual,
+          .out_scales = options.out_scales};
+}
+
+Result<MatmulProblem> check_call(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
+                                 const IntMatmulOptions& options) {
+  ShapeCheck check("matmul");
+  check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
+  const bool integers = x.dtype == DType::i8, one_group = weight.groups() == 1;
+  const DTypes biases = integers && one_group ? kIntBias : kFloats;
+  const MatmulOptions shared = shared_options(options);
+  check_operands(check,
+                 {weight.n(), weight.k(), kIntX, biases, kFloats, integers ? kIntOut : kFloats, options.x_scales}, x,
+                 out, shared);
+  check.require(integers || !options.x_scales,
+                [&] { return std::string("x_scales belong to an x of i8, but x is ") + to_string(x.dtype); });
+  if (out.dtype == DType::i32) {
+    check.require(one_group, [&] {
+      return "out is i32, but the weight has " + std::to_string(weight.groups()) + " groups, each with its scales";
+    });
+    check.require(!options.x_scales, "out is i32, which x_scales cannot multiply");
+    check.require(!options.bias || options.bias->dtype == DType::i32,
+                  [&] { return std::string("out is i32, but bias is ") + to_string(options.bias->dtype); });
+    check.require(options.activation == Activation::none, [&] {
+      return std::string("out is i32, the bare sums, but activation is ") + to_string(options.activation);
+    });
+    check.require(!options.residual, "out is i32, the bare sums, to which no residual is added");
+  }
+  if (!check.ok()) return check.status();
+  MatmulProblem problem = problem_of(x, weight.n(), weight.k(), shared);
+  problem.weight = MatmulWeight::integers;
+  problem.bits = weight.bits();
+  problem.groups = weight.groups();
+  problem.has_x_scales = options.x_scales.has_value();
+  return problem;
+}
+
+// A call with a weight of any kind: `place` puts the weight among the operands.
+template <class Weight, class Options, class Place>
+Status checked_call(Context& context, const ConstTensor& x, const Weight& weight, const Tensor& out,
+                    const Options& options, const MatmulOptions& shared, const Place& place) {
+  return guarded([&]() -> Status {
+    const Result<MatmulProblem> problem = check_call(x, weight, out, options);
+    if (!problem.ok()) return problem.status();
+    Operands operands = operands_of(x, out, shared);
+    place(operands);
+    return multiply(context, problem.value(), operands);
+  });
 }
 
 }  // namespace
@@ -177,26 +242,30 @@ Result<MatmulProblem> matmul_problem(const ConstTensor& x, const ConstTensor& we
   return guarded([&] { return gemm::check_call(x, weight, out, options); });
 }
 
+Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
+                                     const IntMatmulOptions& options) {
+  return guarded([&] { return gemm::check_call(x, weight, out, options); });
+}
+
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options) {
-  return guarded([&]() -> Status {
-    const Result<MatmulProblem> problem = gemm::check_call(x, weight, out, options);
-    if (!problem.ok()) return problem.status();
-    gemm::Operands operands = gemm::operands_of(x, out, options);
-    operands.panels = weight.data();
-    return gemm::multiply(context, problem.value(), operands);
-  });
+  return gemm::checked_call(context, x, weight, out, options, options,
+                            [&](gemm::Operands& operands) { operands.panels = weight.data(); });
 }
 
 Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
               const MatmulOptions& options) {
-  return guarded([&]() -> Status {
-    const Result<MatmulProblem> problem = gemm::check_call(x, weight, out, options);
-    if (!problem.ok()) return problem.status();
-    gemm::Operands operands = gemm::operands_of(x, out, options);
-    operands.weight = normal_strides(weight);
-    return gemm::multiply(context, problem.value(), operands);
-  });
+  return gemm::checked_call(context, x, weight, out, options, options,
+                            [&](gemm::Operands& operands) { operands.weight = normal_strides(weight); });
+}
+
+Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
+              const IntMatmulOptions& options) {
+  return gemm::checked_call(context, x, weight, out, options, gemm::shared_options(options),
+                            [&](gemm::Operands& operands) {
+                              operands.ints = gemm::int_weight(weight);
+                              if (options.x_scales) operands.x_scales = normal_strides(*options.x_scales);
+                            });
 }
 
 }  // namespace opst

@@ -18,7 +18,7 @@ constexpr int64_t kBiasColumns = 64;
 void sum_rows(Context& context, const ConstTensor& grad_out, const Tensor& out) {
   const int64_t m = grad_out.shape[0], n = grad_out.shape[1];
   const auto widen_rows =
-      gemm::kernels(context.machine().isa).widen_rows[static_cast<int>(gemm::float_type(grad_out.dtype))];
+      gemm::float_kernels(context.machine().isa).widen_rows[static_cast<int>(gemm::float_type(grad_out.dtype))];
   context.impl().pool.parallel_for(ceil_div(n, kBiasColumns), [&](int64_t task, int) {
     const int64_t column = task * kBiasColumns, columns = std::min(kBiasColumns, n - column);
     float sums[kBiasColumns] = {}, row[kBiasColumns];

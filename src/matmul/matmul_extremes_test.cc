@@ -85,7 +85,12 @@ TEST_F(MatmulExtremes, Integers) {
     const DType out = random_.chance(0.3) ? DType::i32 : float_type();
     if (random_.chance(0.3)) options.x_scales = draw.input(DType::f32, {m});
     if (random_.chance(0.3)) options.bias = draw.input(random_.pick({DType::f32, DType::bf16, DType::i32}), {n});
-    return matmul(context_, draw.input(x, {m, k}), packed.value(), draw.output(out, {m, n}), options);
+    const int64_t outputs = width_of(n);
+    if (outputs != n) options.activation = Activation::swiglu;
+    if (random_.chance(0.2)) options.residual = draw.input(float_type(), {m, outputs});
+    if (random_.chance(0.2)) options.out_scales = draw.output(DType::f32, {m});
+    return matmul(context_, draw.input(x, {m, k}), packed.value(),
+                  draw.output(options.out_scales ? DType::i8 : out, {m, outputs}), options);
   });
 }
 

@@ -256,7 +256,7 @@ void pack_float_weight(Context& context, const ConstTensor& weight, void* panels
   const int64_t n = weight.shape[0];
   const int64_t k = weight.shape[1];
   if (k == 0) return;  // however many outputs
-  const auto pack_panel = kernels(context.machine().isa).pack_panel[static_cast<int>(float_type(weight.dtype))];
+  const auto pack_panel = float_kernels(context.machine().isa).pack_panel[static_cast<int>(float_type(weight.dtype))];
   const int64_t panel_bytes = kPanelColumns * packed_column_bytes(weight_format(weight.dtype), k);
   const int64_t num_panels = ceil_div(n, kPanelColumns);
   context.impl().pool.parallel_for(ceil_div(num_panels, kPanelsPerTask), [&](int64_t task, int) {

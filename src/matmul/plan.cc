@@ -79,7 +79,7 @@ Choice choose_integers(const MatmulProblem& p) {
 
 // A packed or unpacked weight of `format`, x of f32, bf16 or f16.
 Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
-  const FewRowsBlockKernels& few = few_rows_block_kernels(machine.isa);
+  const ByteKernels& bytes = byte_kernels(machine.isa);
   const auto format = static_cast<size_t>(p.format);
   const bool quantised = block_values(p.format) > 1;
   if (quantised && p.activations == ActivationType::int8) {
@@ -87,7 +87,7 @@ Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
       return {MatmulPath::activations_int8_many_rows, MatmulProduct::int8_dot,
               "int8 activations, more than 4 rows: the weight is unpacked once for all of a task"};
     }
-    if (few.int8[format] == nullptr) {
+    if (bytes.activations_int8_few_rows[format] == nullptr) {
       return {MatmulPath::activations_int8_many_rows, MatmulProduct::int8_dot,
               "int8 activations, up to 4 rows, but the level has no quick product of this format's bytes"};
     }
@@ -98,7 +98,7 @@ Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
   if (quantised && p.m <= kMaxFixedRows) {
     if (p.batch_invariant) {
       reason = "1 or 2 rows with the bits of more rows, as asked for";
-    } else if (few.fixed[format] != nullptr) {
+    } else if (bytes.activations_fixed[format] != nullptr) {
       return {MatmulPath::activations_fixed, MatmulProduct::int8_dot,
               "1 or 2 rows: reading the weight is the time, and decoding it to floats would take longer"};
     } else {
@@ -106,7 +106,7 @@ Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
     }
   }
   const bool dot = p.x_dtype == DType::bf16 && p.format == QuantFormat::bf16 &&
-                   kernels(machine.isa).few_rows_dot != nullptr && machine.bf16_product == Bf16Product::dot;
+                   float_kernels(machine.isa).few_rows_dot != nullptr && machine.bf16_product == Bf16Product::dot;
   const MatmulProduct product = dot ? MatmulProduct::bf16_dot : MatmulProduct::f32;
   if (p.m <= kMaxFewRows) return {MatmulPath::few_rows, product, reason};
   return {MatmulPath::many_rows, product, "more than 8 rows: multiplying is the time"};
@@ -191,7 +191,7 @@ int64_t balanced(int64_t size, int64_t most, int64_t unit) {
 // the kernel takes at once, to whose multiples rows of sums are filled up.
 
 int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
-  const int few_columns = kernels(machine.isa).few_columns;
+  const int few_columns = float_kernels(machine.isa).few_columns;
   const bool dot = plan.product == MatmulProduct::bf16_dot;
   const int64_t unit = std::max<int64_t>(few_columns, kPanelColumns);
   const int64_t bytes_per_unit =
@@ -212,7 +212,7 @@ int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, Plan& plan)
 }
 
 int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
-  const int many_columns = kernels(machine.isa).many_columns;
+  const int many_columns = float_kernels(machine.isa).many_columns;
   const bool dot = plan.product == MatmulProduct::bf16_dot;
   const int64_t block = std::max<int64_t>(32, block_values(p.format));
   plan.words = dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
@@ -253,7 +253,7 @@ int64_t cut_few_blocks(const MatmulProblem& p, int num_threads, Plan& plan) {
 }
 
 int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
-  const int64_t columns = int8_block_kernels(machine.isa).columns_at_once;
+  const int64_t columns = byte_kernels(machine.isa).int8_columns;
   plan.rows_per_task = balanced(p.m, kInt8Rows, 1);
   plan.columns_per_task = kInt8Columns;
   plan.k_block = std::min(kInt8KBlock, std::max<int64_t>(p.k, kActivationBlock));
@@ -264,7 +264,7 @@ int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, Plan&
 }
 
 int64_t cut_integers(const MatmulProblem& p, const Machine& machine, Plan& plan) {
-  const int64_t columns = int_kernels(machine.isa).columns_at_once;
+  const int64_t columns = byte_kernels(machine.isa).int_columns;
   const bool few = plan.path == MatmulPath::weights_int_few_rows;
   const int values = 32 / p.bits;
   const int64_t group_words = ceil_div(p.k / p.groups, values);
@@ -294,7 +294,7 @@ int64_t cut_integers(const MatmulProblem& p, const Machine& machine, Plan& plan)
 }
 
 int64_t cut_integers_with_floats(const MatmulProblem& p, const Machine& machine, Plan& plan) {
-  const int64_t columns = int_kernels(machine.isa).columns_at_once;
+  const int64_t columns = byte_kernels(machine.isa).int_columns;
   plan.words = p.k;
   plan.rows_per_task = balanced(p.m, kIntTaskRows, 1);
   plan.columns_per_task = kIntTaskColumns;

@@ -27,7 +27,7 @@ struct Plan : MatmulPlan {
   int64_t pack_rows = 0;    // rows of x per packing task
   int64_t group_bytes = 0;  // of a row in the form bytes
   int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
-  // Memory of the call, in this order.
+  // Memory that the workers share.
   int64_t weight_bytes = 0;    // an unpacked weight, packed
   int64_t wide_out_bytes = 0;  // out as f32, where it is quantised afterwards
   int64_t bias_bytes = 0, x_scales_bytes = 0;

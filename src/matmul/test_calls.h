@@ -10,6 +10,7 @@
 
 #include "matmul/reference.h"
 #include "opst/matmul.h"
+#include "testing/compare.h"
 #include "testing/elements.h"
 #include "testing/guarded_buffer.h"
 #include "testing/random.h"
@@ -32,6 +33,22 @@ struct Shape {
     return "m " + std::to_string(m) + ", n " + std::to_string(n) + ", k " + std::to_string(k);
   }
 };
+
+inline constexpr DType kFloats[] = {DType::f32, DType::bf16, DType::f16};
+
+inline PackedWeight packed(Context& context, const ConstTensor& weight) {
+  Result<PackedWeight> result = PackedWeight::pack(context, weight);
+  EXPECT_TRUE(result.ok()) << result.status().message();
+  return result.ok() ? std::move(result.value()) : PackedWeight();
+}
+
+inline bool same_bits_or_nan(const ConstTensor& a, const ConstTensor& b) {
+  const std::vector<double> x = test::to_doubles(a), y = test::to_doubles(b);
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (std::memcmp(&x[i], &y[i], sizeof(double)) != 0 && !(std::isnan(x[i]) && std::isnan(y[i]))) return false;
+  }
+  return x.size() == y.size();
+}
 
 inline std::vector<double> magnitudes(std::vector<double> values) {
   for (double& value : values) value = std::abs(value);

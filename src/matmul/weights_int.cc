@@ -1,30 +1,19 @@
-// int8 and int4 weights with scales: packing (layout: weights_int.h), and products with int8 or float x.
+// Packing an int8 or int4 weight with scales. The layout: weights_int.h.
 #include <algorithm>
-#include <optional>
 #include <string>
 
-#include "core/convert.h"
-#include "core/elements.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
-#include "machine/levels.h"
 #include "matmul/call.h"
-#include "matmul/plan.h"
 #include "opst/matmul.h"
 #include "quant/int_matrix.h"
 
 namespace opst {
 
-OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, IntKernels, kIntKernels, int_kernels)
-
 namespace {
 
-using gemm::IntFloatRows;
-using gemm::IntOutputPart;
-using gemm::IntRows;
-using gemm::IntWeightPart;
 using gemm::kIntPanelColumns;
 
 // u * s summed over a group stays below 2^31: 255 * 128 * 2^16.
@@ -53,18 +42,6 @@ struct Layout {
   uint32_t* words(void* data) const { return static_cast<uint32_t*>(data); }
   float* scales(void* data) const { return reinterpret_cast<float*>(words(data) + panels() * panel_words()); }
   int32_t* zeros(void* data) const { return reinterpret_cast<int32_t*>(scales(data) + panels() * panel_numbers()); }
-  // From the panel that begins with output `column` on.
-  IntWeightPart part(const void* packed, int64_t column, int64_t columns) const {
-    void* const data = const_cast<void*>(packed);
-    const int64_t panel = column / kIntPanelColumns;
-    return {.words = words(data) + panel * panel_words(),
-            .scales = scales(data) + panel * panel_numbers(),
-            .zeros = has_zeros ? zeros(data) + panel * panel_numbers() : nullptr,
-            .columns = columns,
-            .groups = groups,
-            .group_words = group_words,
-            .group_values = group_values};
-  }
 };
 
 // One panel: outputs [first, first + 16) of the weight, as far as there are any.
@@ -91,138 +68,6 @@ void pack_panel(const IntMatrix& weight, int bits, const Layout& layout, int64_t
       if (zeros != nullptr) zeros[g * kIntPanelColumns + c] = row.zero(g);
     }
   }
-}
-
-// from [count], any stride -> contiguous T.
-template <class T>
-void gather(const ConstTensor& from, T* to) {
-  for (int64_t i = 0; i < from.shape[0]; ++i) {
-    const int64_t at = i * from.strides[0];
-    switch (from.dtype) {
-      case DType::i32:
-        to[i] = static_cast<T>(static_cast<const int32_t*>(from.data)[at]);
-        break;
-      case DType::bf16:
-        to[i] = static_cast<T>(to_f32(static_cast<const bf16*>(from.data)[at]));
-        break;
-      case DType::f16:
-        to[i] = static_cast<T>(to_f32(static_cast<const f16*>(from.data)[at]));
-        break;
-      default:
-        to[i] = static_cast<T>(static_cast<const float*>(from.data)[at]);
-    }
-  }
-}
-
-struct Call {
-  Context& context;
-  const MatmulProblem& problem;
-  const ConstTensor& x;
-  const PackedIntWeight& weight;
-  const Tensor& out;
-  const IntMatmulOptions& options;
-  const gemm::IntKernels& table = gemm::int_kernels(context.machine().isa);
-  Layout layout = Layout(weight.n(), weight.k(), weight.groups(), weight.bits(), weight.has_zeros());
-  int64_t m = x.shape[0], n = weight.n(), k = weight.k();
-  const int format = weight.bits() == 8 ? 0 : 1;
-
-  bool int_bias() const { return options.bias && options.bias->dtype == DType::i32; }
-  // The whole output, with bias and scales gathered in the arena.
-  IntOutputPart whole(Arena& arena) const {
-    IntOutputPart part = {out.dtype, out.data, out.strides[0], out.strides[1], nullptr, nullptr, nullptr};
-    if (int_bias()) {
-      auto* const bias = arena.take<int32_t>(round_up(n, kIntPanelColumns));
-      gather(*options.bias, bias);
-      part.int_bias = bias;
-    } else if (options.bias) {
-      auto* const bias = arena.take<float>(round_up(n, kIntPanelColumns));
-      gather(*options.bias, bias);
-      part.bias = bias;
-    }
-    if (options.x_scales) {
-      auto* const scales = arena.take<float>(m);
-      gather(*options.x_scales, scales);
-      part.x_scales = scales;
-    }
-    return part;
-  }
-  IntOutputPart from(IntOutputPart part, int64_t row, int64_t column) const {
-    part.data =
-        static_cast<char*>(part.data) + (row * part.row_stride + column * part.column_stride) * size_bytes(part.type);
-    if (part.int_bias != nullptr) part.int_bias += column;
-    if (part.bias != nullptr) part.bias += column;
-    if (part.x_scales != nullptr) part.x_scales += row;
-    return part;
-  }
-
-  Status with_integers();
-  Status with_floats();
-};
-
-Status Call::with_integers() {
-  ThreadPool& pool = context.impl().pool;
-  const gemm::Plan plan = gemm::make_plan(problem, context.machine(), pool.num_threads());
-  Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()));
-  if (!lease.ok()) return lease.status();
-  Arena arena(lease.value());
-  const IntOutputPart whole_out = whole(arena);
-  auto* const a = static_cast<int8_t*>(arena.take_bytes(plan.x_bytes));
-  auto* const a_sums = static_cast<int32_t*>(arena.take_bytes(plan.x_sums_bytes));
-  const IntWeightPart whole_weight = layout.part(weight.data(), 0, n);
-  pool.parallel_for(ceil_div(m, plan.pack_rows), [&](int64_t task, int) {
-    for (int64_t i = task * plan.pack_rows; i < std::min(m, (task + 1) * plan.pack_rows); ++i) {
-      table.pack_row(static_cast<const int8_t*>(x.data) + i * x.strides[0], x.strides[1], whole_weight,
-                     plan.group_bytes, a + i * plan.x_stride, a_sums + i * layout.groups);
-    }
-  });
-  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.scratch_bytes_per_worker));
-  const auto multiply = (plan.path == MatmulPath::weights_int_few_rows ? table.few : table.many)[format];
-  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
-    const int64_t row = task / plan.column_tasks * plan.rows_per_task;
-    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
-    char* const own = scratch + worker * plan.scratch_bytes_per_worker;
-    multiply({.a = a + row * plan.x_stride,
-              .a_stride = plan.x_stride,
-              .a_sums = a_sums + row * layout.groups,
-              .rows = std::min(plan.rows_per_task, m - row),
-              .weight = layout.part(weight.data(), column, std::min(plan.columns_per_task, n - column)),
-              .out = from(whole_out, row, column),
-              .unpacked = reinterpret_cast<uint32_t*>(own),
-              .sums = own + plan.decoded_bytes_per_worker});
-  });
-  return {};
-}
-
-Status Call::with_floats() {
-  ThreadPool& pool = context.impl().pool;
-  const gemm::Plan plan = gemm::make_plan(problem, context.machine(), pool.num_threads());
-  Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(pool.num_threads()));
-  if (!lease.ok()) return lease.status();
-  Arena arena(lease.value());
-  const IntOutputPart whole_out = whole(arena);
-  auto* const rows = static_cast<float*>(arena.take_bytes(plan.x_bytes));
-  const auto widen = table.widen_row[float_index(x.dtype)];
-  pool.parallel_for(ceil_div(m, plan.pack_rows), [&](int64_t task, int) {
-    for (int64_t i = task * plan.pack_rows; i < std::min(m, (task + 1) * plan.pack_rows); ++i) {
-      widen(static_cast<const char*>(x.data) + i * x.strides[0] * size_bytes(x.dtype), x.strides[1], k,
-            rows + i * plan.x_stride);
-    }
-  });
-  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.scratch_bytes_per_worker));
-  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
-    const int64_t row = task / plan.column_tasks * plan.rows_per_task;
-    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
-    char* const own = scratch + worker * plan.scratch_bytes_per_worker;
-    table.with_floats[format](
-        {.x = rows + row * plan.x_stride,
-         .x_stride = plan.x_stride,
-         .rows = std::min(plan.rows_per_task, m - row),
-         .weight = layout.part(weight.data(), column, std::min(plan.columns_per_task, n - column)),
-         .out = from(whole_out, row, column),
-         .decoded = reinterpret_cast<float*>(own),
-         .sums = reinterpret_cast<float*>(own + plan.decoded_bytes_per_worker)});
-  });
-  return {};
 }
 
 }  // namespace
@@ -264,79 +109,15 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTenso
   });
 }
 
-namespace {
-
-Result<MatmulProblem> check_call(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
-                                 const IntMatmulOptions& options) {
-  ShapeCheck check("matmul");
-  check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-  check.tensor("x", x).dtype({DType::i8, DType::f32, DType::bf16, DType::f16}).dims({"m", "k"});
-  if (options.x_scales) check.tensor("x_scales", *options.x_scales).dtype({DType::f32}).dims({"m"});
-  const bool integers = x.dtype == DType::i8;
-  if (options.bias) {
-    auto bias = check.tensor("bias", *options.bias);
-    if (integers && weight.groups() == 1) {
-      bias.dtype({DType::f32, DType::bf16, DType::f16, DType::i32});
-    } else {
-      bias.dtype({DType::f32, DType::bf16, DType::f16});
-    }
-    bias.dims({"n"});
-  }
-  auto output = check.output("out", out);
-  if (integers) {
-    output.dtype({DType::i32, DType::f32, DType::bf16, DType::f16});
-  } else {
-    output.dtype({DType::f32, DType::bf16, DType::f16});
-  }
-  output.dims({"m", "n"});
-  if (!check.ok()) return check.status();
-  const auto differs = [](const char* where, int64_t size, const char* name, int64_t expected) {
-    return std::string(where) + " is " + std::to_string(size) + ", but the weight has " + name + " = " +
-           std::to_string(expected);
-  };
-  check.require(check["k"] == weight.k(), [&] { return differs("x dim 1 (k)", check["k"], "k", weight.k()); });
-  check.require(check["n"] == weight.n(), [&] { return differs("out dim 1 (n)", check["n"], "n", weight.n()); });
-  check.require(integers || !options.x_scales,
-                [&] { return std::string("x_scales belong to an x of i8, but x is ") + to_string(x.dtype); });
-  if (out.dtype == DType::i32) {
-    check.require(weight.groups() == 1, [&] {
-      return "out is i32, but the weight has " + std::to_string(weight.groups()) + " groups, each with its scales";
-    });
-    check.require(!options.x_scales, "out is i32, which x_scales cannot multiply");
-    check.require(!options.bias || options.bias->dtype == DType::i32,
-                  [&] { return std::string("out is i32, but bias is ") + to_string(options.bias->dtype); });
-  }
-  if (!check.ok()) return check.status();
-  return MatmulProblem{.m = x.shape[0],
-                       .n = weight.n(),
-                       .k = weight.k(),
-                       .x_dtype = x.dtype,
-                       .unit_stride_x = normal_strides(x).strides[1] == 1,
-                       .weight = MatmulWeight::integers,
-                       .bits = weight.bits(),
-                       .groups = weight.groups(),
-                       .has_bias = options.bias.has_value(),
-                       .has_x_scales = options.x_scales.has_value()};
-}
-
-}  // namespace
-
-Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
-                                     const IntMatmulOptions& options) {
-  return guarded([&] { return check_call(x, weight, out, options); });
-}
-
-Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
-              const IntMatmulOptions& options) {
-  return guarded([&]() -> Status {
-    const Result<MatmulProblem> problem = check_call(x, weight, out, options);
-    if (!problem.ok()) return problem.status();
-    if (problem.value().m == 0 || problem.value().n == 0) return {};
-    const ConstTensor normal_x = normal_strides(x);
-    const Tensor normal_out = normal_strides(out);
-    Call call{context, problem.value(), normal_x, weight, normal_out, options};
-    return x.dtype == DType::i8 ? call.with_integers() : call.with_floats();
-  });
+gemm::IntWeightPart gemm::int_weight(const PackedIntWeight& weight) {
+  const Layout layout(weight.n(), weight.k(), weight.groups(), weight.bits(), weight.has_zeros());
+  void* const data = const_cast<void*>(weight.data());
+  return {.words = layout.words(data),
+          .scales = layout.scales(data),
+          .zeros = layout.has_zeros ? layout.zeros(data) : nullptr,
+          .groups = layout.groups,
+          .group_words = layout.group_words,
+          .group_values = layout.group_values};
 }
 
 }  // namespace opst

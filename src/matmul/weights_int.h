@@ -28,4 +28,19 @@ struct IntWord {
 using WordI8 = IntWord<8>;
 using WordI4 = IntWord<4>;
 
+// The panels from some column on.
+struct IntWeightPart {
+  const uint32_t* words;
+  const float* scales;
+  const int32_t* zeros;  // null: all 0
+  int64_t groups, group_words, group_values;
+};
+
+// Rows of x that weights_int_few_rows takes.
+inline constexpr int kIntFewRows = 8;
+// weights_int_many_rows: words of four bytes along k that are summed before the next columns' turn.
+inline constexpr int64_t kIntFours = 256;
+// weights_int_floats: values decoded at once, at most.
+inline constexpr int64_t kIntDecoded = 384;
+
 }  // namespace opst::gemm

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "core/convert.h"
+#include "matmul/test_int_weights.h"
 #include "opst/matmul.h"
 #include "opst/quant.h"
 #include "testing/contexts.h"
 #include "testing/elements.h"
-#include "testing/guarded_buffer.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -23,93 +23,15 @@ using test::contexts;
 using test::contexts_with_threads;
 using test::Fill;
 using test::Guard;
-using test::GuardedBuffer;
+using test::integers;
+using test::Matrix;
+using test::put_i8;
 using test::Random;
+using test::Shape;
 using test::TestContext;
+using Weight = test::IntWeight;
 
 Context& one_context() { return contexts_with_threads(1).back().context; }
-
-std::vector<int64_t> integers(int64_t count, int64_t low, int64_t high, Random& random) {
-  std::vector<int64_t> out(static_cast<size_t>(count));
-  for (int64_t& value : out) value = random.integer(low, high);
-  return out;
-}
-
-// [rows, cols] of a dtype between forbidden pages, possibly transposed.
-struct Matrix {
-  GuardedBuffer memory;
-  Tensor tensor;
-  Matrix(DType dtype, int64_t rows, int64_t cols, bool transposed, Guard guard)
-      : memory(rows * cols * size_bytes(dtype), guard) {
-    tensor = transposed ? memory.tensor(dtype, {cols, rows}).transposed(0, 1) : memory.tensor(dtype, {rows, cols});
-  }
-};
-
-void put_i8(const Tensor& tensor, const std::vector<int64_t>& values) {
-  const int64_t cols = tensor.shape[1];
-  for (size_t i = 0; i < values.size(); ++i) {
-    const auto at = static_cast<int64_t>(i);
-    static_cast<int8_t*>(tensor.data)[at / cols * tensor.strides[0] + at % cols * tensor.strides[1]] =
-        static_cast<int8_t>(values[i]);
-  }
-}
-
-// A weight in all its forms.
-struct Weight {
-  int64_t n, k, groups;
-  int bits;
-  std::vector<int64_t> q, zeros;  // zeros: empty for none
-  std::vector<float> scales;
-  PackedIntWeight packed;
-
-  Weight(int bits_, int64_t n_, int64_t k_, int64_t groups_, bool with_zeros, Random& random)
-      : n(n_), k(k_), groups(groups_), bits(bits_) {
-    const int64_t most = bits == 8 ? 127 : 7;
-    q = integers(n * k, -most - 1, most, random);
-    if (random.chance(0.2)) std::fill(q.begin(), q.end(), random.pick({-most - 1, most}));
-    if (with_zeros) zeros = integers(n * groups, -128, 127, random);
-    for (int64_t i = 0; i < n * groups; ++i) scales.push_back(static_cast<float>(random.normal()));
-    pack(random);
-  }
-
-  void pack(Random& random) {
-    const Guard guard = random.pick({Guard::after, Guard::before});
-    Matrix bytes(bits == 8 ? DType::i8 : DType::u8, n, bits == 8 ? k : k / 2, bits == 8 && random.chance(0.5), guard);
-    if (bits == 8) {
-      put_i8(bytes.tensor, q);
-    } else {
-      for (size_t i = 0; i < q.size(); i += 2) {
-        static_cast<uint8_t*>(bytes.tensor.data)[i / 2] = static_cast<uint8_t>((q[i] & 15) | (q[i + 1] & 15) << 4);
-      }
-    }
-    Matrix scale(DType::f32, n, groups, random.chance(0.5), guard),
-        zero(DType::i8, n, groups, random.chance(0.5), guard);
-    for (int64_t row = 0; row < n; ++row) {
-      for (int64_t g = 0; g < groups; ++g) {
-        static_cast<float*>(scale.tensor.data)[row * scale.tensor.strides[0] + g * scale.tensor.strides[1]] =
-            scales[static_cast<size_t>(row * groups + g)];
-      }
-    }
-    IntMatrix matrix{bytes.tensor, scale.tensor};
-    if (!zeros.empty()) {
-      put_i8(zero.tensor, zeros);
-      matrix.zeros = zero.tensor;
-    }
-    Result<PackedIntWeight> result = PackedIntWeight::pack(one_context(), matrix);
-    ASSERT_TRUE(result.ok()) << result.status().message();
-    packed = std::move(result.value());
-  }
-
-  int64_t group(int64_t t) const { return t / (k / groups); }
-  // q - zero
-  int64_t integer(int64_t row, int64_t t) const {
-    const int64_t value = q[static_cast<size_t>(row * k + t)];
-    return zeros.empty() ? value : value - zeros[static_cast<size_t>(row * groups + group(t))];
-  }
-  float value(int64_t row, int64_t t) const {
-    return static_cast<float>(integer(row, t)) * scales[static_cast<size_t>(row * groups + group(t))];
-  }
-};
 
 float element(const ConstTensor& tensor, int64_t i, int64_t j) {
   const int64_t at = i * tensor.strides[0] + j * tensor.strides[1];
@@ -125,10 +47,6 @@ float element(const ConstTensor& tensor, int64_t i, int64_t j) {
 float rounded_to(DType dtype, float value) {
   return dtype == DType::bf16 ? to_f32(to_bf16(value)) : dtype == DType::f16 ? to_f32(to_f16(value)) : value;
 }
-
-struct Shape {
-  int64_t m, n, k;
-};
 
 std::string about(const TestContext& t, const Weight& weight, int64_t m) {
   return t.name + ", int" + std::to_string(weight.bits) + ", m " + std::to_string(m) + ", n " +
@@ -539,6 +457,16 @@ TEST(IntMatmul, NamesWhatIsWrong) {
             "matmul: x is i64, but must be i8, f32, bf16 or f16");
   EXPECT_NE(message(wide, whole, Tensor::contiguous(DType::f32, {2, 3}, floats.data() + 4)).find("overlaps x"),
             std::string::npos);
+  EXPECT_EQ(message(x, whole, out_sums, {.activation = Activation::silu}),
+            "matmul: out is i32, the bare sums, but activation is silu");
+  EXPECT_EQ(message(x, whole, out_sums, {.residual = out}),
+            "matmul: out is i32, the bare sums, to which no residual is added");
+  EXPECT_EQ(message(x, whole, out, {.activation = Activation::swiglu}),
+            "matmul: the weight has n = 3, but swiglu needs two halves");
+  EXPECT_EQ(message(x, whole, out_sums, {.out_scales = Tensor::contiguous(DType::f32, {2}, floats.data() + 40)}),
+            "matmul: out is i32, but must be i8");
+  EXPECT_EQ(message(x, whole, out, {.activation = static_cast<Activation>(9)}),
+            "matmul: activation is 9, which is no Activation");
 
   const auto pack = [&](const IntMatrix& matrix) { return PackedIntWeight::pack(context, matrix).status().message(); };
   const ConstTensor q = ConstTensor::contiguous(DType::i8, {2, 6}, bytes.data());

@@ -8,7 +8,7 @@ namespace opst::OPST_ISA_NS::gemm {
 namespace {
 
 template <class... Pieces>
-constexpr opst::gemm::Kernels kernels_for() {
+constexpr opst::gemm::FloatKernels kernels_for() {
   static_assert(sizeof...(Pieces) == kNumBlockFormats);
   return {
     .few_columns = kFewColumns, .many_columns = kManyColumns, .few_rows = {few_rows<Pieces>...},
@@ -30,8 +30,8 @@ constexpr opst::gemm::Kernels kernels_for() {
 
 }  // namespace
 
-extern const opst::gemm::Kernels kKernels;
-constinit const opst::gemm::Kernels kKernels =
+extern const opst::gemm::FloatKernels kFloatKernels;
+constinit const opst::gemm::FloatKernels kFloatKernels =
     kernels_for<PieceF32, PieceF16, PieceQ8_0, PieceQ4_1, PieceQ4_0, PieceQ5_0, PieceQ5_1, PieceQ6_K, PieceQ4_K,
                 PieceQ5_K, PieceBf16>();
 

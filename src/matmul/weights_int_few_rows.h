@@ -1,0 +1,121 @@
+// int8 and int4 weights (weights_int.h) times rows of int8: a few rows, bound by reading the weight.
+//
+// Computes   S[i, j, g] = sum over group g of k of x[i, t] * q[j, t],   q = u - offset (- zero[j, g])
+//            sums       S + int_bias[j] as i32, or times scale[j] as f32: one group
+//                       sum over g of S * scale[j, g] as f32: more groups
+// Shapes     x [rows, k] int8; weight: packed panels of u (weights_int.h); sums [rows, columns]
+// Loop nest  for each panel; for each group; over k: load words, per row one dot product (int4: two)
+// Memory     weights stream once, fetched 4 KB ahead; x stays in L1
+// Numerics   weights_int_many_rows.h: the same bits
+#pragma once
+
+#include "matmul/weights_int_panels.h"
+
+namespace opst::OPST_ISA_NS::gemm {
+
+using opst::gemm::kIntFewRows;
+
+// total[i][v] += words [count] of one group and panel * MR rows.
+template <class Word, int MR>
+OPST_INLINE void few_rows_words(int64_t count, const int8_t* a, int64_t a_stride, const uint32_t* words,
+                                I32 (&total)[MR][kIntPanelVecs]) {
+  constexpr int NV = kIntPanelVecs;
+  // Independent sums hide the latency of the dot product.
+  constexpr int kParts = MR * NV >= 6 ? 1 : MR * NV >= 3 ? 2 : 4;
+  constexpr int64_t kAheadWords = 4096 / 4;
+  I32 acc[kParts][MR][NV];
+  OPST_UNROLL for (int p = 0; p < kParts; ++p) {
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      OPST_UNROLL for (int v = 0; v < NV; ++v) acc[p][i][v] = p == 0 ? total[i][v] : I32::zero();
+    }
+  }
+  const auto step = [&](int p) OPST_INLINE_LAMBDA {
+    __builtin_prefetch(words + kAheadWords);
+    Words u[NV];
+    OPST_UNROLL for (int v = 0; v < NV; ++v) u[v] = Words::load(words + v * F32::kLanes);
+    if constexpr (Word::kBits == 8) {
+      OPST_UNROLL for (int i = 0; i < MR; ++i) {
+        const Words s = four_bytes(a + i * a_stride);
+        OPST_UNROLL for (int v = 0; v < NV; ++v) acc[p][i][v] = simd::dot<255>(acc[p][i][v], u[v], s);
+      }
+    } else {
+      const Words mask = simd::words_of(0x0f0f0f0f);
+      OPST_UNROLL for (int i = 0; i < MR; ++i) {
+        const Words low = four_bytes(a + i * a_stride), high = four_bytes(a + i * a_stride + 4);
+        OPST_UNROLL for (int v = 0; v < NV; ++v) {
+          acc[p][i][v] = simd::dot<15>(acc[p][i][v], u[v] & mask, low);
+          acc[p][i][v] = simd::dot<15>(acc[p][i][v], simd::shift_right<4>(u[v]) & mask, high);
+        }
+      }
+    }
+    words += kIntPanelColumns;
+    a += Word::kValues;
+  };
+  int64_t w = 0;
+  for (; w + kParts <= count; w += kParts) {
+    OPST_UNROLL for (int p = 0; p < kParts; ++p) step(p);
+  }
+  for (; w < count; ++w) step(0);
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int v = 0; v < NV; ++v) {
+      total[i][v] = acc[0][i][v];
+      OPST_UNROLL for (int p = 1; p < kParts; ++p) total[i][v] = total[i][v] + acc[p][i][v];
+    }
+  }
+}
+
+template <class Word, int MR>
+OPST_NOINLINE void int_few_rows(const ProductPart& part) {
+  constexpr int NV = kIntPanelVecs;
+  const IntWeightPart& weight = part.ints;
+  const auto* const a = static_cast<const int8_t*>(part.x);
+  const int64_t group_bytes = 4 * kFoursPerWord<Word> * weight.group_words;
+  for (int64_t column = 0; column < part.columns; column += kIntPanelColumns) {
+    const int64_t panel = column / kIntPanelColumns;
+    const uint32_t* words = weight.words + panel * weight.groups * weight.group_words * kIntPanelColumns;
+    F32 sums[MR][NV];
+    I32 total[MR][NV];
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      OPST_UNROLL for (int v = 0; v < NV; ++v) sums[i][v] = F32::zero(), total[i][v] = I32::zero();
+    }
+    for (int64_t g = 0; g < weight.groups; ++g, words += weight.group_words * kIntPanelColumns) {
+      OPST_UNROLL for (int i = 0; i < MR; ++i) {
+        OPST_UNROLL for (int v = 0; v < NV; ++v) total[i][v] = first_sums<Word>(part, i, g, panel * NV + v);
+      }
+      few_rows_words<Word, MR>(weight.group_words, a + g * group_bytes, part.x_stride, words, total);
+      OPST_UNROLL for (int v = 0; v < NV; ++v) {
+        const F32 scale = F32::load(weight.scales + (panel * weight.groups + g) * kIntPanelColumns + v * F32::kLanes);
+        OPST_UNROLL for (int i = 0; i < MR; ++i) {
+          const F32 sum = to_f32(total[i][v]);
+          sums[i][v] = weight.groups == 1 ? sum * scale : fma(sum, scale, sums[i][v]);
+        }
+      }
+    }
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      OPST_UNROLL for (int v = 0; v < NV; ++v) {
+        float* const to = part.sums + i * part.sums_stride + column + v * F32::kLanes;
+        if (part.int_sums) {
+          total[i][v].store(reinterpret_cast<int32_t*>(to));
+        } else {
+          sums[i][v].store(to);
+        }
+      }
+    }
+  }
+}
+
+using IntFewRows = void (*)(const ProductPart&);
+template <class Word, int MR = kIntFewRows>
+OPST_INLINE IntFewRows int_few_rows_for(int64_t rows) {
+  if constexpr (MR == 1) {
+    return int_few_rows<Word, 1>;
+  } else {
+    return rows == MR ? int_few_rows<Word, MR> : int_few_rows_for<Word, MR - 1>(rows);
+  }
+}
+template <class Word>
+void int_few(const ProductPart& part) {
+  int_few_rows_for<Word>(part.rows)(part);
+}
+
+}  // namespace opst::OPST_ISA_NS::gemm
