@@ -12,6 +12,12 @@ namespace opst::gemm {
 const FloatKernels& float_kernels(Isa isa);
 const ByteKernels& byte_kernels(Isa isa);
 
+// An enumerator's name, in the order of the enumeration.
+template <class Enum, size_t n>
+const char* name_of(const char* const (&names)[n], Enum value) {
+  return static_cast<size_t>(value) < n ? names[static_cast<size_t>(value)] : "unknown";
+}
+
 // Of f32, bf16 and f16.
 inline FloatType float_type(DType dtype) {
   return dtype == DType::f32 ? FloatType::f32 : dtype == DType::bf16 ? FloatType::bf16 : FloatType::f16;

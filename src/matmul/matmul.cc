@@ -205,31 +205,13 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
 }
 
 const char* to_string(ActivationType type) {
-  switch (type) {
-    case ActivationType::exact:
-      return "exact";
-    case ActivationType::int8:
-      return "int8";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"exact", "int8"};
+  return gemm::name_of(kNames, type);
 }
 
 const char* to_string(Activation activation) {
-  switch (activation) {
-    case Activation::none:
-      return "none";
-    case Activation::silu:
-      return "silu";
-    case Activation::gelu_erf:
-      return "gelu_erf";
-    case Activation::gelu_tanh:
-      return "gelu_tanh";
-    case Activation::swiglu:
-      return "swiglu";
-    case Activation::swiglu_swapped:
-      return "swiglu_swapped";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"none", "silu", "gelu_erf", "gelu_tanh", "swiglu", "swiglu_swapped"};
+  return gemm::name_of(kNames, activation);
 }
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedWeight& weight, const Tensor& out,

@@ -12,41 +12,21 @@
 namespace opst {
 
 const char* to_string(MatmulPath path) {
-  switch (path) {
-    case MatmulPath::few_rows:
-      return "few_rows";
-    case MatmulPath::many_rows:
-      return "many_rows";
-    case MatmulPath::activations_fixed:
-      return "activations_fixed";
-    case MatmulPath::activations_int8_few_rows:
-      return "activations_int8_few_rows";
-    case MatmulPath::activations_int8_many_rows:
-      return "activations_int8_many_rows";
-    case MatmulPath::weights_int_few_rows:
-      return "weights_int_few_rows";
-    case MatmulPath::weights_int_many_rows:
-      return "weights_int_many_rows";
-    case MatmulPath::weights_int_floats:
-      return "weights_int_floats";
-    case MatmulPath::f64:
-      return "f64";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"few_rows",
+                                           "many_rows",
+                                           "activations_fixed",
+                                           "activations_int8_few_rows",
+                                           "activations_int8_many_rows",
+                                           "weights_int_few_rows",
+                                           "weights_int_many_rows",
+                                           "weights_int_floats",
+                                           "f64"};
+  return gemm::name_of(kNames, path);
 }
 
 const char* to_string(MatmulProduct product) {
-  switch (product) {
-    case MatmulProduct::f32:
-      return "f32";
-    case MatmulProduct::bf16_dot:
-      return "bf16_dot";
-    case MatmulProduct::int8_dot:
-      return "int8_dot";
-    case MatmulProduct::f64:
-      return "f64";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"f32", "bf16_dot", "int8_dot", "f64"};
+  return gemm::name_of(kNames, product);
 }
 
 namespace gemm {
