@@ -29,6 +29,11 @@ OPST_INLINE const int8_t* plane_of(const ActivationBlock& block, int) { return b
 OPST_INLINE const int8_t* plane_of(const FixedBlock& block, int plane) { return block.q[plane]; }
 OPST_INLINE int32_t sum_of(const ActivationBlock& block, int half, int) { return block.sums[half]; }
 OPST_INLINE int32_t sum_of(const FixedBlock& block, int half, int plane) { return block.sums[half][plane]; }
+// Of the values of a run with one scale: all of the block, or a half.
+template <int kPart, class Block>
+OPST_INLINE int32_t sum_of_run(const Block& block, int half, int plane) {
+  return kPart == 32 ? sum_of(block, 0, plane) + sum_of(block, 1, plane) : sum_of(block, half, plane);
+}
 template <class Block>
 inline constexpr int kPlanes = 1;
 template <>
@@ -46,16 +51,13 @@ template <class Piece, class Block, int MR, int NV>
 OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_row, int64_t column) {
   using Of = Int8Piece<Piece>;
   using Shape = typename Of::Shape;
-  constexpr int P = kPlanes<Block>;
-  constexpr int kSums = MR * NV == 1 ? 2 : 1;
-  constexpr int kParts = Piece::kValues / Shape::kPart;
-  constexpr int kGroups = Shape::kPart / 8;
+  constexpr int P = kPlanes<Block>, kSums = MR * NV == 1 ? 2 : 1;
+  constexpr int kParts = Piece::kValues / Shape::kPart, kGroups = Shape::kPart / 8;
   constexpr int64_t kFetchBytes = static_cast<int64_t>(sizeof(Piece)) / kParts;
   constexpr int64_t kAhead = (kBlockPrefetchBytes + sizeof(Piece) - 1) / sizeof(Piece);
   constexpr int64_t kPanels = NV > kVecsPerPanel ? NV / kVecsPerPanel : 1;
   const int64_t pieces = part.k / Piece::kValues;
-  const int64_t first_vec = column / F32::kLanes;
-  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
+  const int64_t first_vec = column / F32::kLanes, last_vec = (part.columns - 1) / F32::kLanes;
   const Piece* stream[NV];
   int lane[NV];
   OPST_UNROLL for (int v = 0; v < NV; ++v) {
@@ -84,9 +86,7 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
       simd::DotSum<Shape::kMost> sums[kSums][MR][NV][P];
       OPST_UNROLL for (int i = 0; i < MR; ++i) {
         OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
-          const Block& block = a[i * a_stride];
-          const int32_t sum =
-              Shape::kPart == 32 ? sum_of(block, 0, plane) + sum_of(block, 1, plane) : sum_of(block, half, plane);
+          const int32_t sum = sum_of_run<Shape::kPart>(a[i * a_stride], half, plane);
           OPST_UNROLL for (int v = 0; v < NV; ++v) {
             sums[0][i][v][plane].begin(Shape::kOffset == 0 ? I32::zero() : I32::set1(-Shape::kOffset * sum));
             if constexpr (kSums == 2) sums[1][i][v][plane].begin(I32::zero());
