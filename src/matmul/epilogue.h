@@ -56,22 +56,23 @@ inline constexpr bool kTakesTwo<SwigluSwapped> = true;
 template <class Activation>
 OPST_NOINLINE void activate(const Finish& part, int64_t first, int64_t rows, float* to, int64_t to_stride) {
   const int64_t n = part.columns;
+  const float *const bias = part.bias, *const second_bias = part.second_bias;
   for (int64_t row = first; row < first + rows; ++row, to += to_stride) {
     const float* const y = part.sums + row * part.sums_stride;
     const bool scaled = part.x_scales != nullptr;
     const F32 x_scale = F32::set1(scaled ? part.x_scales[row] : 1);
-    const auto with_bias = [&](F32 sum, const float* bias, int64_t i) OPST_INLINE_LAMBDA {
+    const auto with_bias = [&](F32 sum, const float* b, int64_t i) OPST_INLINE_LAMBDA {
       if (scaled) sum = sum * x_scale;
-      return bias == nullptr ? sum : sum + tile::load_row<F32>(bias, 1, i, n);
+      return b == nullptr ? sum : sum + tile::load_row<F32>(b, 1, i, n);
     };
     for (int64_t i = 0; i < n; i += F32::kLanes) {
       F32 other = F32::zero();
       // The second half's sums may begin anywhere in their own rows, so that the last vector may not be a whole one.
       if constexpr (kTakesTwo<Activation>) {
         const float* const second = part.second + row * part.second_stride;
-        other = with_bias(tile::load_row<F32>(second, 1, i, n), part.second_bias, i);
+        other = with_bias(tile::load_row<F32>(second, 1, i, n), second_bias, i);
       }
-      const F32 value = Activation::of(with_bias(F32::load(y + i), part.bias, i), other);
+      const F32 value = Activation::of(with_bias(F32::load(y + i), bias, i), other);
       if (n - i >= F32::kLanes) {
         value.store(to + i);
       } else {
