@@ -7,15 +7,9 @@
 //   scale = 0 (no value above 2^-143 or so): all q are 0
 //   a NaN or an infinity among the values: scale = NaN, all q are 0; so the whole row of out becomes NaN
 //
-// Weights. The values of a format come in runs of one scale: 32 values, for q6_k 16 (Int8Shape::kPart). Value t of a
-// run is d * (u[t] - offset) + m, with u an unsigned integer and d (and m) one f32 per run and output:
-//
-//   format        u         offset  d          m
-//   q4_0, q5_0    q         8, 16   d          -
-//   q4_1, q5_1    q         0       d          m
-//   q8_0          q + 128   128     d          -
-//   q4_k, q5_k    q         0       d * s      -(e * m)
-//   q6_k          q         32      d * s      -
+// Weights. The values of a format come in runs of one scale (Block::kPart of quant/formats.h): 32 values, for q6_k 16.
+// Value t of a run is d * (u[t] - offset) + m, with u an unsigned integer and d (and m) one f32 per run and output: the
+// products of the block's f16 with the run's scale and minimum, the latter negated where the format subtracts it.
 //
 // Sums. Each output is one chain of f32 multiply-adds over the runs in ascending order, beginning with 0:
 //   total = sum over the run of q[t] * (u[t] - offset)           an exact integer, below 2^20 in magnitude

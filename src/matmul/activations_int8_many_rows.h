@@ -24,7 +24,6 @@ namespace opst::OPST_ISA_NS::gemm {
 using opst::gemm::ActivationBlock;
 using opst::gemm::kActivationBlock;
 using simd::I32;
-using simd::shift_right;
 
 // Rows of a register tile, whose f32 sums and integer totals fill the registers.
 #if defined(__AVX512F__)
@@ -34,20 +33,6 @@ inline constexpr int kInt8TileRows = 2;
 #endif
 inline constexpr int kInt8TileVecs = 2;
 inline constexpr int kInt8Columns = kInt8TileVecs * F32::kLanes;
-
-// q of eight values of one vector of columns, as they meet the activations: values 0 2 4 6 and 1 3 5 7.
-struct EvenOdd {
-  Words even, odd;
-};
-OPST_INLINE EvenOdd split_nibbles(Words words) {
-  const Words mask = simd::words_of(0x0f0f0f0f);
-  return {words & mask, shift_right<4>(words) & mask};
-}
-// Bit `bit` of field j of `high` is the fifth of value j.
-OPST_INLINE EvenOdd add_fifth_bits(EvenOdd q, Words high, int bit) {
-  const Words mask = simd::words_of(0x01010101);
-  return {q.even | (high >> bit & mask) << 4, q.odd | (high >> (bit + 4) & mask) << 4};
-}
 
 // A format as the register tile sees it (activations_int8.h): values per scale, offset, largest u, whether there is an m.
 // Formats with the same shape share one tile.
@@ -61,89 +46,15 @@ struct Int8Shape {
 template <class Piece>
 struct Int8Piece;
 
-template <>
-struct Int8Piece<PieceQ4_0> {
-  using Shape = Int8Shape<32, 8, 15, false>;
-  static OPST_INLINE EvenOdd q(const PieceQ4_0& piece, int lane, int group) {
-    return split_nibbles(Words::load(piece.words[group] + lane));
+template <class Block>
+struct Int8Piece<Piece<Block>> {
+  using Shape = Int8Shape<Block::kPart, Block::kOffset, (1 << Block::kBits) - 1, Block::kMinimum != Minimum::none>;
+  static OPST_INLINE EvenOdd q(const Piece<Block>& piece, int lane, int group) {
+    return Group<Block::kBits>::bytes(piece, lane, group);
   }
-  static OPST_INLINE F32 scale(const PieceQ4_0& piece, int lane, int) { return F32::load(piece.d + lane); }
-};
-template <>
-struct Int8Piece<PieceQ4_1> {
-  using Shape = Int8Shape<32, 0, 15, true>;
-  static OPST_INLINE EvenOdd q(const PieceQ4_1& piece, int lane, int group) {
-    return split_nibbles(Words::load(piece.words[group] + lane));
-  }
-  static OPST_INLINE F32 scale(const PieceQ4_1& piece, int lane, int) { return F32::load(piece.d + lane); }
-  static OPST_INLINE F32 minimum(const PieceQ4_1& piece, int lane, int) { return F32::load(piece.m + lane); }
-};
-template <>
-struct Int8Piece<PieceQ5_0> {
-  using Shape = Int8Shape<32, 16, 31, false>;
-  static OPST_INLINE EvenOdd q(const PieceQ5_0& piece, int lane, int group) {
-    return add_fifth_bits(split_nibbles(Words::load(piece.words[group] + lane)),
-                          Words::load(piece.high[group / 4] + lane), group % 4);
-  }
-  static OPST_INLINE F32 scale(const PieceQ5_0& piece, int lane, int) { return F32::load(piece.d + lane); }
-};
-template <>
-struct Int8Piece<PieceQ5_1> {
-  using Shape = Int8Shape<32, 0, 31, true>;
-  static OPST_INLINE EvenOdd q(const PieceQ5_1& piece, int lane, int group) {
-    return add_fifth_bits(split_nibbles(Words::load(piece.words[group] + lane)),
-                          Words::load(piece.high[group / 4] + lane), group % 4);
-  }
-  static OPST_INLINE F32 scale(const PieceQ5_1& piece, int lane, int) { return F32::load(piece.d + lane); }
-  static OPST_INLINE F32 minimum(const PieceQ5_1& piece, int lane, int) { return F32::load(piece.m + lane); }
-};
-template <>
-struct Int8Piece<PieceQ8_0> {
-  using Shape = Int8Shape<32, 128, 255, false>;
-  static OPST_INLINE EvenOdd q(const PieceQ8_0& piece, int lane, int group) {
-    const Words signs = simd::words_of(0x80808080);
-    return {Words::load(piece.words[2 * group] + lane) ^ signs, Words::load(piece.words[2 * group + 1] + lane) ^ signs};
-  }
-  static OPST_INLINE F32 scale(const PieceQ8_0& piece, int lane, int) { return F32::load(piece.d + lane); }
-};
-template <>
-struct Int8Piece<PieceQ6_K> {
-  using Shape = Int8Shape<16, 32, 63, false>;
-  static OPST_INLINE EvenOdd q(const PieceQ6_K& piece, int lane, int group) {
-    const EvenOdd low = split_nibbles(Words::load(piece.words[group] + lane));
-    const Words high = Words::load(piece.high[group / 2] + lane) >> group % 2 * 2;
-    const Words mask = simd::words_of(0x03030303);
-    return {low.even | (high & mask) << 4, low.odd | (shift_right<4>(high) & mask) << 4};
-  }
-  static OPST_INLINE F32 scale(const PieceQ6_K& piece, int lane, int part) {
-    return F32::load(piece.d + lane) * simd::load_i8(piece.scales[part] + lane);
-  }
-};
-template <>
-struct Int8Piece<PieceQ4_K> {
-  using Shape = Int8Shape<32, 0, 15, true>;
-  static OPST_INLINE EvenOdd q(const PieceQ4_K& piece, int lane, int group) {
-    return split_nibbles(Words::load(piece.words[group] + lane));
-  }
-  static OPST_INLINE F32 scale(const PieceQ4_K& piece, int lane, int part) {
-    return scale_of(piece, lane, piece.d, 0, part);
-  }
-  static OPST_INLINE F32 minimum(const PieceQ4_K& piece, int lane, int part) {
-    return scale_of(piece, lane, piece.minus_dmin, 1, part);
-  }
-};
-template <>
-struct Int8Piece<PieceQ5_K> {
-  using Shape = Int8Shape<32, 0, 31, true>;
-  static OPST_INLINE EvenOdd q(const PieceQ5_K& piece, int lane, int group) {
-    return add_fifth_bits(split_nibbles(Words::load(piece.words[group] + lane)),
-                          Words::load(piece.high[group / 4] + lane), group % 4);
-  }
-  static OPST_INLINE F32 scale(const PieceQ5_K& piece, int lane, int part) {
-    return scale_of(piece, lane, piece.d, 0, part);
-  }
-  static OPST_INLINE F32 minimum(const PieceQ5_K& piece, int lane, int part) {
-    return scale_of(piece, lane, piece.minus_dmin, 1, part);
+  static OPST_INLINE F32 scale(const Piece<Block>& piece, int lane, int part) { return scale_of(piece, lane, part); }
+  static OPST_INLINE F32 minimum(const Piece<Block>& piece, int lane, int part) {
+    return minimum_of(piece, lane, part);
   }
 };
 

@@ -222,22 +222,17 @@ TEST(Int8Blocks, KeepIntegersExactly) {
     if (!has_integers(format)) continue;
     // Scales and minimums that are small integers.
     std::vector<unsigned char> blocks = test::random_blocks(format, kN, kK, random);
-    const auto put = [&](int64_t block, int64_t at, double value) {
-      const f16 half = to_f16(value);
-      std::memcpy(blocks.data() + block * block_bytes(format) + at, &half, 2);
-    };
-    for (int64_t b = 0; b < kN * kK / block_values(format); ++b) {
-      put(b, test::scale_offset(format), 1);
-      if (format == QuantFormat::q4_1 || format == QuantFormat::q5_1)
-        put(b, 2, static_cast<double>(random.integer(-9, 9)));
-      if (format == QuantFormat::q4_k || format == QuantFormat::q5_k) put(b, 2, 1);
-      if (format == QuantFormat::q6_k) {
-        for (int s = 0; s < 16; ++s) {
-          blocks[static_cast<size_t>(b * block_bytes(format) + 192 + s)] =
-              static_cast<unsigned char>(random.integer(-3, 3));
+    test::edit_blocks(format, blocks, [&]<class Block>(Block& block) {
+      if constexpr (!kIsFloat<Block>) {
+        block.d = to_f16(1.0);
+        if constexpr (Block::kMinimum != Minimum::none) {
+          block.m = to_f16(Block::kScales == Scales::one ? static_cast<double>(random.integer(-9, 9)) : 1);
+        }
+        if constexpr (Block::kScales == Scales::int8) {
+          for (int8_t& scale : block.scales) scale = static_cast<int8_t>(random.integer(-3, 3));
         }
       }
-    }
+    });
     const Weight weight(format, kN, kK, blocks);
     std::vector<float> x(kM * kK), out(kM * kN);
     for (size_t i = 0; i < x.size(); ++i) {

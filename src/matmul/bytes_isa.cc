@@ -10,31 +10,24 @@
 namespace opst::OPST_ISA_NS::gemm {
 namespace {
 
-// A few rows of blocks: null where the level takes more instructions for the products of a format's bytes than for
-// decoding them to floats.
-template <class Piece, class Block>
-constexpr opst::gemm::Product few_blocks() {
-#if defined(__AVX2__)
-#if !defined(__AVX512VNNI__)
-  if (Int8Piece<Piece>::Shape::kMost > 127) return nullptr;
+// Of a few rows of blocks: products of larger bytes take more instructions than decoding them to floats.
+#if defined(__AVX512VNNI__)
+constexpr int kLargest = 255;
+#elif defined(__AVX2__)
+constexpr int kLargest = 127;
 #endif
-  return few_rows_blocks<Piece, Block>;
-#else
-  return nullptr;
-#endif
-}
 
-template <class... Pieces>
-constexpr opst::gemm::ByteKernels kernels_for() {
-  static_assert(sizeof...(Pieces) + 3 == kNumBlockFormats);  // and bf16, the last
-  return {
-    .int8_columns = kInt8Columns, .int_columns = kIntColumns,
-    .activations_fixed = {nullptr, nullptr, few_blocks<Pieces, opst::gemm::FixedBlock>()...},
-    .activations_int8_few_rows = {nullptr, nullptr, few_blocks<Pieces, opst::gemm::ActivationBlock>()...},
-    .activations_int8_many_rows = {nullptr, nullptr, int8_block_rows<Pieces>...},
+constexpr opst::gemm::ByteKernels all_kernels() {
+  opst::gemm::ByteKernels table = {
+    .int8_columns = kInt8Columns,
+    .int_columns = kIntColumns,
+    .activations_fixed = {},
+    .activations_int8_few_rows = {},
+    .activations_int8_many_rows = {},
     .weights_int_few_rows = {int_few<WordI8>, int_few<WordI4>},
     .weights_int_many_rows = {int_many<WordI8>, int_many<WordI4>},
-    .weights_int_floats = {int_with_floats<WordI8>, int_with_floats<WordI4>}, .quantise_row = quantise_row,
+    .weights_int_floats = {int_with_floats<WordI8>, int_with_floats<WordI4>},
+    .quantise_row = quantise_row,
 #if defined(__AVX2__)
     .fix_row = fix_row,
 #else
@@ -42,12 +35,24 @@ constexpr opst::gemm::ByteKernels kernels_for() {
 #endif
     .pack_int_row = pack_int_row
   };
+  QuantBlocks::each([&]<class Block>() {
+    if constexpr (!kIsFloat<Block>) {
+      constexpr int kFormat = static_cast<int>(Block::kFormat);
+      table.activations_int8_many_rows[kFormat] = int8_block_rows<Piece<Block>>;
+#if defined(__AVX2__)
+      if constexpr (Int8Piece<Piece<Block>>::Shape::kMost <= kLargest) {
+        table.activations_fixed[kFormat] = few_rows_blocks<Piece<Block>, opst::gemm::FixedBlock>;
+        table.activations_int8_few_rows[kFormat] = few_rows_blocks<Piece<Block>, opst::gemm::ActivationBlock>;
+      }
+#endif
+    }
+  });
+  return table;
 }
 
 }  // namespace
 
 extern const opst::gemm::ByteKernels kByteKernels;
-constinit const opst::gemm::ByteKernels kByteKernels =
-    kernels_for<PieceQ8_0, PieceQ4_1, PieceQ4_0, PieceQ5_0, PieceQ5_1, PieceQ6_K, PieceQ4_K, PieceQ5_K>();
+constinit const opst::gemm::ByteKernels kByteKernels = all_kernels();
 
 }  // namespace opst::OPST_ISA_NS::gemm

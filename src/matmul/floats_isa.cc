@@ -7,32 +7,34 @@
 namespace opst::OPST_ISA_NS::gemm {
 namespace {
 
-template <class... Pieces>
-constexpr opst::gemm::FloatKernels kernels_for() {
-  static_assert(sizeof...(Pieces) == kNumBlockFormats);
-  return {
-    .few_columns = kFewColumns, .many_columns = kManyColumns, .few_rows = {few_rows<Pieces>...},
-    .many_rows = {many_rows<Pieces>...},
+constexpr opst::gemm::FloatKernels all_kernels() {
+  opst::gemm::FloatKernels table = {
+    .few_columns = kFewColumns,
+    .many_columns = kManyColumns,
+    .few_rows = {},
+    .many_rows = {},
 #if defined(__AVX512BF16__)
-    .few_rows_dot = few_rows<PieceBf16Words>, .many_rows_dot = many_rows<PieceBf16Words>,
+    .few_rows_dot = few_rows<PieceBf16Words>,
+    .many_rows_dot = many_rows<PieceBf16Words>,
 #else
-    .few_rows_dot = nullptr, .many_rows_dot = nullptr,
+    .few_rows_dot = nullptr,
+    .many_rows_dot = nullptr,
 #endif
-    .finish = {finish<NoActivation>, finish<Silu>,   finish<GeluErf>,
-               finish<GeluTanh>,     finish<Swiglu>, finish<SwigluSwapped>},
-    .pack_panel = {pack_panel<float>, pack_bf16_panel, pack_panel<f16>}, .widen_rows = {
-      widen_rows<float>,
-      widen_rows<bf16>,
-      widen_rows<f16>
-    }
+    .finish = {finish<NoActivation>, finish<Silu>, finish<GeluErf>, finish<GeluTanh>, finish<Swiglu>,
+               finish<SwigluSwapped>},
+    .pack_panel = {pack_panel<float>, pack_bf16_panel, pack_panel<f16>},
+    .widen_rows = {widen_rows<float>, widen_rows<bf16>, widen_rows<f16>}
   };
+  QuantBlocks::each([&]<class Block>() {
+    table.few_rows[static_cast<int>(Block::kFormat)] = few_rows<Piece<Block>>;
+    table.many_rows[static_cast<int>(Block::kFormat)] = many_rows<Piece<Block>>;
+  });
+  return table;
 }
 
 }  // namespace
 
 extern const opst::gemm::FloatKernels kFloatKernels;
-constinit const opst::gemm::FloatKernels kFloatKernels =
-    kernels_for<PieceF32, PieceF16, PieceQ8_0, PieceQ4_1, PieceQ4_0, PieceQ5_0, PieceQ5_1, PieceQ6_K, PieceQ4_K,
-                PieceQ5_K, PieceBf16>();
+constinit const opst::gemm::FloatKernels kFloatKernels = all_kernels();
 
 }  // namespace opst::OPST_ISA_NS::gemm

@@ -77,8 +77,8 @@ struct FloatKernels {
   int few_columns;   // columns that few_rows takes at once: rectangles should be multiples of it
   int many_columns;  // likewise
   // Both give the same bits. Scratch of many_rows: f32 [k_block][many_columns].
-  Product few_rows[kNumBlockFormats];
-  Product many_rows[kNumBlockFormats];
+  Product few_rows[kNumQuantFormats];
+  Product many_rows[kNumQuantFormats];
   // bf16 x times bf16 weights by the pairwise dot instruction; null where the level has none.
   Product few_rows_dot, many_rows_dot;
   void (*finish[kNumActivations])(const Finish& part);  // in the order of Activation
@@ -96,10 +96,10 @@ struct FloatKernels {
 struct ByteKernels {
   int int8_columns;  // columns that activations_int8_many_rows takes at once
   int int_columns;   // columns that weights_int_many_rows and weights_int_floats take at once
-  Product activations_fixed[kNumBlockFormats];
-  Product activations_int8_few_rows[kNumBlockFormats];
+  Product activations_fixed[kNumQuantFormats];
+  Product activations_int8_few_rows[kNumQuantFormats];
   // Scratch: words of four bytes [k_block / 4][int8_columns], scales [k_block / 16] of them, minimums [k_block / 32].
-  Product activations_int8_many_rows[kNumBlockFormats];
+  Product activations_int8_many_rows[kNumQuantFormats];
   // Index 0: i8, 1: i4. few_rows: up to kIntFewRows rows.
   Product weights_int_few_rows[2];
   // Scratch of i4: words of four bytes [kIntFours, or with more groups those of a group][int_columns].

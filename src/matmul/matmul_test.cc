@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/convert.h"
 #include "core/int_math.h"
 #include "matmul/reference.h"
 #include "matmul/test_calls.h"
@@ -184,12 +185,15 @@ TEST(Matmul, MultipliesExactlyTheDequantisedWeights) {
     for (int round = 0; round < 4; ++round) {
       std::vector<unsigned char> bytes = test::random_blocks(format, kN, kK, random);
       // Scales of any bits, in the last rounds; all subnormal before.
-      const int64_t block = block_bytes(format);
-      for (auto b = static_cast<size_t>(test::scale_offset(format)); round > 0 && b < bytes.size();
-           b += static_cast<size_t>(block)) {
+      test::edit_blocks(format, bytes, [&]<class Block>(Block& block) {
+        if (round == 0) return;
         const auto bits = static_cast<uint16_t>(round == 1 ? random.integer(0, 0x3ff) : random.integer(0, 0xffff));
-        std::memcpy(&bytes[b], &bits, 2);
-      }
+        if constexpr (kIsFloat<Block>) {
+          std::memcpy(&block.x, &bits, sizeof(bits));
+        } else {
+          block.d.bits = bits;
+        }
+      });
       const Weight weight(format, kN, kK, bytes);
       std::vector<float> values(kN * kK), x(20 * kK), out(20 * kN), expected(20 * kN);
       ASSERT_TRUE(
@@ -217,16 +221,14 @@ TEST(Matmul, InfiniteScalesGiveInfinity) {
   constexpr int64_t kN = 20, kK = 512;
   for (QuantFormat format : kQuantFormats) {
     if (block_values(format) == 1) continue;
-    const bool with_minimum = format == QuantFormat::q4_1 || format == QuantFormat::q5_1 ||
-                              format == QuantFormat::q4_k || format == QuantFormat::q5_k;
     // All bits set: no value is zero, all have one sign.
-    const int64_t blocks = kN * kK / block_values(format);
-    std::vector<unsigned char> bytes(static_cast<size_t>(blocks * block_bytes(format)), 0xff);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const uint16_t infinity = 0x7c00, one = 0x3c00;
-      std::memcpy(&bytes[static_cast<size_t>(b * block_bytes(format) + test::scale_offset(format))], &infinity, 2);
-      if (with_minimum) std::memcpy(&bytes[static_cast<size_t>(b * block_bytes(format) + 2)], &one, 2);
-    }
+    std::vector<unsigned char> bytes(static_cast<size_t>(kN * kK / block_values(format) * block_bytes(format)), 0xff);
+    test::edit_blocks(format, bytes, [&]<class Block>(Block& block) {
+      if constexpr (!kIsFloat<Block>) {
+        block.d = to_f16(std::numeric_limits<double>::infinity());
+        if constexpr (Block::kMinimum != Minimum::none) block.m = to_f16(1.0);
+      }
+    });
     const Weight weight(format, kN, kK, bytes);
     for (const TestContext& t : contexts_with_threads(1)) {
       for (int64_t m : {1, 12}) {

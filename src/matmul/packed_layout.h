@@ -12,107 +12,102 @@
 #include <cstdint>
 
 #include "opst/dtype.h"
+#include "quant/formats.h"
 
 namespace opst::gemm {
 
 inline constexpr int kPanelColumns = 16;
 
-struct PieceF32 {
+// Integers of 4, 5, 6 or 8 bits (u of formats.h) lie eight by eight, so that both kinds of kernel find them with few
+// instructions: one value to a lane as a float, or four to a lane as bytes, the even values of the eight and the odd
+// ones. Value t of column c:
+template <int bits, int values>
+struct PackedIntegers;
+
+// 4-bit field t % 8 of words[t / 8][c]
+template <int values>
+struct PackedIntegers<4, values> {
+  uint32_t words[values / 8][kPanelColumns];
+};
+
+// The low four bits as above; above them bit t / 8 % 4 of the 4-bit field t % 8 of high[t / 32][c].
+template <int values>
+struct PackedIntegers<5, values> {
+  uint32_t high[values / 32][kPanelColumns];
+  uint32_t words[values / 8][kPanelColumns];
+};
+
+// The low four bits as above; above them the lower (t / 8 even) or upper two bits of the 4-bit field t % 8 of
+// high[t / 16][c].
+template <int values>
+struct PackedIntegers<6, values> {
+  uint32_t high[values / 16][kPanelColumns];
+  uint32_t words[values / 8][kPanelColumns];
+};
+
+// u - 128 is the signed byte t % 8 / 2 of words[t / 8 * 2 + t % 2][c].
+template <int values>
+struct PackedIntegers<8, values> {
+  uint32_t words[values / 4][kPanelColumns];
+};
+
+// d and m of column c, and the scales and minimums of its `parts` parts. m is stored negated where the format subtracts.
+template <Scales scales, bool minimum, int parts>
+struct PackedScales;
+
+template <>
+struct PackedScales<Scales::one, false, 1> {
+  f16 d[kPanelColumns];
+};
+
+template <>
+struct PackedScales<Scales::one, true, 1> {
+  f16 d[kPanelColumns];
+  f16 m[kPanelColumns];
+};
+
+template <int parts>
+struct PackedScales<Scales::int8, false, parts> {
+  f16 d[kPanelColumns];
+  int8_t scales[parts][kPanelColumns];
+};
+
+// Scale s: 4-bit field s of scale_words[0][c], above it 2-bit field s of scale_high[0][c]; minimum s likewise with
+// index 1.
+template <>
+struct PackedScales<Scales::six, true, 8> {
+  f16 d[kPanelColumns];
+  f16 m[kPanelColumns];
+  uint16_t scale_high[2][kPanelColumns];
+  uint32_t scale_words[2][kPanelColumns];
+};
+
+template <class Block>
+using ScalesOf = PackedScales<Block::kScales, Block::kMinimum != Minimum::none, Block::kValues / Block::kPart>;
+
+// Sixteen blocks of a format side by side.
+template <class Block>
+struct Piece : ScalesOf<Block>, PackedIntegers<Block::kBits, Block::kValues> {
+  static constexpr int kValues = Block::kValues;
+};
+
+template <>
+struct Piece<BlockF32> {
   static constexpr int kValues = 1;
   float x[kPanelColumns];
 };
 
-struct PieceF16 {
+template <>
+struct Piece<BlockF16> {
   static constexpr int kValues = 1;
   f16 x[kPanelColumns];
 };
 
 // Inputs k and k + 1, the first in the lower half; an odd k is filled up with 0.
-struct PieceBf16 {
+template <>
+struct Piece<BlockBf16> {
   static constexpr int kValues = 2;
   uint32_t words[kPanelColumns];
 };
-
-// Quantised values lie eight by eight, so that both kinds of kernel find them with few instructions: one value to a
-// lane as a float, or four to a lane as bytes, the even values of the eight and the odd ones.
-
-// value t of column c = d[c] * q, q the signed byte t % 8 / 2 of words[t / 8 * 2 + t % 2][c]
-struct PieceQ8_0 {
-  static constexpr int kValues = 32;
-  f16 d[kPanelColumns];
-  uint32_t words[8][kPanelColumns];
-};
-
-// value t of column c = d[c] * (4-bit field t % 8 of words[t / 8][c]) + m[c]
-struct PieceQ4_1 {
-  static constexpr int kValues = 32;
-  f16 d[kPanelColumns];
-  f16 m[kPanelColumns];
-  uint32_t words[4][kPanelColumns];
-};
-
-// value t of column c = d[c] * (4-bit field as in PieceQ4_1 - 8)
-struct PieceQ4_0 {
-  static constexpr int kValues = 32;
-  f16 d[kPanelColumns];
-  uint32_t words[4][kPanelColumns];
-};
-
-// q of value t: low four bits as in PieceQ4_1, above them bit t / 8 % 4 of the 4-bit field t % 8 of high[t / 32][c].
-// value t of column c = d[c] * (q - 16)
-struct PieceQ5_0 {
-  static constexpr int kValues = 32;
-  f16 d[kPanelColumns];
-  uint32_t high[1][kPanelColumns];
-  uint32_t words[4][kPanelColumns];
-};
-
-// value t of column c = d[c] * q + m[c], q as in PieceQ5_0
-struct PieceQ5_1 {
-  static constexpr int kValues = 32;
-  f16 d[kPanelColumns];
-  f16 m[kPanelColumns];
-  uint32_t high[1][kPanelColumns];
-  uint32_t words[4][kPanelColumns];
-};
-
-// q of value t: low four bits as in PieceQ4_1, above them the lower (t / 8 even) or upper two bits of the 4-bit field
-// t % 8 of high[t / 16][c].
-// value t of column c = d[c] * scales[t / 16][c] * (q - 32)
-struct PieceQ6_K {
-  static constexpr int kValues = 256;
-  f16 d[kPanelColumns];
-  int8_t scales[16][kPanelColumns];
-  uint32_t high[16][kPanelColumns];
-  uint32_t words[32][kPanelColumns];
-};
-
-// Scale s (0 <= s < 8) of column c: 4-bit field s of scale_words[0][c], above it 2-bit field s of scale_high[0][c];
-// minimum s likewise with index 1. The factor of the minimums is stored negated.
-// value t of column c = d[c] * scale t / 32 * (4-bit field as in PieceQ4_1) + minus_dmin[c] * minimum t / 32
-struct PieceQ4_K {
-  static constexpr int kValues = 256;
-  f16 d[kPanelColumns];
-  f16 minus_dmin[kPanelColumns];
-  uint16_t scale_high[2][kPanelColumns];
-  uint32_t scale_words[2][kPanelColumns];
-  uint32_t words[32][kPanelColumns];
-};
-
-// As PieceQ4_K, with q as in PieceQ5_0.
-struct PieceQ5_K {
-  static constexpr int kValues = 256;
-  f16 d[kPanelColumns];
-  f16 minus_dmin[kPanelColumns];
-  uint16_t scale_high[2][kPanelColumns];
-  uint32_t scale_words[2][kPanelColumns];
-  uint32_t high[8][kPanelColumns];
-  uint32_t words[32][kPanelColumns];
-};
-
-static_assert(sizeof(PieceF32) == 16 * 4 && sizeof(PieceF16) == 16 * 2 && sizeof(PieceBf16) == 16 * 4 &&
-              sizeof(PieceQ8_0) == 16 * 34 && sizeof(PieceQ4_1) == 16 * 20 && sizeof(PieceQ4_0) == 16 * 18 &&
-              sizeof(PieceQ5_0) == 16 * 22 && sizeof(PieceQ5_1) == 16 * 24 && sizeof(PieceQ6_K) == 16 * 210 &&
-              sizeof(PieceQ4_K) == 16 * 144 && sizeof(PieceQ5_K) == 16 * 176);
 
 }  // namespace opst::gemm

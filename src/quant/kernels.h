@@ -38,7 +38,7 @@ struct DequantizeGroup {
 };
 
 struct Kernels {
-  DequantizeRow dequantize_row[kNumBlockFormats];
+  DequantizeRow dequantize_row[kNumQuantFormats];
   // Index 0: f32, 1: bf16, 2: f16, of x and of out.
   void (*quantize_group[3])(const QuantizeGroup& group);
   void (*dequantize_group[3])(const DequantizeGroup& group);

@@ -1,8 +1,8 @@
 #include "opst/quant.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
-#include <iterator>
 #include <string_view>
 
 #include "core/guarded.h"
@@ -21,30 +21,23 @@ OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, quant, Kernels, kKernels, kernels)
 namespace {
 
 struct FormatInfo {
-  const char* name;
-  int64_t block_values;
-  int64_t block_bytes;
+  const char* name = nullptr;
+  int64_t block_values = 0;
+  int64_t block_bytes = 0;
 };
-template <class Block>
-constexpr FormatInfo info(const char* name) {
-  return {name, Block::kValues, sizeof(Block)};
-}
-constexpr FormatInfo kFormats[] = {info<BlockF32>("f32"),   info<BlockF16>("f16"),   info<BlockQ8_0>("q8_0"),
-                                   info<BlockQ4_1>("q4_1"), info<BlockQ4_0>("q4_0"), info<BlockQ5_0>("q5_0"),
-                                   info<BlockQ5_1>("q5_1"), info<BlockQ6_K>("q6_k"), info<BlockQ4_K>("q4_k"),
-                                   info<BlockQ5_K>("q5_k"), info<BlockBf16>("bf16")};
-static_assert(std::size(kFormats) == kNumQuantFormats && kNumBlockFormats == kNumQuantFormats &&
-              static_cast<int>(QuantFormat::f32) == 0 && static_cast<int>(QuantFormat::f16) == 1 &&
-              static_cast<int>(QuantFormat::q8_0) == 2 && static_cast<int>(QuantFormat::q4_1) == 3 &&
-              static_cast<int>(QuantFormat::q4_0) == 4 && static_cast<int>(QuantFormat::q5_0) == 5 &&
-              static_cast<int>(QuantFormat::q5_1) == 6 && static_cast<int>(QuantFormat::q6_k) == 7 &&
-              static_cast<int>(QuantFormat::q4_k) == 8 && static_cast<int>(QuantFormat::q5_k) == 9 &&
-              static_cast<int>(QuantFormat::bf16) == 10);
+constexpr std::array<FormatInfo, kNumQuantFormats> kFormats = [] {
+  std::array<FormatInfo, kNumQuantFormats> formats;
+  QuantBlocks::each([&]<class Block>() {
+    formats[static_cast<size_t>(Block::kFormat)] = {Block::kName, Block::kValues, sizeof(Block)};
+  });
+  return formats;
+}();
+static_assert(std::all_of(kFormats.begin(), kFormats.end(), [](const FormatInfo& f) { return f.name != nullptr; }));
 
 // Null for a value that is no enumerator.
 const FormatInfo* info_of(QuantFormat format) {
   const auto i = static_cast<size_t>(format);
-  return i < std::size(kFormats) ? &kFormats[i] : nullptr;
+  return i < kFormats.size() ? &kFormats[i] : nullptr;
 }
 std::string unknown(QuantFormat format) {
   return "format is " + std::to_string(static_cast<int>(format)) + ", which is no QuantFormat";
@@ -94,7 +87,7 @@ const char* to_string(QuantFormat format) {
 
 std::optional<QuantFormat> parse_quant_format(const std::string& name) {
   const auto same_letter = [](char a, char b) { return std::tolower(static_cast<unsigned char>(a)) == b; };
-  for (int i = 0; i < kNumQuantFormats; ++i) {
+  for (size_t i = 0; i < kFormats.size(); ++i) {
     const std::string_view format = kFormats[i].name;
     if (std::equal(name.begin(), name.end(), format.begin(), format.end(), same_letter)) {
       return static_cast<QuantFormat>(i);

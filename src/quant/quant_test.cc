@@ -5,6 +5,8 @@
 #include <bit>
 #include <cmath>
 #include <fstream>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -206,6 +208,28 @@ TEST(QuantFormat, HasNamesAndSizes) {
             "row_bytes: cols is 48, but q8_0 has blocks of 32 values");
   EXPECT_EQ(row_bytes(QuantFormat::q8_0, -32).status().code(), StatusCode::invalid_argument);
   EXPECT_EQ(row_bytes(QuantFormat::f32, INT64_MAX).status().code(), StatusCode::invalid_argument);
+}
+
+// The table of docs/quant.md: | `q4_0` | 32 | 18 | 4.5 | ..., a row for each format.
+TEST(QuantFormat, TheDocumentedTableHasTheSizesOfAll) {
+  std::ifstream page(std::string(OPST_SOURCE_DIR) + "/docs/quant.md");
+  ASSERT_TRUE(page.good());
+  size_t rows = 0;
+  for (std::string line; std::getline(page, line);) {
+    std::istringstream cells(line);
+    std::string bar, name;
+    int64_t values = 0, bytes = 0;
+    double bits = 0;
+    if (!(cells >> bar >> name >> bar >> values >> bar >> bytes >> bar >> bits) || name.size() < 2) continue;
+    SCOPED_TRACE(line);
+    const std::optional<QuantFormat> format = parse_quant_format(name.substr(1, name.size() - 2));
+    ASSERT_TRUE(format.has_value());
+    ++rows;
+    EXPECT_EQ(values, block_values(*format));
+    EXPECT_EQ(bytes, block_bytes(*format));
+    EXPECT_EQ(bits, 8.0 * static_cast<double>(bytes) / static_cast<double>(values));
+  }
+  EXPECT_EQ(rows, kQuantFormats.size());
 }
 
 TEST(Dequantize, NamesWhatIsWrong) {

@@ -1,24 +1,37 @@
 // Random quantised matrices for tests.
 #pragma once
 
+#include <array>
 #include <cstring>
-#include <iterator>
 #include <vector>
 
 #include "core/convert.h"
 #include "opst/quant.h"
+#include "quant/formats.h"
 #include "testing/random.h"
 
 namespace opst::test {
 
 // All formats.
-inline constexpr QuantFormat kQuantFormats[] = {
-    QuantFormat::f32,  QuantFormat::f16,  QuantFormat::q8_0, QuantFormat::q4_1, QuantFormat::q4_0, QuantFormat::q5_0,
-    QuantFormat::q5_1, QuantFormat::q6_k, QuantFormat::q4_k, QuantFormat::q5_k, QuantFormat::bf16};
-static_assert(std::size(kQuantFormats) == kNumQuantFormats);
+inline constexpr auto kQuantFormats = [] {
+  std::array<QuantFormat, kNumQuantFormats> formats;
+  for (size_t i = 0; i < formats.size(); ++i) formats[i] = static_cast<QuantFormat>(i);
+  return formats;
+}();
 
-// Where the scale lies that multiplies every value of a block.
-inline int64_t scale_offset(QuantFormat format) { return format == QuantFormat::q6_k ? 208 : 0; }
+// Calls edit(block) for every block of a matrix's bytes, with the struct of the format (quant/formats.h).
+template <class Edit>
+void edit_blocks(QuantFormat format, std::vector<unsigned char>& bytes, const Edit& edit) {
+  QuantBlocks::each([&]<class Block>() {
+    if (format != Block::kFormat) return;
+    for (size_t at = 0; at < bytes.size(); at += sizeof(Block)) {
+      Block block;
+      std::memcpy(&block, bytes.data() + at, sizeof(Block));
+      edit(block);
+      std::memcpy(bytes.data() + at, &block, sizeof(Block));
+    }
+  });
+}
 
 // Bytes of rows x cols values with scales about `scale`, so that no value is infinite or NaN.
 inline std::vector<unsigned char> random_blocks(QuantFormat format, int64_t rows, int64_t cols, Random& random,
@@ -26,56 +39,23 @@ inline std::vector<unsigned char> random_blocks(QuantFormat format, int64_t rows
   const int64_t blocks = rows * cols / block_values(format);
   std::vector<unsigned char> bytes(static_cast<size_t>(blocks * block_bytes(format)));
   for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random.integer(0, 255));
-  for (int64_t b = 0; b < blocks; ++b) {
-    unsigned char* const block = bytes.data() + b * block_bytes(format);
-    const auto put_half = [&](int64_t at, double x) {
-      const f16 half = to_f16(x);
-      std::memcpy(block + at, &half, 2);
+  edit_blocks(format, bytes, [&]<class Block>(Block& block) {
+    const auto about = [&](auto& x, double size) {
+      const double value = random.normal() * size;
+      if constexpr (requires { x = float{}; }) x = static_cast<float>(value);
+      if constexpr (requires { x = f16{}; }) x = to_f16(value);
+      if constexpr (requires { x = bf16{}; }) x = to_bf16(value);
     };
-    switch (format) {
-      case QuantFormat::f32: {
-        const float x = static_cast<float>(random.normal() * scale * 10);
-        std::memcpy(block, &x, 4);
-        break;
-      }
-      case QuantFormat::f16:
-        put_half(0, random.normal() * scale * 10);
-        break;
-      case QuantFormat::bf16: {
-        const bf16 x = to_bf16(random.normal() * scale * 10);
-        std::memcpy(block, &x, 2);
-        break;
-      }
-      case QuantFormat::q8_0:
-        put_half(0, random.normal() * scale / 10);
-        break;
-      case QuantFormat::q4_1:
-        put_half(0, random.normal() * scale);
-        put_half(2, random.normal() * scale * 8);
-        break;
-      case QuantFormat::q4_0:
-        put_half(0, random.normal() * scale);
-        break;
-      case QuantFormat::q5_0:
-        put_half(0, random.normal() * scale / 2);
-        break;
-      case QuantFormat::q5_1:
-        put_half(0, random.normal() * scale / 2);
-        put_half(2, random.normal() * scale * 8);
-        break;
-      case QuantFormat::q6_k:
-        put_half(208, random.normal() * scale / 64);
-        break;
-      case QuantFormat::q4_k:
-        put_half(0, random.normal() * scale / 32);
-        put_half(2, random.normal() * scale / 4);
-        break;
-      case QuantFormat::q5_k:
-        put_half(0, random.normal() * scale / 64);
-        put_half(2, random.normal() * scale / 4);
-        break;
+    if constexpr (kIsFloat<Block>) {
+      about(block.x, scale * 10);
+    } else {
+      // Sizes of an integer, in units of 4 bits, and of a part's scale.
+      constexpr double kInteger = Block::kBits == 8 ? 10 : 1 << (Block::kBits - 4);
+      constexpr double kScale = Block::kScales == Scales::six ? 32 : Block::kScales == Scales::int8 ? 16 : 1;
+      about(block.d, scale / kInteger / kScale);
+      if constexpr (Block::kMinimum != Minimum::none) about(block.m, scale * 8 / kScale);
     }
-  }
+  });
   return bytes;
 }
 
