@@ -7,10 +7,12 @@
 #include <cstdlib>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <random>
 #include <span>
 
 #include "model/gguf_writer.h"
+#include "opst/quant.h"
 
 namespace opst::model {
 namespace {
@@ -369,6 +371,20 @@ TEST_F(GgufOpen, HugeClaimsInASparseFile) {
   std::ofstream(path) << file;
   ASSERT_EQ(truncate(path.c_str(), off_t{7} << 30), 0);
   EXPECT_NE(GgufFile::open(path).status().message().find("metadata count is 16777216, at most"), std::string::npos);
+}
+
+// The reader's table has a row for every format that operators take, with the same blocks.
+TEST(Gguf, TypesHaveTheBlocksOfTheirFormats) {
+  int found = 0;
+  for (uint32_t id = 0; id < 256; ++id) {
+    const TensorType* const type = find_tensor_type(id);
+    const std::optional<QuantFormat> format = type != nullptr ? parse_quant_format(type->name) : std::nullopt;
+    if (!format) continue;
+    ++found;
+    EXPECT_EQ(type->block_elements, block_values(*format)) << type->name;
+    EXPECT_EQ(type->block_bytes, block_bytes(*format)) << type->name;
+  }
+  EXPECT_EQ(found, kNumQuantFormats);
 }
 
 }  // namespace

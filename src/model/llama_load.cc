@@ -1,5 +1,6 @@
 // LlamaModel::load: from a GGUF file's tensors to packed weights.
 #include <algorithm>
+#include <cctype>
 #include <cstring>
 #include <unordered_set>
 
@@ -12,6 +13,18 @@ namespace opst::model {
 namespace {
 
 std::string str(int64_t value) { return std::to_string(value); }
+
+// The names of all formats as files spell them.
+std::string supported_types() {
+  std::string types;
+  for (int i = 0; i < kNumQuantFormats; ++i) {
+    if (i > 0) types += i + 1 < kNumQuantFormats ? ", " : " and ";
+    for (const char* c = to_string(static_cast<QuantFormat>(i)); *c != 0; ++c) {
+      types += static_cast<char>(std::toupper(static_cast<unsigned char>(*c)));
+    }
+  }
+  return types;
+}
 
 int64_t aligned_bytes(const QuantMatrix& matrix) { return (matrix.size_bytes + 63) / 64 * 64; }
 
@@ -59,8 +72,8 @@ class TensorSource {
       OPST_TRY(find(part.name, 2, columns, part.rows, tensor));
       const std::optional<QuantFormat> format = parse_quant_format(tensor->type->name);
       if (!format) {
-        return file_.error("tensor '" + part.name + "' is of type " + tensor->type->name +
-                           ", but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K are supported");
+        return file_.error("tensor '" + part.name + "' is of type " + tensor->type->name + ", but only " +
+                           supported_types() + " are supported");
       }
       if (pass_ == Pass::check && !file_.has_data(*tensor)) {
         return file_.error("tensor '" + part.name + "' has no data, as the file has a hole there: is it complete?");

@@ -70,8 +70,8 @@ TEST(LlamaLoad, WhatIsNotImplementedIsRefusedByName) {
   EXPECT_EQ(refusal([](GgufWriter& w) {
               w.tensor("output.weight", {96, 269}, 20, std::string(96 * 269 / 32 * 18, 0));
             }),
-            "f.gguf: tensor 'output.weight' is of type IQ4_NL, but only F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, "
-            "Q5_K and Q6_K are supported");
+            "f.gguf: tensor 'output.weight' is of type IQ4_NL, but only F32, F16, Q8_0, Q4_1, Q4_0, Q5_0, Q5_1, Q6_K, "
+            "Q4_K, Q5_K and BF16 are supported");
 }
 
 TEST(LlamaLoad, ShapesAreCheckedAgainstTheConfiguration) {

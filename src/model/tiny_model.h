@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "model/gguf.h"
 #include "model/gguf_writer.h"
 #include "model/utf8.h"
 #include "quant/random_blocks.h"
@@ -26,7 +27,7 @@ struct TinyModelOptions {
   int64_t extra_rows = 0;        // of the embedding, for which there are no tokens
   float rope_base = 10000.0f;
   uint32_t seed = 1;
-  // TensorType::id: Q4_1, Q8_0, F16, F32. Q4_K, Q5_K and Q6_K need sizes that are multiples of 256.
+  // TensorType::id of any QuantFormat: Q4_1, Q8_0, F16, F32. Blocks of 256 values need sizes that are multiples of 256.
   std::vector<uint32_t> types = {3, 8, 1, 0};
   uint32_t embedding_type = 8;
 };
@@ -102,21 +103,9 @@ inline std::string random_matrix(std::mt19937& random, uint32_t type, int64_t ro
                                  std::vector<float>& values) {
   std::string bytes;
   values.clear();
-  switch (type) {
-    case 2:
-      return random_matrix_of_blocks(random, QuantFormat::q4_0, rows, columns, values);
-    case 6:
-      return random_matrix_of_blocks(random, QuantFormat::q5_0, rows, columns, values);
-    case 7:
-      return random_matrix_of_blocks(random, QuantFormat::q5_1, rows, columns, values);
-    case 12:
-      return random_matrix_of_blocks(random, QuantFormat::q4_k, rows, columns, values);
-    case 13:
-      return random_matrix_of_blocks(random, QuantFormat::q5_k, rows, columns, values);
-    case 14:
-      return random_matrix_of_blocks(random, QuantFormat::q6_k, rows, columns, values);
-    default:
-      break;
+  if (type != 0 && type != 1 && type != 3 && type != 8) {
+    const QuantFormat format = parse_quant_format(find_tensor_type(type)->name).value();
+    return random_matrix_of_blocks(random, format, rows, columns, values);
   }
   const int shift = static_cast<int>(std::lround(std::log2(std::sqrt(static_cast<double>(columns)))));
   const float unit = std::ldexp(1.0f, -shift);
