@@ -28,8 +28,8 @@ ROOMS = {
     "matmul": {"core", "machine", "simd", "tile", "quant"},
     "moe": {"core", "machine", "simd", "tile", "quant", "rowwise", "matmul"},
     "mc2": {"core", "machine", "tile", "matmul", "moe", "attention"},
-    # The example of docs/extending.md.
-    "extending": {"core", "machine", "simd", "tile"},
+    # The examples of docs/extending.md.
+    "extending": {"core", "machine", "simd", "tile", "quant", "matmul"},
     # What tests share. Measuring the peak needs vectors and threads.
     "testing": {"core", "machine", "simd"},
     # Ordinary users of the public headers; the graph checks declared tensors and pages as the operators check theirs.
@@ -49,6 +49,8 @@ PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "con
 
 # Kernel code may also include these, which hold types and constants only.
 PLAIN_DATA = {"include/opst/dtype.h", "include/opst/page_layout.h", "include/opst/quant_format.h", "src/quant/formats.h"}
+# An example stands for what is written in another room.
+KERNEL_EXAMPLES = {"extending": {"quant", "matmul"}}
 KERNEL_STD = {"cstdint", "cstddef", "cstring", "cfloat", "climits", "type_traits", "immintrin.h", "arm_neon.h"}
 
 # Vectors are written as Vec verbs everywhere else.
@@ -170,7 +172,7 @@ def kernel_files(root, files):
                 for _, quoted, _ in files[path].includes:
                     target = quoted and resolve(root, files[path], quoted)
                     # A header that must not be here is reported once, where it is included.
-                    if target in files and kernel_may_include(files[source].room, files[target]):
+                    if target in files and kernel_may_include(files[path].room, files[target]):
                         todo.append(target)
     return found
 
@@ -195,7 +197,7 @@ def check_families(root, files):
 def kernel_may_include(room, target):
     if target.path in PLAIN_DATA:
         return True
-    return not target.is_public and target.room in {"simd", "tile", room}
+    return not target.is_public and target.room in {"simd", "tile", room} | KERNEL_EXAMPLES.get(room, set())
 
 
 def check_quoted(file, target):
@@ -264,7 +266,7 @@ def check(root):
                     rule = f'"{quoted}" is no header of this tree'
                 elif target.room not in ROOMS:
                     continue
-                elif source and not kernel_may_include(files[source].room, target):
+                elif source and not kernel_may_include(file.room, target):
                     rule = (
                         f'kernel code ({source}) may not include "{quoted}": simd, tile, its own room, '
                         "or plain data only"
