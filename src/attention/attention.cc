@@ -44,6 +44,10 @@ class ForwardCall {
         p_(sequences.problem),
         plan_(plan),
         kernels_(kernels_for(machine.isa, plan.product, p_.kv_dtype)),
+        attend_(plan.kv_access == KvAccess::in_place      ? kernels_.attend_in_place
+                : plan.kv_access == KvAccess::panel_pages ? kernels_.attend_pages
+                                                          : kernels_.attend),
+        standard_(plan.path == AttentionPath::standard ? standard_for(machine.isa, plan.product) : nullptr),
         memory_(inputs, sequences, plan, geometry_of(machine.isa, plan.product), scratch),
         rules_(inputs, p_),
         interruption_(interruption),
@@ -114,21 +118,16 @@ class ForwardCall {
   // One block of query rows against one part of the keys.
   void attend_block(int64_t head, int64_t block, int64_t split, int worker) const {
     const CallMemory::Worker w = memory_.worker(worker);
+    const Visibility visibility = memory_.visibility(head);
     const int64_t block_rows = memory_.block_rows(head), first_row = block * block_rows;
+    const StackedRows queries = memory_.stacked_rows(in_.query, head);
+    const bool single_tile = single_tiles_ && visibility.kv_len <= plan_.block_kv;
     QueryBlock q;
     q.rows = std::min(block_rows, memory_.rows(head) - first_row);
     q.head_dim = p_.head_dim;
     q.value_head_dim = p_.value_head_dim;
-    const StackedRows queries = memory_.stacked_rows(in_.query, head);
-    const Visibility visibility = memory_.visibility(head);
-    const bool single_tile = single_tiles_ && visibility.kv_len <= plan_.block_kv;
-    const bool in_tensor = single_tile && whole_rows_ && readable_in_place(queries);
     q.query = w.query;
     q.query_stride = memory_.layout.query_stride;
-    if (in_tensor) {
-      q.query_stride = queries.row_stride();
-      q.query = static_cast<const char*>(queries.data) + first_row * q.query_stride * size_bytes(queries.dtype);
-    }
     q.state = plan_.kv_splits > 1 ? memory_.split_state(head, block, split) : w.state;
     q.acc_stride = memory_.layout.acc_stride;
     q.exponent_scale = rules_.exponent_scale();
@@ -142,30 +141,29 @@ class ForwardCall {
       rules = rules_.of_block(b, head % p_.num_kv_heads, first_row, q.rows, w.rules);
       q.rules = &rules;
     }
-    const FinishRows finish = finish_of(head, block, &q.state, 1);
-    q.finish = single_tile && writable_in_place(finish.out) ? &finish : nullptr;
-    if (plan_.fetch_ahead && q.finish != nullptr) fetch_ahead(head + num_workers_, q);
-    kernels_.begin_block(queries, first_row, rules_.scale().of_query, in_tensor ? nullptr : w.query, q);
+    if (single_tile && whole_rows_ && readable_in_place(queries)) {
+      q.query_stride = queries.row_stride();
+      q.query = static_cast<const char*>(queries.data) + first_row * q.query_stride * size_bytes(queries.dtype);
+    } else {
+      kernels_.copy_queries(queries, first_row, rules_.scale().of_query, q, w.query);
+    }
 
     const int64_t first_key = visibility.prefix > 0 ? 0 : visibility.first_key(first_row / memory_.group);
     const int64_t start = first_key / plan_.block_kv * plan_.block_kv + split * plan_.keys_per_split;
     const KeyInterval part = {start, start + plan_.keys_per_split};
     KvBlocks visible(visibility, first_row, q.rows, memory_.group, part, plan_.block_kv, w.visible_begin,
                      w.visible_end);
-    bool finished = false;
-    while (const int64_t n = next_tiles(head, visible, q, w)) {
-      finished = q.finish != nullptr;
-      if (plan_.path == AttentionPath::standard) {
-        kernels_.attend_standard(q, w.tiles, n, memory_.score_matrix(head, block), memory_.layout.matrix_stride);
-      } else if (plan_.kv_access == KvAccess::in_place) {
-        kernels_.attend_in_place(q, w.tiles, n);
-      } else if (plan_.kv_access == KvAccess::panel_pages) {
-        kernels_.attend_pages(q, w.tiles, n);
-      } else {
-        kernels_.attend(q, w.tiles, n);
-      }
+    const FinishRows finish = finish_of(head, block, &q.state, 1);
+    const bool at_once = single_tile && writable_in_place(finish.out);
+    int64_t n = next_tiles(head, visible, q, w, at_once);
+    if (at_once && n > 0) return kernels_.attend_at_once(q, w.tiles[0], finish, rows_ahead(head + num_workers_).of);
+    for (kernels_.empty_state(q); n > 0; n = next_tiles(head, visible, q, w, false)) {
+      if (standard_ != nullptr)
+        standard_(q, w.tiles, n, memory_.score_matrix(head, block), memory_.layout.matrix_stride);
+      else
+        attend_(q, w.tiles, n);
     }
-    if (plan_.kv_splits == 1 && !finished) kernels_.finish_rows(finish);
+    if (plan_.kv_splits == 1) kernels_.finish_rows(finish);
   }
 
   // Rows further apart would meet in few sets of L1.
@@ -178,34 +176,37 @@ class ForwardCall {
     return in_accumulator_type(queries.dtype) && rules_.scale().of_query == 1 && queries.dim_stride == 1 &&
            queries.evenly_spaced() && std::abs(queries.row_stride()) * size_bytes(queries.dtype) <= kNearBytes;
   }
-  // Fetches `head` while q is multiplied: where all workers take heads in turn, the one that this worker takes next.
-  void fetch_ahead(int64_t head, QueryBlock& q) const {
-    if (head >= memory_.heads || p_.paged) return;
-    const StackedRows queries = memory_.stacked_rows(in_.query, head);
+  struct HeadAhead {
+    RowsAhead of[3];  // keys, queries, values
+  };
+  // What to fetch of `head`: where all workers take heads in turn, the one that this worker takes next.
+  HeadAhead rows_ahead(int64_t head) const {
+    if (!plan_.fetch_ahead || head >= memory_.heads || p_.paged) return {};
     const auto rows_of = [&](const ConstTensor& t, int64_t dim) -> RowsAhead {
       const KvRows rows = memory_.kv_rows(t, head);
       if (t.strides[3] != 1) return {};
       return {rows.base, memory_.visibility(head).kv_len, dim * size_bytes(t.dtype), rows.row_bytes};
     };
-    q.next_keys = rows_of(in_.key, p_.head_dim);
-    q.next_values = rows_of(in_.value, p_.value_head_dim);
+    HeadAhead ahead = {{rows_of(in_.key, p_.head_dim), {}, rows_of(in_.value, p_.value_head_dim)}};
+    const StackedRows queries = memory_.stacked_rows(in_.query, head);
     const int64_t size = size_bytes(queries.dtype);
     if (queries.dim_stride == 1 && queries.evenly_spaced()) {
-      q.next_query = {static_cast<const char*>(queries.data), memory_.rows(head), p_.head_dim * size,
-                      queries.row_stride() * size};
+      ahead.of[1] = {static_cast<const char*>(queries.data), memory_.rows(head), p_.head_dim * size,
+                     queries.row_stride() * size};
     }
+    return ahead;
   }
   // Whether the product may write outputs.
   bool writable_in_place(const StackedRows& out) const {
     return in_accumulator_type(out.dtype) && out.dim_stride == 1 && out.evenly_spaced() &&
            p_.value_head_dim % kernels_.geometry.lanes == 0;
   }
-  // Whether the product of the block may read values where they are. Where some are hidden it must not meet an Inf
-  // among them; t.values_finite tells.
+  // Whether a block that is attended at once may read values where they are. Where some are hidden its product must not
+  // meet an Inf among them; t.values_finite tells.
   bool values_in_place(int64_t head, const QueryBlock& q, const CallMemory::Worker& w, KvTile& t) const {
     const int64_t stride = in_.value.strides[2];
-    if (q.finish == nullptr || !whole_rows_ || p_.paged || !in_accumulator_type(p_.kv_dtype) ||
-        in_.value.strides[3] != 1 || stride <= 0 || stride * size_bytes(p_.kv_dtype) > kNearBytes) {
+    if (!whole_rows_ || p_.paged || !in_accumulator_type(p_.kv_dtype) || in_.value.strides[3] != 1 || stride <= 0 ||
+        stride * size_bytes(p_.kv_dtype) > kNearBytes) {
       return false;
     }
     if (!t.partial && (q.rules == nullptr || !q.rules->hides())) return true;
@@ -215,63 +216,61 @@ class ForwardCall {
 
   // Describes up to tiles_per_task of the visible tiles that are left; with packed_per_task packs them, too. Returns
   // how many.
-  int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const CallMemory::Worker& w) const {
-    const int64_t tile_bytes = memory_.layout.key_tile_bytes + memory_.layout.value_tile_bytes;
+  int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const CallMemory::Worker& w,
+                     bool at_once) const {
     Arena arena = w.tiles_memory;
-    int64_t n = 0;
-    int64_t end = visible.upcoming();
-    for (KvBlocks::Tile tile; n < memory_.layout.tiles_per_task; ++n) {
-      // Row pointers of a call are one array: its tiles follow one another.
-      if (in_place_ && visible.upcoming() != end) break;
-      if (!visible.next(&tile)) break;
-      end = tile.first_key + plan_.block_kv;
+    const KvRows keys = in_place_ ? memory_.kv_rows(in_.key, head) : KvRows{};
+    const KvRows values = in_place_ ? memory_.kv_rows(in_.value, head) : KvRows{};
+    int64_t n = 0, pointers = 0;
+    for (KvBlocks::Tile tile; n < memory_.layout.tiles_per_task && visible.next(&tile); ++n) {
       KvTile& t = w.tiles[n];
-      t = {};
-      t.first_key = tile.first_key;
-      t.count = tile.count;
-      t.partial = tile.partial;
-      if (in_place_) continue;
-      const bool values_stay = values_in_place(head, q, w, t);
-      char* packed;
-      if (plan_.kv_access == KvAccess::packed_shared) {
+      t = {.first_key = tile.first_key, .count = tile.count, .partial = tile.partial};
+      if (in_place_) {
+        t.key_rows = w.key_rows + pointers;
+        t.value_rows = w.value_rows + pointers;
+        locate_rows(keys, t, w.key_rows + pointers);
+        pointers += locate_rows(values, t, w.value_rows + pointers);
+      } else if (plan_.kv_access == KvAccess::packed_shared) {
         const int64_t index = tile.first_key / plan_.block_kv;
-        packed = memory_.packed_tile(head, index);
+        const char* packed = memory_.packed_tile(head, index);
+        t.keys = packed;
+        t.values = packed + memory_.layout.key_tile_bytes;
         t.values_finite = memory_.values_finite(head)[index];
       } else {
-        packed = static_cast<char*>(arena.take_bytes(tile_bytes));
-        pack_keys(head, tile.first_key, tile.count, w, packed);
-        if (!values_stay) t.values_finite = pack_values(head, tile.first_key, tile.count, w, packed);
-      }
-      t.keys = packed;
-      t.values = packed + memory_.layout.key_tile_bytes;
-      if (values_stay) {
-        t.values = memory_.kv_rows(in_.value, head).row(tile.first_key);
-        t.values_stride = static_cast<int32_t>(in_.value.strides[2]);
+        pack_tile(head, q, w, at_once, arena, t);
       }
     }
-    if (in_place_ && n > 0) locate_rows(head, n, w);
+    for (int64_t i = n - 1, ahead = 0; in_place_ && i >= 0; --i) {
+      w.tiles[i].rows_ahead = ahead;
+      ahead += w.tiles[i].count;
+    }
     return n;
   }
 
-  // Pointers to the rows of n tiles (panel32 pages: to every 32 of them), all in one array so that a kernel may look
-  // ahead from one tile to the next.
-  void locate_rows(int64_t head, int64_t n, const CallMemory::Worker& w) const {
-    const int64_t first = w.tiles[0].first_key, end = w.tiles[n - 1].first_key + w.tiles[n - 1].count;
-    const KvRows keys = memory_.kv_rows(in_.key, head), values = memory_.kv_rows(in_.value, head);
-    const int64_t step = plan_.kv_access == KvAccess::panel_pages ? kPanelRows : 1;
-    if (step == 1) {
-      keys.locate(first, end - first, w.key_rows);
-      values.locate(first, end - first, w.value_rows);
+  void pack_tile(int64_t head, const QueryBlock& q, const CallMemory::Worker& w, bool at_once, Arena& arena,
+                 KvTile& t) const {
+    char* packed =
+        static_cast<char*>(arena.take_bytes(memory_.layout.key_tile_bytes + memory_.layout.value_tile_bytes));
+    pack_keys(head, t.first_key, t.count, w, packed);
+    t.keys = packed;
+    if (at_once && values_in_place(head, q, w, t)) {
+      t.values = memory_.kv_rows(in_.value, head).row(t.first_key);
+      t.values_stride = static_cast<int32_t>(in_.value.strides[2]);
     } else {
-      keys.locate_groups(first, end - first, step, w.key_rows);
-      values.locate_groups(first, end - first, step, w.value_rows);
+      t.values_finite = pack_values(head, t.first_key, t.count, w, packed);
+      t.values = packed + memory_.layout.key_tile_bytes;
     }
-    for (int64_t i = 0; i < n; ++i) {
-      KvTile& t = w.tiles[i];
-      t.key_rows = w.key_rows + (t.first_key - first) / step;
-      t.value_rows = w.value_rows + (t.first_key - first) / step;
-      t.rows_ahead = end - t.first_key - t.count;
-    }
+  }
+
+  // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
+  // of a kernel's call are one array, so that it may look ahead from one tile to the next.
+  int64_t locate_rows(const KvRows& rows, const KvTile& t, const void** pointers) const {
+    const bool panels = plan_.kv_access == KvAccess::panel_pages;
+    if (panels)
+      rows.locate_groups(t.first_key, t.count, kPanelRows, pointers);
+    else
+      rows.locate(t.first_key, t.count, pointers);
+    return panels ? ceil_div(t.count, kPanelRows) : t.count;
   }
 
   void join_splits(int64_t head, int64_t block) const {
@@ -312,6 +311,8 @@ class ForwardCall {
   const AttentionProblem& p_;
   const AttentionPlan& plan_;
   const Kernels& kernels_;
+  decltype(Kernels::attend) const attend_;  // by access to keys and values
+  const AttendStandard standard_;           // null: the flash path
   const CallMemory memory_;
   const CallRules rules_;
   Interruption& interruption_;

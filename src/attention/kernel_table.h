@@ -12,5 +12,7 @@ namespace opst::attention {
 const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype);
 // What they count in, the same for every storage type.
 const Geometry& geometry_of(Isa isa, AttentionProduct product);
+// The standard form, over tiles packed by these kernels.
+AttendStandard standard_for(Isa isa, AttentionProduct product);
 
 }  // namespace opst::attention

@@ -4,11 +4,11 @@
 // visible keys per row. Plain data only; all memory is the caller's.
 //
 // Life of a block:
-//   begin_block     copies the query rows, empties the running softmax
-//   attend          once or more, tiles ascending; or attend_in_place, attend_pages; or attend_standard, once, with the
-//                   block's rows of the score matrix
-//   finish_rows     over the states of all parts of the keys. Where all keys are one tile, attend may write the
-//                   outputs itself (QueryBlock::finish)
+//   copy_queries       unless the product reads the rows where they are
+//   empty_state        of the running softmax
+//   attend             once or more, tiles ascending; or attend_in_place, attend_pages
+//   finish_rows        over the states of all parts of the keys
+// Where all keys are one packed tile, attend_at_once alone takes the place of the last three.
 //
 // A "word" is what the product multiplies per lane: f32, f64, or a pair of bf16 (layouts: tile/pack.h). "Accumulator
 // type" is float, or double for f64.
@@ -33,8 +33,6 @@ struct StackedRows {
   int64_t row_stride() const { return group == 1 ? seq_stride : head_stride; }
 };
 
-struct FinishRows;
-
 // Rows of a tensor that the worker reads next.
 struct RowsAhead {
   const char* data = nullptr;
@@ -51,7 +49,7 @@ struct RowState {
 struct QueryBlock {
   int64_t rows;
   int64_t head_dim, value_head_dim;
-  const void* query;     // words [rows][query_stride], written by begin_block or the caller's own
+  const void* query;     // words [rows][query_stride], written by copy_queries or the caller's own
   int64_t query_stride;  // in words
   RowState state;
   int64_t acc_stride;     // value_head_dim rounded up to whole vectors
@@ -62,30 +60,24 @@ struct QueryBlock {
   const int64_t* visible_begin;
   const int64_t* visible_end;
   const ScoreRules* rules;  // null: scores are used as they are
-  // Not null: `attend` sees all keys in one tile and writes outputs and statistics, straight from the registers that
-  // hold them; state.acc is scratch. Wants one element per word, outputs of the accumulator type next to each other,
-  // rows evenly spaced, value_head_dim a multiple of the lanes.
-  const FinishRows* finish;
-  // With `finish`: fetched while the block is multiplied, where they are likely not to be in a cache.
-  RowsAhead next_query, next_keys, next_values;
 };
 
 struct KvTile {
   int64_t first_key;
   int64_t count;
-  bool partial;        // some row of the block does not see some key of the tile
-  bool values_finite;  // no NaN or Inf among the values; may be false where nothing is hidden
-  // Not 0: `values` are rows of the tensor, this many words apart. Only with QueryBlock::finish, and where all are
-  // finite or none is hidden.
-  int32_t values_stride;
+  bool partial;                // some row of the block does not see some key of the tile
+  bool values_finite = false;  // no NaN or Inf among the values; may be false where nothing is hidden
+  // Not 0: `values` are rows of the tensor, this many words apart. Only in attend_at_once, and where all are finite or
+  // none is hidden.
+  int32_t values_stride = 0;
   // Packed: column panels of the keys and value panels (tile/pack.h).
-  const void* keys;
-  const void* values;
+  const void* keys = nullptr;
+  const void* values = nullptr;
   // In place: count row pointers, dimensions next to each other; rows_ahead more follow that may be prefetched. Of
   // panel32 pages: a pointer per 32 keys.
-  const void* const* key_rows;
-  const void* const* value_rows;
-  int64_t rows_ahead;
+  const void* const* key_rows = nullptr;
+  const void* const* value_rows = nullptr;
+  int64_t rows_ahead = 0;
 };
 
 struct FinishRows {
@@ -118,9 +110,10 @@ struct Geometry {
 struct Kernels {
   Geometry geometry;
 
-  // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `factor` (0 or a power of two), into `out` as
-  // words (unless null) and empties the state.
-  void (*begin_block)(const StackedRows& query, int64_t first_row, double factor, void* out, const QueryBlock& block);
+  // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `factor` (0 or a power of two with a sign),
+  // into `out` as words.
+  void (*copy_queries)(const StackedRows& query, int64_t first_row, double factor, const QueryBlock& block, void* out);
+  void (*empty_state)(const QueryBlock& block);
 
   // rows[0 .. count): keys (values) -> panels. dim_stride in elements. pack_values returns whether all are finite.
   void (*pack_keys)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t head_dim, void* out);
@@ -132,22 +125,33 @@ struct Kernels {
   void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);           // packed tiles
   void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // at most tile_rows rows
   void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);     // panel32 pages
-  // `matrix` [rows][matrix_stride]: scores of the tiles side by side, each rounded up to panels.
-  void (*attend_standard)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles, void* matrix,
-                          int64_t matrix_stride);
+  // Writes outputs and statistics, straight from the registers that hold them; block.state is scratch. Wants one
+  // element per word, outputs of the accumulator type next to each other, rows evenly spaced, value_head_dim a multiple
+  // of the lanes. `ahead`: keys, queries and values to fetch meanwhile, where they are likely not to be in a cache.
+  void (*attend_at_once)(const QueryBlock& block, const KvTile& tile, const FinishRows& finish,
+                         const RowsAhead (&ahead)[3]);
 
   void (*finish_rows)(const FinishRows& finish);
 };
 
 // The kernels of a level for one product and one storage type of keys and values; null where the level has none.
 // attend_in_place is null for the bf16 dot product (few rows are bound by memory: the f32 kernels read bf16 as well),
-// attend_pages for what panel32 cannot hold.
+// and attend_at_once too; attend_pages for what panel32 cannot hold.
 struct KernelTable {
   Kernels f32_product[3];  // keys stored as f32, bf16, f16
   Kernels bf16_dot;        // keys and queries stored as bf16
   bool has_bf16_dot;
   Kernels f64_product;  // at the generic level only
   bool has_f64;
+};
+
+// The standard form (options.path), apart from Kernels: made of the same pieces at every level, so that a level has
+// nothing to add. Takes all packed tiles that a block sees, once; finish_rows follows. `matrix` [rows][matrix_stride]:
+// scores of the tiles side by side, each rounded up to panels.
+using AttendStandard = void (*)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles, void* matrix,
+                                int64_t matrix_stride);
+struct StandardTable {
+  AttendStandard f32, bf16_dot, f64;  // by AttentionProduct; null as in KernelTable
 };
 
 }  // namespace opst::attention

@@ -1,8 +1,13 @@
 // The attention kernels of one instruction set level: a table, no logic.
+#include <type_traits>
+
+#include "attention/at_once.h"
+#include "attention/finish.h"
 #include "attention/forward.h"
-#include "attention/forward_in_place.h"
-#include "attention/forward_pages.h"
+#include "attention/in_place_source.h"
 #include "attention/kernels.h"
+#include "attention/packed_source.h"
+#include "attention/pages_source.h"
 #include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::attention {
@@ -19,51 +24,47 @@ bool pack_values(const void* const* rows, int64_t dim_stride, int64_t count, int
   return tile::pack_values<P, T>({rows, dim_stride}, count, value_head_dim, static_cast<typename P::Word*>(out));
 }
 
-template <class P, class T>
-constexpr Kernels packed_kernels() {
-  return {.geometry = {.tile_rows = P::kTileRows,
-                       .lanes = P::V::kLanes,
-                       .panel = P::kTileVecs * P::V::kLanes,
-                       .step = P::kStep,
-                       .word_bytes = sizeof(typename P::Word),
-                       .accumulator_bytes = sizeof(typename P::V::Scalar)},
-          .begin_block = Forward<P>::begin_block,
-          .pack_keys = pack_keys<P, T>,
-          .pack_values = pack_values<P, T>,
-          .values_finite = tile::rows_finite<typename P::V, T>,
-          .attend = Forward<P>::attend,
-          .attend_in_place = nullptr,
-          .attend_pages = nullptr,
-          .attend_standard = Forward<P>::attend_standard,
-          .finish_rows = Forward<P>::finish_rows};
-}
-template <class P, class T>
-constexpr Kernels all_kernels() {
-  Kernels k = packed_kernels<P, T>();
-  k.attend_in_place = ForwardInPlace<P, T>::attend;
-  return k;
-}
-
-template <class P>
-constexpr Kernels with_pages(Kernels k) {
-  k.attend_pages = ForwardPages<P>::attend;
+// Pages: the product with panel32 pages of T; void where there are none.
+template <class P, class T, class Pages>
+constexpr Kernels kernels() {
+  using V = typename P::V;
+  Kernels k = {.geometry = {.tile_rows = P::kTileRows,
+                            .lanes = V::kLanes,
+                            .panel = P::kTileVecs * V::kLanes,
+                            .step = P::kStep,
+                            .word_bytes = sizeof(typename P::Word),
+                            .accumulator_bytes = sizeof(typename V::Scalar)},
+               .copy_queries = copy_queries<P>,
+               .empty_state = empty_state<V>,
+               .pack_keys = pack_keys<P, T>,
+               .pack_values = pack_values<P, T>,
+               .values_finite = tile::rows_finite<V, T>,
+               .attend = attend<PackedSource<P>>,
+               .attend_in_place = nullptr,
+               .attend_pages = nullptr,
+               .attend_at_once = nullptr,
+               .finish_rows = Finish<V>::finish_rows};
+  if constexpr (P::kStep == 1) {
+    k.attend_in_place = attend<InPlaceSource<P, T>>;
+    k.attend_at_once = attend_at_once<PackedSource<P>>;
+  }
+  if constexpr (!std::is_void<Pages>::value) k.attend_pages = attend<PagesSource<Pages>>;
   return k;
 }
 
 extern const KernelTable kTable;
 constinit const KernelTable kTable = {
-    .f32_product = {with_pages<tile::ProductF32>(all_kernels<tile::ProductF32, float>()),
-                    with_pages<tile::ProductWiden>(all_kernels<tile::ProductF32, bf16>()),
-                    all_kernels<tile::ProductF32, f16>()},
+    .f32_product = {kernels<tile::ProductF32, float, tile::ProductF32>(),
+                    kernels<tile::ProductF32, bf16, tile::ProductWiden>(), kernels<tile::ProductF32, f16, void>()},
 #if defined(__AVX512BF16__)
-    .bf16_dot = with_pages<tile::ProductBf16Dot>(packed_kernels<tile::ProductBf16Dot, bf16>()),
+    .bf16_dot = kernels<tile::ProductBf16Dot, bf16, tile::ProductBf16Dot>(),
     .has_bf16_dot = true,
 #else
     .bf16_dot = {},
     .has_bf16_dot = false,
 #endif
 #if !defined(__AVX2__)
-    .f64_product = all_kernels<tile::ProductF64, double>(),
+    .f64_product = kernels<tile::ProductF64, double, void>(),
     .has_f64 = true,
 #else
     .f64_product = {},

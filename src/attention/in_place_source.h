@@ -1,0 +1,167 @@
+// InPlaceSource: keys and values are read where they are, for at most one register tile of query rows (decode: the
+// query heads of one KV head).
+//
+// Shapes     Q [rows <= kTileRows, head_dim] f32 words; keys and values as row pointers of T (f32, bf16, f16, f64)
+// Loop nest  score: for each 4 rows (or the 1 to 3 that are left), for each few keys: dot products over head_dim,
+//              kLanes accumulators, reduced together       prefetches the key rows of the next tile
+//            weigh: for each 4 rows, each 4 vectors of columns: O += p V row by row
+//                                                          prefetches the values of the next tile
+// Memory     scores [rows][tile] in L1; everything else is the stream of K and V: 2 flops per byte and row, so the loop
+//            is bound by memory and the prefetches decide (none: half the rate of plain reading). K is fetched while K
+//            is read, V while V is read: with both in the first phase the second starves.
+// Numerics   each dot product in one partial sum per lane. Of a partial tile each row sums over its own visible keys
+//            only, so a hidden non-finite value cannot reach it. With rules, whether values are finite is looked up.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/online_softmax.h"
+#include "tile/pack.h"
+
+namespace opst::OPST_ISA_NS::attention {
+
+template <class P, class T>
+class InPlaceSource {
+ public:
+  using Product = P;
+  using V = typename P::V;
+  using S = typename V::Scalar;
+  static constexpr int kLanes = V::kLanes;
+  static constexpr int kMaxGroup = kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;  // rows that share one read of a key
+  static constexpr int kColumns = 4;                                       // vectors of O per row held in registers
+
+  OPST_INLINE InPlaceSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t) : q_(q), tile_(tiles[t]) {}
+
+  // All of the tile.
+  OPST_INLINE KeySpan span(RowTile) const {
+    const int64_t width = (tile_.count + kLanes - 1) / kLanes * kLanes;
+    return {.end = tile_.count, .width = width, .whole_end = tile_.partial || tile_.count < width ? 0 : width};
+  }
+
+  template <bool kRules>
+  OPST_INLINE void score(const Scores<S>& s, S* row_max) const {
+    for (int i = 0; i < s.rt.rows; i += kMaxGroup) {
+      for_group(s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(i, s.row(i), s.stride); });
+    }
+    if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max);
+  }
+
+  template <class Sink>
+  OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
+    const bool by_row = tile_.partial && q_.rules == nullptr;
+    for (int i = 0; i < s.rt.rows; i += by_row ? 1 : kMaxGroup) {
+      const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(i) : RowKeys{0, tile_.count};
+      for_group(by_row ? 1 : s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA {
+        weigh_rows<rows>(s.row(i), s.stride, alpha + i, keys, out + i * out_stride, out_stride, i == 0);
+      });
+    }
+  }
+
+  // Without rules nothing hidden is multiplied.
+  OPST_INLINE bool values_finite() const {
+    return q_.rules == nullptr || tile::rows_finite<V, T>(tile_.value_rows, tile_.count, q_.value_head_dim);
+  }
+  OPST_INLINE V value(int64_t key, int64_t column) const {
+    return V::load_n(at(tile_.value_rows, key) + column, simd::clamp_lanes<V>(q_.value_head_dim - column));
+  }
+
+ private:
+  static OPST_INLINE const T* at(const void* const* rows, int64_t i) { return static_cast<const T*>(rows[i]); }
+  static OPST_INLINE void prefetch(const T* row, int64_t length) {
+    const char* p = reinterpret_cast<const char*>(row);
+    const int64_t bytes = length * static_cast<int64_t>(sizeof(T));
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b);
+  }
+
+  // visit(R), R = min(rows, kMaxGroup) as a constant: rows for which each key and value is read once.
+  template <int R = kMaxGroup, class Visit>
+  static OPST_INLINE void for_group(int rows, const Visit& visit) {
+    if constexpr (R > 1) {
+      if (rows < R) return for_group<R - 1>(rows, visit);
+    }
+    visit(std::integral_constant<int, R>{});
+  }
+
+  // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.
+  template <int R>
+  OPST_NOINLINE void score_rows(int first, S* scores, int64_t stride) const {
+    constexpr int kKeys = kLanes / (R == 3 ? 4 : R);
+    const int64_t head_dim = q_.head_dim, q_stride = q_.query_stride, count = tile_.count;
+    const void* const* key_rows = tile_.key_rows;
+    const S* q = static_cast<const S*>(q_.query) + first * q_stride;
+    const int64_t whole = head_dim / kLanes * kLanes, rest = head_dim - whole;
+    const int64_t limit = first == 0 ? count + tile_.rows_ahead : 0;
+    for (int64_t j = 0; j < count; j += kKeys) {
+      // Beyond the last key its row is read again; the columns are padding.
+      const T* keys[kKeys];
+      OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
+        keys[c] = at(key_rows, j + c < count ? j + c : count - 1);
+        if (j + c + count < limit) prefetch(at(key_rows, j + c + count), head_dim);
+      }
+      V acc[kLanes];
+      OPST_UNROLL for (int a = 0; a < kLanes; ++a) acc[a] = V::zero();
+      const auto add = [&](int64_t d, const auto& load) OPST_INLINE_LAMBDA {
+        V rows[R];
+        OPST_UNROLL for (int i = 0; i < R; ++i) rows[i] = load(q + i * q_stride + d);
+        OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
+          const V k = load(keys[c] + d);
+          OPST_UNROLL for (int i = 0; i < R; ++i) acc[i * kKeys + c] = simd::fma(rows[i], k, acc[i * kKeys + c]);
+        }
+      };
+      for (int64_t d = 0; d < whole; d += kLanes) {
+        add(d, [](const auto* p) OPST_INLINE_LAMBDA { return V::load(p); });
+      }
+      if (rest > 0) add(whole, [&](const auto* p) OPST_INLINE_LAMBDA { return V::load_n(p, rest); });
+      S dots[kLanes];
+      simd::hsum_each(acc).store(dots);
+      OPST_UNROLL for (int i = 0; i < R; ++i) {
+        __builtin_memcpy(scores + i * stride + j, dots + i * kKeys, kKeys * sizeof(S));
+      }
+    }
+  }
+
+  // O_i = alpha_i O_i + sum over `keys` of p_ij v_j for R rows.
+  template <int R>
+  OPST_NOINLINE void weigh_rows(const S* p, int64_t stride, const S* alpha, RowKeys keys, S* out, int64_t out_stride,
+                                bool ahead) const {
+    const int64_t length = q_.value_head_dim, limit = ahead ? tile_.count + tile_.rows_ahead : 0;
+    int64_t column = 0;
+    for (; length - column >= kColumns * kLanes; column += kColumns * kLanes) {
+      weigh_columns<R, kColumns>(p, stride, alpha, keys, column, kLanes, out + column, out_stride, limit);
+    }
+    for (; column < length; column += kLanes) {
+      const int64_t n = simd::clamp_lanes<V>(length - column);
+      weigh_columns<R, 1>(p, stride, alpha, keys, column, n, out + column, out_stride, 0);
+    }
+  }
+  // Of C vectors of columns, `n` lanes of each. Meanwhile values of the next tile are fetched, up to row `limit`.
+  template <int R, int C>
+  OPST_INLINE void weigh_columns(const S* p, int64_t stride, const S* alpha, RowKeys keys, int64_t column, int64_t n,
+                                 S* out, int64_t out_stride, int64_t limit) const {
+    const void* const* value_rows = tile_.value_rows;
+    const int64_t count = tile_.count;
+    V acc[R][C];
+    OPST_UNROLL for (int i = 0; i < R; ++i) {
+      OPST_UNROLL for (int c = 0; c < C; ++c) acc[i][c] =
+          V::load(out + i * out_stride + c * kLanes) * V::set1(alpha[i]);
+    }
+    for (int64_t j = keys.begin; j < keys.end; ++j) {
+      const T* values = at(value_rows, j) + column;
+      if (j + count < limit) prefetch(at(value_rows, j + count) + column, C * kLanes);
+      V v[C];
+      OPST_UNROLL for (int c = 0; c < C; ++c) v[c] = C > 1 ? V::load(values + c * kLanes) : V::load_n(values, n);
+      OPST_UNROLL for (int i = 0; i < R; ++i) {
+        const V pi = V::set1(p[i * stride + j]);
+        OPST_UNROLL for (int c = 0; c < C; ++c) acc[i][c] = simd::fma(pi, v[c], acc[i][c]);
+      }
+    }
+    OPST_UNROLL for (int i = 0; i < R; ++i) {
+      OPST_UNROLL for (int c = 0; c < C; ++c) acc[i][c].store(out + i * out_stride + c * kLanes);
+    }
+  }
+
+  const QueryBlock& q_;
+  const KvTile& tile_;
+};
+
+}  // namespace opst::OPST_ISA_NS::attention
