@@ -103,6 +103,33 @@ TEST(AttentionPanelPages, HiddenNonFiniteValuesDoNotReachARow) {
   }
 }
 
+// The tiles of a prefix and of a window far behind it are no neighbours: dense keys, norm pages and panels, few rows
+// and many.
+TEST(AttentionTiles, OfAPrefixAndOfAWindowFarBehind) {
+  Random random(seed());
+  const int32_t prefix[] = {70};
+  for (const Types types : kTypes) {
+    for (const int64_t query_len : {1, 5, 150}) {
+      ProblemOptions p;
+      p.query_dtype = p.out_dtype = types.query;
+      p.kv_dtype = types.kv;
+      p.num_heads = 2, p.query_len = query_len, p.kv_len = 1000, p.head_dim = 64, p.value_head_dim = 48;
+      p.options = {.block_kv = 32, .window_left = 100, .window_right = 0};
+      Problem problem(p, random);
+      Pages norm = problem.paged(64, random);
+      problem.inputs.prefix = norm.inputs.prefix = ConstTensor::contiguous(DType::i32, {1}, prefix);
+      const PanelPages panels = panels_of(norm.inputs);
+      for (const TestContext& t : contexts_with_threads(2)) {
+        SCOPED_TRACE(t.name);
+        for (const AttentionInputs& in : {problem.inputs, norm.inputs, panels.inputs}) {
+          problem.layout = in.page_layout;
+          ASSERT_EQ(problem.judge(problem.run(t.context, in), t.context, 100), "");
+        }
+      }
+    }
+  }
+}
+
 TEST(AttentionPanelPages, RefusalsNameWhatIsWrong) {
   Random random(1);
   ProblemOptions p;

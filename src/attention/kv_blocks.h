@@ -62,8 +62,8 @@ struct Visibility {
   static constexpr int64_t kFar = int64_t{1} << 60;
 };
 
-// The tiles of [range.begin, range.end), cut on multiples of block_kv, that rows [first_row, first_row + rows) see. Row
-// r is query r / group.
+// The tiles of [range.begin, range.end), cut on multiples of block_kv, that rows [first_row, first_row + rows) see: a
+// list of runs of neighbouring tiles. Row r is query r / group.
 class KvBlocks {
  public:
   struct Tile {
@@ -99,28 +99,28 @@ class KvBlocks {
       while (last > first && visible_begin[last] >= visible_end[last]) --last;
       for (const int64_t row : {int64_t{0}, first, last, rows - 1}) see({visible_begin[row], visible_end[row]});
     }
-    some_ = {std::max(some_.begin, range.begin), std::min(some_.end, range.end)};
     range_end_ = std::min(range.end, visibility.kv_len);
     prefix_end_ = std::min(visibility.prefix, range_end_);
-    end_ = std::max(some_.end, prefix_end_);
-    next_ = prefix_end_ > range.begin ? range.begin : some_.begin / block_kv * block_kv;
+    next_ = range.begin;
+    run_end_ = prefix_end_;
+    last_run_ = {std::max(some_.begin, range.begin) / block_kv * block_kv, std::min(some_.end, range.end)};
   }
 
-  // False where no tile is left. Tiles ascend.
+  // False where no tile is left. Tiles ascend, and need not follow one another.
   bool next(Tile* tile) {
-    if (next_ >= end_) return false;
+    if (next_ >= run_end_) {  // the next run, behind the tiles of this one
+      next_ = std::max(next_, last_run_.begin);
+      run_end_ = last_run_.end;
+      if (next_ >= run_end_) return false;
+    }
     // Tiles are whole except at the end of the keys: packed tiles are shared between blocks of rows.
     tile->first_key = next_;
     tile->count = std::min(block_kv_, range_end_ - next_);
     const int64_t last = next_ + tile->count;
     tile->partial = (next_ < all_.begin || last > all_.end) && last > prefix_end_;
     next_ += block_kv_;
-    // Between the prefix and the first key of any interval there is nothing to see.
-    if (next_ >= prefix_end_ && next_ < some_.begin) next_ = std::max(next_, some_.begin / block_kv_ * block_kv_);
     return true;
   }
-  // First key of the tile that next() gives.
-  int64_t upcoming() const { return next_; }
 
  private:
   // Counts a row's keys in. Keys of the prefix alone stay out of `some_`: between them and other rows' intervals there
@@ -136,8 +136,9 @@ class KvBlocks {
   KeyInterval all_;   // seen by every row
   int64_t range_end_ = 0;
   int64_t prefix_end_ = 0;
-  int64_t end_ = 0;
-  int64_t next_ = 0;
+  // What is left: the tiles of keys [next_, run_end_), first of the prefix, and those of the last run.
+  int64_t next_ = 0, run_end_ = 0;
+  KeyInterval last_run_;
 };
 
 }  // namespace opst::attention
