@@ -229,9 +229,21 @@ TEST(AttentionPlan, GeometryOfEveryStorageType) {
         EXPECT_EQ(g.word_bytes, k.geometry.word_bytes);
         EXPECT_EQ(g.accumulator_bytes, k.geometry.accumulator_bytes);
         EXPECT_EQ(k.attend_in_place == nullptr, product == AttentionProduct::bf16_dot);
+        EXPECT_EQ(k.attend_at_once == nullptr, product == AttentionProduct::bf16_dot);
+        EXPECT_NE(attention::standard_for(isa, product), nullptr);
       }
     }
   }
+}
+
+TEST(AttentionPlan, SaysWhyStandard) {
+  AttentionProblem p{.num_heads = 1, .num_kv_heads = 1, .query_len = 300, .kv_len = 300};
+  p.head_dim = p.value_head_dim = 64;
+  const std::string flash = plan_attention(p, Machine()).reason;
+  p.options.path = AttentionPath::standard;
+  const std::string standard = plan_attention(p, Machine()).reason;
+  EXPECT_EQ(flash.find("options.path"), std::string::npos) << flash;
+  EXPECT_NE(standard.find("asked for by options.path"), std::string::npos) << standard;
 }
 
 TEST(AttentionPlan, PrintsWhatItDecided) {

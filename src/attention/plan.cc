@@ -1,5 +1,6 @@
 // plan_attention: from a problem and a machine to tiles, path and memory. Beside each number, the limit that sets it.
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 
 #include "attention/kv_blocks.h"
@@ -13,43 +14,21 @@ namespace opst {
 using attention::Geometry;
 using attention::geometry_of;
 
-const char* to_string(AttentionPath path) {
-  switch (path) {
-    case AttentionPath::automatic:
-      return "automatic";
-    case AttentionPath::standard:
-      return "standard";
-    case AttentionPath::flash:
-      return "flash";
-  }
-  return "?";
+namespace {
+
+template <class Enum>
+const char* name_of(Enum value, std::initializer_list<const char*> names) {
+  const size_t index = static_cast<size_t>(value);
+  return index < names.size() ? names.begin()[index] : "?";
 }
 
+}  // namespace
+
+const char* to_string(AttentionPath path) { return name_of(path, {"automatic", "standard", "flash"}); }
 const char* to_string(KvAccess access) {
-  switch (access) {
-    case KvAccess::in_place:
-      return "in_place";
-    case KvAccess::panel_pages:
-      return "panel_pages";
-    case KvAccess::packed_per_task:
-      return "packed_per_task";
-    case KvAccess::packed_shared:
-      return "packed_shared";
-  }
-  return "?";
+  return name_of(access, {"in_place", "panel_pages", "packed_per_task", "packed_shared"});
 }
-
-const char* to_string(AttentionProduct product) {
-  switch (product) {
-    case AttentionProduct::f32:
-      return "f32";
-    case AttentionProduct::bf16_dot:
-      return "bf16_dot";
-    case AttentionProduct::f64:
-      return "f64";
-  }
-  return "?";
-}
+const char* to_string(AttentionProduct product) { return name_of(product, {"f32", "bf16_dot", "f64"}); }
 
 namespace {
 
@@ -106,6 +85,25 @@ int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geomet
   const bool single_tile = p.kv_len <= block_kv, many_heads = attention::heads_of(p) >= kWantedTasks / 2;
   if (single_tile && many_heads && rows <= std::min<int64_t>(by_l2, kMostWholeRows)) return rows;
   return ceil_div(rows, ceil_div(rows, most));
+}
+
+// Where blocks of rows are too few to share out, the keys that a block may see are split: parts of whole tiles.
+// by_memory: what bounds the time is reading keys and values.
+void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_t blocks, AttentionPlan& plan) {
+  int64_t keys = p.kv_len;
+  if (!p.has_prefix) {
+    const int64_t queries = ceil_div(plan.block_q - 1, p.num_heads / p.num_kv_heads) + 1;
+    keys = attention::Visibility::most_keys(p.options, p.query_len, p.kv_len, queries);
+    keys = std::min(p.kv_len, keys + plan.block_kv - 1);
+  }
+  const int64_t min_keys = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
+  const int64_t head_blocks = (Size(heads) * blocks).value();
+  if (plan.path == AttentionPath::flash && head_blocks < kWantedTasks && keys >= 2 * min_keys) {
+    plan.kv_splits = std::min(ceil_div(kWantedTasks, head_blocks), keys / min_keys);
+  }
+  plan.keys_per_split = round_up(ceil_div(std::max<int64_t>(keys, 1), plan.kv_splits), plan.block_kv);
+  plan.kv_splits = std::max<int64_t>(1, ceil_div(keys, plan.keys_per_split));
+  plan.num_tasks = (Size(head_blocks) * plan.kv_splits).value();
 }
 
 }  // namespace
@@ -177,6 +175,9 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
     plan.kv_access = KvAccess::packed_shared;
     plan.reason = "several blocks of rows share packed keys and values";
   }
+  if (plan.path == AttentionPath::standard) {
+    plan.reason = "asked for by options.path: the whole score matrix, for comparison; it is nowhere faster than flash";
+  }
 
   const int64_t query_bytes = size_bytes(p.query_dtype), kv_bytes = size_bytes(p.kv_dtype);
   const Size row_and_key_bytes = Size(rows) * query_bytes + Size(p.kv_len) * kv_bytes;
@@ -184,22 +185,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead =
       plan.kv_access == KvAccess::packed_per_task && tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  // Where blocks of rows are too few to share out, the keys that a block may see are split: parts of whole tiles.
-  int64_t keys = p.kv_len;
-  if (!p.has_prefix) {
-    const int64_t queries = ceil_div(plan.block_q - 1, p.num_heads / p.num_kv_heads) + 1;
-    keys = attention::Visibility::most_keys(p.options, p.query_len, p.kv_len, queries);
-    keys = std::min(p.kv_len, keys + plan.block_kv - 1);
-  }
-  const bool by_memory = rows <= g.tile_rows && (few_rows || pages);
-  const int64_t min_keys = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
-  const int64_t head_blocks = (Size(heads) * blocks).value();
-  if (plan.path == AttentionPath::flash && head_blocks < kWantedTasks && keys >= 2 * min_keys) {
-    plan.kv_splits = std::min(ceil_div(kWantedTasks, head_blocks), keys / min_keys);
-  }
-  plan.keys_per_split = round_up(ceil_div(std::max<int64_t>(keys, 1), plan.kv_splits), plan.block_kv);
-  plan.kv_splits = std::max<int64_t>(1, ceil_div(keys, plan.keys_per_split));
-  plan.num_tasks = (Size(head_blocks) * plan.kv_splits).value();
+  split_keys(p, rows <= g.tile_rows && (few_rows || pages), heads, blocks, plan);
 
   // Memory.
   const attention::Layout layout(p, plan, g);
