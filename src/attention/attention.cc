@@ -3,14 +3,9 @@
 // A task is a block of query rows of one (batch, KV head) pair against one part of its keys.
 //
 // Shared packed keys and values (packed_shared): heads go in waves of about 2 MB, so that packed tiles are still in
-// cache when they are read. All of the call is one parallel loop,
-//     pack wave 0, attend wave 0, pack wave 1, attend wave 1, ...
-// with two buffers in turn. Indices are handed out in ascending order, so what an index waits for is done or being
-// done: an attending task waits for the packing of its own wave, a packing task for the attending of the wave that used
-// its buffer (backward.cc draws the same protocol). There is no barrier between waves at which threads would stand
-// idle.
+// cache when they are read (wave_loop.h).
 //
-// Sequences with few queries and with many (decoding beside a prompt) are two such loops, each by its own plan.
+// Sequences with few queries and with many (decoding beside a prompt) are two loops over tasks, each by its own plan.
 #include "opst/attention.h"
 
 #include <cmath>
@@ -19,11 +14,11 @@
 #include "attention/call_memory.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
-#include "attention/counter.h"
 #include "attention/fill.h"
 #include "attention/kernel_table.h"
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
+#include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
 #include "machine/interruption.h"
@@ -57,32 +52,22 @@ class ForwardCall {
         whole_rows_(plan.kv_access == KvAccess::packed_per_task) {}
 
   void run(ThreadPool& pool) {
-    const int64_t wave_heads = plan_.heads_per_wave, tiles_per_head = memory_.layout.tiles_per_head;
-    const int64_t packs = plan_.kv_access == KvAccess::packed_shared ? wave_heads * tiles_per_head : 0;
-    const int64_t tasks_per_head = memory_.most_blocks * plan_.kv_splits, tasks = wave_heads * tasks_per_head;
-    const int64_t waves = ceil_div(memory_.heads, wave_heads);
-    pool.parallel_for(waves * (packs + tasks), [&](int64_t index, int worker) {
-      const int64_t wave = index / (packs + tasks), in_wave = index % (packs + tasks);
-      Progress& progress = progress_[wave % 2];
-      const int64_t turn = wave / 2;  // of the wave's buffer
-      if (in_wave < packs) {
-        const int64_t head = wave * wave_heads + in_wave / tiles_per_head;
-        progress.attended.wait_for(turn * tasks);
-        if (head < memory_.heads && !interruption_.requested(worker)) {
-          pack_shared_tile(head, in_wave % tiles_per_head, worker);
-        }
-        progress.packed.add_one();
-      } else {
-        const int64_t task = in_wave - packs, head = wave * wave_heads + task / tasks_per_head;
-        progress.packed.wait_for((turn + 1) * packs);
-        if (head < memory_.heads && !interruption_.requested(worker)) {
-          // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
-          const int64_t block = memory_.blocks(head) - 1 - task % tasks_per_head / plan_.kv_splits;
-          if (block >= 0) attend_block(head, block, task % plan_.kv_splits, worker);
-        }
-        progress.attended.add_one();
-      }
-    });
+    const bool shared = plan_.kv_access == KvAccess::packed_shared;
+    const WaveLoop loop = {.heads = memory_.heads,
+                           .heads_per_wave = plan_.heads_per_wave,
+                           .packs_per_head = shared ? memory_.layout.tiles_per_head : 0,
+                           .tasks_per_head = memory_.most_blocks * plan_.kv_splits,
+                           .order = WaveLoop::Order::by_head};
+    const auto pack = [&](int64_t head, int64_t tile, int worker) {
+      if (!interruption_.requested(worker)) pack_shared_tile(head, tile, worker);
+    };
+    const auto attend = [&](int64_t head, int64_t task, int64_t, int worker) {
+      if (head >= memory_.heads || interruption_.requested(worker)) return;
+      // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
+      const int64_t block = memory_.blocks(head) - 1 - task / plan_.kv_splits;
+      if (block >= 0) attend_block(head, block, task % plan_.kv_splits, worker);
+    };
+    loop.run(pool, pack, attend);
     if (plan_.kv_splits > 1 && !interruption_.happened()) {
       pool.parallel_for(memory_.heads * memory_.most_blocks, [&](int64_t task, int) {
         const int64_t head = task / memory_.most_blocks, block = task % memory_.most_blocks;
@@ -322,10 +307,6 @@ class ForwardCall {
   // All rows of a head are one block, whose queries and values may stay in the tensors. Of several blocks the queries
   // are no longer in L2 when their turn comes (512 rows of head_dim 64, 8 heads: 0.95 times as fast).
   const bool whole_rows_;
-  struct Progress {
-    Counter packed, attended;
-  };
-  Progress progress_[2];  // of the waves that use buffer 0 and buffer 1
 };
 
 // Rows behind the last sequence are rows that see no key.

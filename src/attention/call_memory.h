@@ -1,5 +1,5 @@
-// CallMemory: where the data of one call lies. Rows of the tensors for a (batch, KV head) pair, and the pieces of
-// scratch memory whose sizes layout.h adds up.
+// CallMemory: where the data of one forward call lies: rows of the tensors (CallHeads), and the pieces of scratch memory
+// whose sizes layout.h adds up.
 //
 //   shared, once
 //     wave buffers          [min(heads, 2 heads_per_wave)] times, of each head
@@ -18,48 +18,31 @@
 //     private tiles         [private_tiles][panels of K, panels of V]        packed_per_task
 #pragma once
 
+#include "attention/call_heads.h"
 #include "attention/check.h"
-#include "attention/kernels.h"
-#include "attention/kv_blocks.h"
-#include "attention/kv_rows.h"
 #include "attention/layout.h"
-#include "attention/sequences.h"
 
 namespace opst::attention {
 
 static_assert(sizeof(KvTile) == 64, "layout.h counts on it");
 static_assert(sizeof(RowRules) == 48, "layout.h counts on it");
 
-// `head` counts (batch, KV head) pairs throughout. Tensors have the shapes of a call without varlen (uniform_shapes).
-class CallMemory {
+class CallMemory : public CallHeads {
  public:
   CallMemory(const AttentionInputs& inputs, const SequenceGroup& sequences, const AttentionPlan& plan,
              const Geometry& geometry, void* scratch)
-      : CallMemory(inputs, sequences.problem, sequences, plan, geometry, scratch) {}
-
- private:
-  CallMemory(const AttentionInputs& inputs, const AttentionProblem& problem, const SequenceGroup& sequences,
-             const AttentionPlan& plan, const Geometry& geometry, void* scratch)
-      : in_(inputs),
-        p_(problem),
+      : CallHeads(inputs, sequences.problem),
+        layout(sequences.problem, plan, geometry),
+        most_blocks(ceil_div(sequences.problem.query_len * group, plan.block_q)),
         above_(sequences.above),
         most_(sequences.most),
         plan_(plan),
         geometry_(geometry),
-        sequences_(inputs, problem),
-        layout(problem, plan, geometry),
-        group(problem.num_heads / problem.num_kv_heads),
-        most_blocks(ceil_div(problem.query_len * group, plan.block_q)),
-        heads(problem.batch * problem.num_kv_heads),
         shared_(static_cast<char*>(scratch)) {}
 
- public:
-  Visibility visibility(int64_t head) const {
-    const int64_t b = batch(head);
-    return Visibility::of(p_.options, sequences_.query_len(b), sequences_.kv_len(b), sequences_.prefix(b));
-  }
+  const Layout layout;
+  const int64_t most_blocks;  // of the rows of a head
 
-  int64_t batch(int64_t head) const { return head / p_.num_kv_heads; }
   // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
   int64_t rows(int64_t head) const {
     const int64_t query_len = sequences_.query_len(batch(head));
@@ -71,22 +54,6 @@ class CallMemory {
     return ceil_div(n, ceil_div(n, plan_.block_q));
   }
   int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
-
-  // Rows of key or value.
-  KvRows kv_rows(const ConstTensor& t, int64_t head) const {
-    return KvRows::of(t, in_, p_, sequences_, batch(head), head % p_.num_kv_heads);
-  }
-
-  // Rows of query, out or a statistic, the head's group stacked. Nothing for a tensor without data.
-  StackedRows stacked_rows(const ConstTensor& t, int64_t head) const {
-    if (t.data == nullptr) return {};
-    const int64_t b = batch(head), first_head = head % p_.num_kv_heads * group;
-    const int64_t offset =
-        (b * t.strides[0] + first_head * t.strides[1] + sequences_.query_start(b) * t.strides[2]) * size_bytes(t.dtype);
-    // The kernels' struct serves inputs and outputs; queries are only read through it.
-    char* data = const_cast<char*>(static_cast<const char*>(t.data)) + offset;
-    return {data, t.dtype, t.strides[2], t.strides[1], t.strides[3], group};
-  }
 
   struct Worker {
     void* query;
@@ -146,20 +113,9 @@ class CallMemory {
     return {acc, max, arena.take_bytes(Arena::round_up(plan_.block_q * geometry_.lanes * bytes))};
   }
 
-  const AttentionInputs& in_;
-  const AttentionProblem& p_;
   const int64_t above_, most_;  // queries of the sequences that belong to the call
   const AttentionPlan& plan_;
   const Geometry geometry_;
-  const Sequences sequences_;
-
- public:
-  const Layout layout;
-  const int64_t group;        // query heads per KV head
-  const int64_t most_blocks;  // of the rows of a head
-  const int64_t heads;        // batch * num_kv_heads
-
- private:
   char* const shared_;
 };
 
