@@ -1,135 +1,173 @@
-// Layout of a backward call's scratch memory: what backward_plan.cc adds up and backward.cc hands out.
+// BackwardLayout: the pieces of a backward call's scratch memory, in one list for the plan, which adds them up, and for
+// the call, which takes them.
 //
 //   shared, once
-//     wave buffers       [min(heads, 2 heads_per_wave)][blocks] times, of each block
-//       progress           BlockState
-//       rules              [block_q] RowRules                           where an option needs them
-//       bias targets       [block_q] addresses of rows of grad_bias     grad_bias
-//       Q, dO              row forms; for pairs of bf16 column forms too
-//       of each row        [block_q] origin, reference, weight, delta
-//       dQ                 accumulators [block_q][acc_stride]
-//     sums of sinks      [heads][blocks][group] double                  grad_sinks
-//     turns              [blocks + 1] task numbers (BiasOrder)          grad_bias
-//     shared pages       see shared_pages.h                             paged
-//   of each worker
-//     of a tile          column panels of K and V, column form of K; accumulators dK, dV
-//     of a block         P and dS in column form; for pairs of bf16 dS in row form, and S and dP of a register tile
-//                        slopes of the softcap                          where an option needs rules
-//                        dS for the bias                                grad_bias
-//     sums for the bias  accumulators [group][scores_stride]            grad_bias
-//     of rows            [block_kv] pointers to keys and to values, [block_q] to queries; [block_q] visible intervals,
-//                        maxima and sums
+//     wave buffers       [min(heads, 2 heads_per_wave)][blocks] BackwardBlock
+//     of the call        BackwardCallPieces
+//   of each worker       BackwardWorker
 #pragma once
 
-#include <atomic>
+#include <algorithm>
 #include <cstdint>
 
 #include "attention/backward_kernels.h"
+#include "attention/counter.h"
+#include "attention/kv_blocks.h"
 #include "attention/layout.h"
 #include "attention/shared_pages.h"
 #include "opst/attention_backward.h"
 
 namespace opst::attention {
 
-// A block of query rows in a head's scratch memory: the keys that it sees, and how far its dQ is.
+// The tiles of keys that add to the gradients of one block of query rows, in ascending order. The one place where
+// backward takes them for an interval: a list of tiles answers the same three questions.
+class BlockTiles {
+ public:
+  BlockTiles() = default;
+  // From the first key that some row of the block sees to the last; some tiles between may hold none.
+  BlockTiles(KeyInterval keys, int64_t block_kv) {
+    if (keys.begin < keys.end) first_ = keys.begin / block_kv, count_ = (keys.end - 1) / block_kv + 1 - first_;
+  }
+  int64_t count() const { return count_; }
+  // Index of the block's tile `place` among the tiles of its head.
+  int64_t operator[](int64_t place) const { return first_ + place; }
+  // How many tiles of the block come before tile `index` of the head; -1 where that is none of the block's.
+  int64_t place_of(int64_t index) const { return index >= first_ && index - first_ < count_ ? index - first_ : -1; }
+
+ private:
+  int64_t first_ = 0, count_ = 0;
+};
+
+// The keys that a block of query rows sees, and how far its dQ is.
 struct BlockState {
   ScoreRules rules;
-  int64_t some_begin, some_end;  // seen by some row
-  int64_t all_begin, all_end;    // seen by every row
+  KeyInterval all;   // seen by every row
+  BlockTiles tiles;  // that add to dQ
   bool finite, far;
   bool has_rules;
-  std::atomic<int64_t> tiles_done;
+  Turn turn;  // of the tiles, by their places
 };
 
 struct BackwardLayout {
-  BackwardSizes sizes;
-  int64_t rows, blocks;  // of the longest sequence
-  int64_t tiles;
-  int64_t scores_stride;                           // words of column forms; row forms of dS: divided by step
-  int64_t query_bytes, value_bytes;                // row forms of a block
-  int64_t query_column_bytes, value_column_bytes;  // column forms; 0 where the row forms serve
-  int64_t grad_query_bytes, statistic_bytes;       // of a block
-  int64_t block_bytes, head_bytes;
-  int64_t key_bytes, key_value_bytes, key_column_bytes;  // of a tile
-  int64_t grad_key_bytes, grad_value_bytes;
-  int64_t scores_bytes, score_row_bytes, raw_bytes;
-  int64_t rule_bytes, target_bytes;  // of a block: RowRules, addresses of its rows of the bias's gradient
-  int64_t cap_bytes, bias_bytes, bias_sum_bytes, bias_sum_row_bytes;
-  int64_t sink_bytes, turn_bytes, page_bytes;  // of the whole call
-  int64_t worker_bytes;
-
-  BackwardLayout(const AttentionBackwardProblem& problem, int64_t block_q, int64_t block_kv, const Geometry& g) {
-    const AttentionProblem& p = problem.forward;
-    const int64_t group = p.num_heads / p.num_kv_heads;
-    rows = rows_of(p);
-    blocks = ceil_div(rows, block_q);
-    tiles = ceil_div(p.kv_len, block_kv);
-    const bool pairs = g.step > 1;
-    // One vector more than the data: rows a power of two apart would share few cache sets.
-    const auto row_stride = [&](int64_t length) { return round_up(ceil_div(length, g.step), g.lanes) + g.lanes; };
-    sizes = {p.head_dim,
-             p.value_head_dim,
-             row_stride(p.head_dim),
-             row_stride(p.value_head_dim),
-             round_up(p.head_dim, g.lanes),
-             round_up(p.value_head_dim, g.lanes)};
-    scores_stride = round_up(block_kv, g.panel) + g.lanes * g.step;
-
-    const auto bytes = [&](Size count, int64_t stride, int64_t element) {
-      return Arena::round_up(count * stride * element);
-    };
-    query_bytes = bytes(block_q, sizes.query_stride, g.word_bytes);
-    value_bytes = bytes(block_q, sizes.value_stride, g.word_bytes);
-    const int64_t pair_rows = ceil_div(block_q, g.step);
-    query_column_bytes = pairs ? bytes(pair_rows, sizes.acc_stride, g.word_bytes) : 0;
-    value_column_bytes = pairs ? bytes(pair_rows, sizes.value_acc_stride, g.word_bytes) : 0;
-    grad_query_bytes = bytes(block_q, sizes.acc_stride, g.accumulator_bytes);
-    statistic_bytes = bytes(block_q, 1, g.accumulator_bytes);
-    const bool rules = has_rules(p);
-    rule_bytes = rules ? Arena::size_of<RowRules>(block_q) : 0;
-    target_bytes = problem.grad_bias ? Arena::size_of<void*>(block_q) : 0;
-    block_bytes = query_bytes + value_bytes + query_column_bytes + value_column_bytes + grad_query_bytes +
-                  4 * statistic_bytes + rule_bytes + target_bytes + Arena::size_of<BlockState>(1);
-    head_bytes = (Size(blocks) * block_bytes).value();
-
-    const int64_t padded_keys = round_up(block_kv, g.panel);
-    key_bytes = bytes(padded_keys, ceil_div(p.head_dim, g.step), g.word_bytes);
-    key_value_bytes = bytes(padded_keys, ceil_div(p.value_head_dim, g.step), g.word_bytes);
-    key_column_bytes = pairs ? bytes(ceil_div(block_kv, g.step), sizes.acc_stride, g.word_bytes)
-                             : bytes(block_kv, sizes.query_stride, g.word_bytes);
-    grad_key_bytes = bytes(block_kv, sizes.acc_stride, g.accumulator_bytes);
-    grad_value_bytes = bytes(block_kv, sizes.value_acc_stride, g.accumulator_bytes);
-    scores_bytes = bytes(pair_rows, scores_stride, g.word_bytes);
-    score_row_bytes = pairs ? bytes(block_q, scores_stride / g.step, g.word_bytes) : 0;
-    raw_bytes = pairs ? bytes(2 * g.tile_rows, scores_stride, g.accumulator_bytes) : 0;
-    cap_bytes = rules ? bytes(g.tile_rows, scores_stride, g.accumulator_bytes) : 0;
-    bias_bytes = problem.grad_bias ? bytes(block_q, scores_stride, g.accumulator_bytes) : 0;
-    bias_sum_row_bytes = scores_stride * g.accumulator_bytes;
-    bias_sum_bytes = problem.grad_bias ? bytes(group, scores_stride, g.accumulator_bytes) : 0;
-    sink_bytes = problem.grad_sinks ? Arena::size_of<double>(Size(p.batch) * p.num_heads * blocks) : 0;
-    turn_bytes = problem.grad_bias ? Arena::size_of<std::atomic<int64_t>>(blocks + 1) : 0;
-    page_bytes = SharedPages::bytes(problem, sizes, g.accumulator_bytes);
-    const Size worker = cap_bytes + bias_bytes + bias_sum_bytes + key_bytes + key_value_bytes + key_column_bytes +
-                        grad_key_bytes + grad_value_bytes + 2 * scores_bytes + score_row_bytes + raw_bytes +
-                        2 * Arena::size_of<void*>(block_kv) + Arena::size_of<void*>(block_q) +
-                        2 * Arena::size_of<int64_t>(block_q) + 2 * statistic_bytes;
-    worker_bytes = worker.value();
-  }
-
-  // Whether scores are more than products that a structure hides.
-  static bool has_rules(const AttentionProblem& p) {
-    return p.has_prefix || p.has_mask || p.has_bias || p.has_alibi || p.has_drop_mask || p.options.softcap > 0 ||
-           p.options.dropout.keep_prob < 1;
-  }
+  const AttentionBackwardProblem& problem;
+  const Geometry g;
+  const int64_t block_q, block_kv;
+  const int64_t group = problem.forward.num_heads / problem.forward.num_kv_heads;
+  const int64_t blocks = ceil_div(rows_of(problem.forward), block_q);  // of the longest sequence
+  const int64_t tiles = ceil_div(problem.forward.kv_len, block_kv);
+  const bool rules = has_rules(problem.forward);
+  const bool pairs = g.step > 1;                        // of bf16
+  const int64_t pair_rows = ceil_div(block_q, g.step);  // words that hold a column of a block
+  const BackwardSizes sizes = sizes_of(problem.forward, g);
+  const int64_t scores_stride = round_up(block_kv, g.panel) + g.lanes * g.step;  // words; of row forms divided by step
+  const int64_t block_bytes = bytes_of<struct BackwardBlock>();
+  const int64_t head_bytes = (Size(blocks) * block_bytes).value();
+  const int64_t call_bytes = bytes_of<struct BackwardCallPieces>();
+  const int64_t worker_bytes = bytes_of<struct BackwardWorker>();
 
   // Two waves are in flight at a time, if there are two.
   int64_t wave_bytes(int64_t heads, int64_t heads_per_wave) const {
     return (Size(std::min(heads, 2 * heads_per_wave)) * head_bytes).value();
   }
-  int64_t call_bytes() const { return (Size(sink_bytes) + turn_bytes + page_bytes).value(); }
   int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return (Size(wave_bytes(heads, heads_per_wave)) + call_bytes()).value();
+    return (Size(wave_bytes(heads, heads_per_wave)) + call_bytes).value();
   }
+  template <class Pieces>
+  int64_t bytes_of() const {
+    return Pieces{{*this}}.take.bytes.value();
+  }
+  static BackwardSizes sizes_of(const AttentionProblem& p, const Geometry& g) {
+    // One vector more than the data: rows a power of two apart would share few cache sets.
+    const auto row_stride = [&](int64_t length) { return round_up(ceil_div(length, g.step), g.lanes) + g.lanes; };
+    return {p.head_dim,
+            p.value_head_dim,
+            row_stride(p.head_dim),
+            row_stride(p.value_head_dim),
+            round_up(p.head_dim, g.lanes),
+            round_up(p.value_head_dim, g.lanes)};
+  }
+};
+
+// Takes one piece after the other from an arena; without one adds up what the pieces take.
+struct TakePieces {
+  const BackwardLayout& of;
+  Arena* arena = nullptr;
+  Size bytes = 0;
+
+  void* words(Size count, int64_t stride) { return take_bytes(count * stride * of.g.word_bytes); }
+  void* numbers(Size count, int64_t stride) { return take_bytes(count * stride * of.g.accumulator_bytes); }
+  void* take_bytes(Size piece) {
+    bytes += Arena::round_up(piece);
+    return arena != nullptr ? arena->take_bytes(Arena::round_up(piece)) : nullptr;
+  }
+  template <class T>
+  T* take(Size count) {
+    bytes += Arena::size_of<T>(count);
+    return arena != nullptr ? arena->take<T>(count) : nullptr;
+  }
+};
+
+// A block of query rows in a wave buffer.
+struct BackwardBlock {
+  TakePieces take;
+  const BackwardLayout& of = take.of;
+
+  BlockState* state = take.take<BlockState>(1);
+  RowRules* row_rules = take.take<RowRules>(of.rules ? of.block_q : 0);
+  void** bias_targets = take.take<void*>(of.problem.grad_bias ? of.block_q : 0);  // addresses of rows of grad_bias
+  QueryRows queries = {.rows = 0,
+                       .query = take.words(of.block_q, of.sizes.query_stride),
+                       .grad_out = take.words(of.block_q, of.sizes.value_stride),
+                       .query_columns = take.words(of.pairs ? of.pair_rows : 0, of.sizes.acc_stride),
+                       .grad_out_columns = take.words(of.pairs ? of.pair_rows : 0, of.sizes.value_acc_stride),
+                       .origin = take.numbers(of.block_q, 1),
+                       .reference = take.numbers(of.block_q, 1),
+                       .weight = take.numbers(of.block_q, 1),
+                       .delta = take.numbers(of.block_q, 1),
+                       .grad_query = take.numbers(of.block_q, of.sizes.acc_stride),
+                       .finite = nullptr,
+                       .far = nullptr};
+  int64_t first_row = 0;
+};
+
+struct BackwardWorker {
+  TakePieces take;
+  const BackwardLayout& of = take.of;
+
+  // Of a tile of keys.
+  void* keys = take.words(round_up(of.block_kv, of.g.panel), ceil_div(of.sizes.head_dim, of.g.step));
+  void* values = take.words(round_up(of.block_kv, of.g.panel), ceil_div(of.sizes.value_head_dim, of.g.step));
+  void* key_columns = of.pairs ? take.words(ceil_div(of.block_kv, of.g.step), of.sizes.acc_stride)
+                               : take.words(of.block_kv, of.sizes.query_stride);
+  void* grad_key = take.numbers(of.block_kv, of.sizes.acc_stride);
+  void* grad_value = take.numbers(of.block_kv, of.sizes.value_acc_stride);
+  // Of a block against the tile, as in GradBlock.
+  void* probability_columns = take.words(of.pair_rows, of.scores_stride);
+  void* grad_score_columns = take.words(of.pair_rows, of.scores_stride);
+  void* grad_scores = of.pairs ? take.words(of.block_q, of.scores_stride / of.g.step) : grad_score_columns;
+  void* raw = take.numbers(of.pairs ? 2 * of.g.tile_rows : 0, of.scores_stride);
+  void* cap_slopes = take.numbers(of.rules ? of.g.tile_rows : 0, of.scores_stride);
+  void* bias_grads = of.problem.grad_bias ? take.numbers(of.block_q, of.scores_stride) : nullptr;
+  void* bias_sums = take.numbers(of.problem.grad_bias ? of.group : 0, of.scores_stride);  // over each head's rows
+  // Of rows: pointers, keys that they see, maxima and sums.
+  const void** key_rows = take.take<const void*>(of.block_kv);
+  const void** value_rows = take.take<const void*>(of.block_kv);
+  const void** query_rows = take.take<const void*>(of.block_q);
+  int64_t* visible_begin = take.take<int64_t>(of.block_q);
+  int64_t* visible_end = take.take<int64_t>(of.block_q);
+  void* max = take.numbers(of.block_q, 1);
+  void* sum = take.numbers(of.block_q, 1);
+};
+
+struct BackwardCallPieces {
+  TakePieces take;
+  const BackwardLayout& of = take.of;
+
+  // [heads][blocks][group] of grad_sinks; [blocks + 1] of grad_bias; as in shared_pages.h.
+  double* sink_sums = take.take<double>(
+      of.problem.grad_sinks ? Size(of.problem.forward.batch) * of.problem.forward.num_heads * of.blocks : 0);
+  Turn* bias_turns = take.take<Turn>(of.problem.grad_bias ? of.blocks + 1 : 0);
+  void* pages = take.take_bytes(SharedPages::bytes(of.problem, of.sizes, of.g.accumulator_bytes));
 };
 
 }  // namespace opst::attention

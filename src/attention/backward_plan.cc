@@ -72,7 +72,7 @@ AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& pr
   plan.block_q = std::clamp<int64_t>(plan.block_q, 1, std::max<int64_t>(rows, 1));
   plan.num_tasks = (Size(heads) * ceil_div(p.kv_len, plan.block_kv)).value();
 
-  const BackwardLayout layout(problem, plan.block_q, plan.block_kv, g);
+  const BackwardLayout layout = {problem, g, plan.block_q, plan.block_kv};
   plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.head_bytes, 1), 1, heads);
   plan.scratch_bytes_shared = layout.shared_bytes(heads, plan.heads_per_wave);
   plan.scratch_bytes_per_worker = layout.worker_bytes;

@@ -11,33 +11,27 @@
 
 namespace opst::attention {
 
-class CallHeads {
- public:
-  CallHeads(const AttentionInputs& inputs, const AttentionProblem& problem)
-      : group(problem.num_heads / problem.num_kv_heads),
-        heads(problem.batch * problem.num_kv_heads),
-        in_(inputs),
-        p_(problem),
-        sequences_(inputs, problem) {}
+struct CallHeads {
+  const AttentionInputs& in;
+  const AttentionProblem& p;
+  const Sequences sequences{in, p};
+  const int64_t group = p.num_heads / p.num_kv_heads;  // query heads per KV head
+  const int64_t heads = p.batch * p.num_kv_heads;
 
-  const int64_t group;  // query heads per KV head
-  const int64_t heads;  // batch * num_kv_heads
-
-  int64_t batch(int64_t head) const { return head / p_.num_kv_heads; }
-  int64_t kv_head(int64_t head) const { return head % p_.num_kv_heads; }
+  int64_t batch(int64_t head) const { return head / p.num_kv_heads; }
+  int64_t kv_head(int64_t head) const { return head % p.num_kv_heads; }
   // The query head of a stacked row.
   int64_t query_head(int64_t head, int64_t row) const { return kv_head(head) * group + row % group; }
-  int64_t query_rows(int64_t head) const { return sequences_.query_len(batch(head)) * group; }
-  const Sequences& sequences() const { return sequences_; }
+  int64_t query_rows(int64_t head) const { return sequences.query_len(batch(head)) * group; }
 
   Visibility visibility(int64_t head) const {
     const int64_t b = batch(head);
-    return Visibility::of(p_.options, sequences_.query_len(b), sequences_.kv_len(b), sequences_.prefix(b));
+    return Visibility::of(p.options, sequences.query_len(b), sequences.kv_len(b), sequences.prefix(b));
   }
 
   // Rows of key or value, or of a tensor of the shape of one.
   KvRows kv_rows(const ConstTensor& t, int64_t head) const {
-    return KvRows::of(t, in_, p_, sequences_, batch(head), kv_head(head));
+    return KvRows::of(t, in, p, sequences, batch(head), kv_head(head));
   }
 
   // Rows of query, of a tensor of its shape, or of a statistic. Nothing for a tensor without data.
@@ -45,16 +39,11 @@ class CallHeads {
     if (t.data == nullptr) return {};
     const int64_t b = batch(head);
     const int64_t offset =
-        b * t.strides[0] + query_head(head, 0) * t.strides[1] + sequences_.query_start(b) * t.strides[2];
+        b * t.strides[0] + query_head(head, 0) * t.strides[1] + sequences.query_start(b) * t.strides[2];
     // The kernels' struct serves inputs and outputs; inputs are only read through it.
     char* data = const_cast<char*>(static_cast<const char*>(t.data)) + offset * size_bytes(t.dtype);
     return {data, t.dtype, t.strides[2], t.strides[1], t.strides[3], group};
   }
-
- protected:
-  const AttentionInputs& in_;
-  const AttentionProblem& p_;
-  const Sequences sequences_;
 };
 
 }  // namespace opst::attention

@@ -29,13 +29,13 @@ static_assert(sizeof(RowRules) == 48, "layout.h counts on it");
 
 class CallMemory : public CallHeads {
  public:
-  CallMemory(const AttentionInputs& inputs, const SequenceGroup& sequences, const AttentionPlan& plan,
+  CallMemory(const AttentionInputs& inputs, const SequenceGroup& chosen, const AttentionPlan& plan,
              const Geometry& geometry, void* scratch)
-      : CallHeads(inputs, sequences.problem),
-        layout(sequences.problem, plan, geometry),
-        most_blocks(ceil_div(sequences.problem.query_len * group, plan.block_q)),
-        above_(sequences.above),
-        most_(sequences.most),
+      : CallHeads{inputs, chosen.problem},
+        layout(chosen.problem, plan, geometry),
+        most_blocks(ceil_div(p.query_len * group, plan.block_q)),
+        above_(chosen.above),
+        most_(chosen.most),
         plan_(plan),
         geometry_(geometry),
         shared_(static_cast<char*>(scratch)) {}
@@ -45,12 +45,12 @@ class CallMemory : public CallHeads {
 
   // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
   int64_t rows(int64_t head) const {
-    const int64_t query_len = sequences_.query_len(batch(head));
+    const int64_t query_len = sequences.query_len(batch(head));
     return query_len > above_ && query_len <= most_ ? query_len * group : 0;  // not in this SequenceGroup
   }
   int64_t block_rows(int64_t head) const {
     const int64_t n = rows(head);
-    if (p_.options.block_q > 0 || n <= plan_.block_q) return plan_.block_q;
+    if (p.options.block_q > 0 || n <= plan_.block_q) return plan_.block_q;
     return ceil_div(n, ceil_div(n, plan_.block_q));
   }
   int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }

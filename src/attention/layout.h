@@ -31,6 +31,12 @@ inline int64_t rows_of(const AttentionProblem& p) {
   return p.num_kv_heads == 0 ? 0 : (Size(p.query_len) * (p.num_heads / p.num_kv_heads)).value();
 }
 
+// Whether scores are more than products that a structure hides.
+inline bool has_rules(const AttentionProblem& p) {
+  return p.options.softcap > 0 || p.has_alibi || p.has_bias || p.has_mask || p.has_prefix || p.has_drop_mask ||
+         p.options.dropout.keep_prob < 1;
+}
+
 struct Layout {
   // Tiles handed to a kernel in one call; more only cost memory for their descriptions.
   static constexpr int64_t kTilesPerCall = 16;
@@ -77,9 +83,7 @@ struct Layout {
     const bool pages = plan.kv_access == KvAccess::panel_pages;
     pointers_per_call = plan.block_kv * (in_place ? kTilesPerCall : 1);
     if (pages) pointers_per_call = plan.block_kv / kPanelRows * kTilesPerCall;
-    const bool rules = p.options.softcap > 0 || p.has_alibi || p.has_bias || p.has_mask || p.has_prefix ||
-                       p.has_drop_mask || p.options.dropout.keep_prob < 1;
-    row_rules = rules ? plan.block_q : 0;
+    row_rules = has_rules(p) ? plan.block_q : 0;
     Size worker = Size(query_bytes) + scores_bytes + 2 * Arena::size_of<int64_t>(plan.block_q) +
                   Arena::round_up(row_rules * kRowRulesBytes) + 2 * Arena::size_of<void*>(pointers_per_call);
     if (plan.kv_splits == 1) worker += state_bytes;

@@ -54,6 +54,7 @@ struct WaveLoop {
       if (in_wave < packs) {
         const int64_t head = first_head + in_wave / packs_per_head;
         done.wait_for(turn * tasks);
+        if (tasks == 0) packed.wait_for(turn * packs);  // of no keys: packing is all that uses the buffer
         if (head < heads) pack(head, in_wave % packs_per_head, worker);
         packed.add_one();
         return;
