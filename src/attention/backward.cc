@@ -102,14 +102,14 @@ class BackwardCall {
     const Visibility v = d_.visibility(head);
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const KeyInterval keys = v.keys_of_query((b.first_row + r) / d_.group);
-      w.visible_begin[r] = keys.begin;
-      w.visible_end[r] = keys.end;
+      w.block.visible_begin[r] = keys.begin;
+      w.block.visible_end[r] = keys.end;
     }
   }
   // Empties the intervals of rows of weight 0.
   void hide_absent_rows(const Block& b, const Worker& w) const {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
-      if (d_.numbers.get(b.queries.weight, r) == 0) w.visible_end[r] = w.visible_begin[r];
+      if (d_.numbers.get(b.queries.weight, r) == 0) w.block.visible_end[r] = w.block.visible_begin[r];
     }
   }
 
@@ -145,8 +145,8 @@ class BackwardCall {
     pack.sum = d_.stacked_rows(d_.saved.softmax_sum, head);
     pack.grad_lse = d_.stacked_rows(d_.saved.grad_lse, head);
     pack.first_row = b.first_row;
-    pack.visible_begin = w.visible_begin;
-    pack.visible_end = w.visible_end;
+    pack.visible_begin = w.block.visible_begin;
+    pack.visible_end = w.block.visible_end;
     pack.query_factor = d_.rules.scale().of_query;
     pack.score_scale = d_.rules.score_scale();
     pack.exponent_scale = d_.rules.exponent_scale();
@@ -157,7 +157,7 @@ class BackwardCall {
   void find_tiles(const Block& b, const Worker& w) const {
     KeyInterval some = {d_.p.kv_len, 0}, all = {0, d_.p.kv_len};
     for (int64_t r = 0; r < b.queries.rows; ++r) {
-      const KeyInterval keys = {w.visible_begin[r], w.visible_end[r]};
+      const KeyInterval keys = {w.block.visible_begin[r], w.block.visible_end[r]};
       all = {std::max(all.begin, keys.begin), std::min(all.end, keys.end)};
       if (keys.begin < keys.end) some = {std::min(some.begin, keys.begin), std::max(some.end, keys.end)};
     }
@@ -178,8 +178,7 @@ class BackwardCall {
     }
     const BlockTiles& tiles = b.state->tiles;
     for (int64_t place = 0; place < tiles.count(); ++place) {
-      GradTile tile = tile_of(head, tiles[place], w);
-      pack_tile(head, w, tile);
+      const GradTile tile = pack_tile(head, tiles[place], w);
       d_.kernels.add_statistics(block_against(head, index, b, w, tile), tile, w.max, w.sum);
     }
     d_.kernels.keep_statistics(b.queries, w.max, w.sum);
@@ -189,14 +188,12 @@ class BackwardCall {
 
   void run_tile(int64_t head, int64_t index, int64_t number, int worker) {
     const Worker w = d_.worker(worker);
-    GradTile tile = tile_of(head, index, w);
+    GradTile tile = pack_tile(head, index, w);
     const BackwardSizes& sizes = d_.layout.sizes;
-    if (d_.grads.grad_key.data != nullptr) tile.grad_key = w.grad_key;
-    if (d_.grads.grad_value.data != nullptr) tile.grad_value = w.grad_value;
-    if (tile.grad_key != nullptr) d_.clear(tile.grad_key, d_.plan.block_kv, sizes.acc_stride);
-    if (tile.grad_value != nullptr) d_.clear(tile.grad_value, d_.plan.block_kv, sizes.value_acc_stride);
+    if (d_.grads.grad_key.data != nullptr) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, sizes.acc_stride);
+    if (d_.grads.grad_value.data != nullptr)
+      tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, sizes.value_acc_stride);
     bias_.begin(w);
-    if (tile.count > 0) pack_tile(head, w, tile);
     for (int64_t i = 0; i < d_.layout.blocks; ++i) {
       if (tile.count > 0 && i < d_.blocks(head)) meet(head, i, index, w, tile, number);
       bias_.pass(i, number);
@@ -216,56 +213,35 @@ class BackwardCall {
     keys_.pass(number);
   }
 
-  // Tile `index` of a head's keys, not packed yet.
-  GradTile tile_of(int64_t head, int64_t index, const Worker& w) const {
+  // Tile `index` of a head's keys, packed if the sequence has any of them. `grad_key` and `grad_value` null.
+  GradTile pack_tile(int64_t head, int64_t index, const Worker& w) const {
     GradTile tile = {};
     tile.first_key = index * d_.plan.block_kv;
-    const int64_t kv_len = d_.sequences.kv_len(d_.batch(head));
-    tile.count = std::clamp<int64_t>(kv_len - tile.first_key, 0, d_.plan.block_kv);
+    tile.count = std::clamp<int64_t>(d_.sequences.kv_len(d_.batch(head)) - tile.first_key, 0, d_.plan.block_kv);
     tile.keys = w.keys;
     tile.values = w.values;
     tile.key_columns = w.key_columns;
-    return tile;
-  }
-  void pack_tile(int64_t head, const Worker& w, GradTile& tile) const {
+    if (tile.count == 0) return tile;
     d_.kv_rows(d_.in.key, head).locate(tile.first_key, tile.count, w.key_rows);
     d_.kv_rows(d_.in.value, head).locate(tile.first_key, tile.count, w.value_rows);
-    const PackKeys pack = {.key_rows = w.key_rows,
-                           .value_rows = w.value_rows,
-                           .key_dim_stride = d_.in.key.strides[3],
-                           .value_dim_stride = d_.in.value.strides[3],
-                           .count = tile.count,
-                           .keys = w.keys,
-                           .values = w.values,
-                           .key_columns = w.key_columns};
-    tile.keys_finite = d_.kernels.pack_keys(pack, d_.layout.sizes);
+    const PackKeys pack = {w.key_rows, w.value_rows, d_.in.key.strides[3], d_.in.value.strides[3]};
+    d_.kernels.pack_keys(pack, d_.layout.sizes, tile);
+    return tile;
   }
 
   GradBlock block_against(int64_t head, int64_t index, const Block& b, const Worker& w, const GradTile& tile) const {
     const BlockState& s = *b.state;
     const int64_t end = tile.first_key + tile.count, prefix = s.has_rules ? s.rules.prefix : 0;
-    GradBlock g;
-    g.sizes = d_.layout.sizes;
-    g.queries = b.queries;
-    g.exponent_scale = d_.rules.exponent_scale();
-    g.keep_prob = d_.rules.keep_prob();
-    g.rules = s.has_rules ? &s.rules : nullptr;
-    g.partial = (tile.first_key < s.all.begin || end > s.all.end) && end > prefix;
-    g.visible_begin = w.visible_begin;
-    g.visible_end = w.visible_end;
-    g.grad_scores = w.grad_scores;
-    g.probability_columns = w.probability_columns;
-    g.grad_score_columns = w.grad_score_columns;
-    g.scores_stride = d_.layout.scores_stride;
-    g.raw = w.raw;
-    g.cap_slopes = w.cap_slopes;
-    g.bias_grads = w.bias_grads;
     const int64_t next = std::min(index + 1, d_.layout.blocks - 1);
-    g.prefetch = static_cast<const char*>(d_.block(head, next).queries.query);
-    if (g.partial) {
-      find_visible(head, b, w);
-      hide_absent_rows(b, w);
-    }
+    const GradBlock g = {w.block,
+                         d_.layout.sizes,
+                         b.queries,
+                         d_.rules.exponent_scale(),
+                         d_.rules.keep_prob(),
+                         s.has_rules ? &s.rules : nullptr,
+                         (tile.first_key < s.all.begin || end > s.all.end) && end > prefix,
+                         static_cast<const char*>(d_.block(head, next).queries.query)};
+    if (g.partial) find_visible(head, b, w), hide_absent_rows(b, w);
     return g;
   }
 

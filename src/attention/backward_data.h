@@ -65,16 +65,18 @@ struct BackwardData : CallHeads {
   }
   BackwardWorker worker(int index) const {
     Arena arena(memory + plan.scratch_bytes_shared + index * plan.scratch_bytes_per_worker, layout.worker_bytes);
-    return BackwardWorker{{layout, &arena}};
+    BackwardWorker w{{layout, &arena}};
+    if (!layout.pairs) w.block.grad_scores = w.block.grad_score_columns;
+    return w;
   }
   BackwardCallPieces call() const {
     Arena arena(memory + layout.wave_bytes(heads, plan.heads_per_wave), layout.call_bytes);
     return BackwardCallPieces{{layout, &arena}};
   }
 
-  // Sets rows of accumulators to 0.
-  void clear(void* rows, int64_t count, int64_t stride) const {
-    std::memset(rows, 0, static_cast<size_t>(count * stride * geometry.accumulator_bytes));
+  // Rows of accumulators, set to 0.
+  void* cleared(void* rows, int64_t count, int64_t stride) const {
+    return std::memset(rows, 0, static_cast<size_t>(count * stride * geometry.accumulator_bytes));
   }
   double statistic(const StackedRows& t, int64_t row) const {
     return numbers.get(t.data, row / group * t.seq_stride + row % group * t.head_stride);

@@ -64,44 +64,43 @@ struct PackQueries {
 struct GradTile {
   int64_t first_key;
   int64_t count;
-  const void* keys;  // column panels of K and of V (tile/pack.h): B operands of Q K^T and dO V^T
-  const void* values;
-  const void* key_columns;  // column form of K: B operand of dS K
+  void* keys;  // column panels of K and of V (tile/pack.h): B operands of Q K^T and dO V^T
+  void* values;
+  void* key_columns;  // column form of K: B operand of dS K
+  void* grad_key;     // accumulators [count][acc_stride]
+  void* grad_value;   // [count][value_acc_stride]; either null where not wanted
   bool keys_finite;
-  void* grad_key;    // accumulators [count][acc_stride]
-  void* grad_value;  // [count][value_acc_stride]; either null where not wanted
 };
 
 struct PackKeys {
-  const void* const* key_rows;  // count of each
+  const void* const* key_rows;  // a tile's keys, and its values
   const void* const* value_rows;
   int64_t key_dim_stride, value_dim_stride;
-  int64_t count;
-  void* keys;
-  void* values;
-  void* key_columns;
+};
+
+// A worker's memory for a block against a tile: written by grad_tile, read by it and by grad_query. (For pairs of bf16 a
+// row of a column form is two rows of the block.)
+struct GradScratch {
+  int64_t scores_stride;
+  void* probability_columns;  // column forms of P and dS: words [rows / step][scores_stride]
+  void* grad_score_columns;
+  void* grad_scores;       // row form of dS: words [rows][scores_stride]
+  void* raw;               // pairs of bf16: accumulators [2][tile_rows][scores_stride], S and dP of a register tile
+  void* cap_slopes;        // with rules: accumulators [tile_rows][scores_stride], derivatives of the softcap
+  void* bias_grads;        // accumulators [rows][scores_stride]: dS, for add_grad_bias; null where not wanted
+  int64_t* visible_begin;  // as in QueryBlock; read where partial
+  int64_t* visible_end;
 };
 
 // A block against a tile.
-struct GradBlock {
+struct GradBlock : GradScratch {
   BackwardSizes sizes;
   QueryRows queries;
-  double exponent_scale;         // c = |softmax_scale| * log2(e); log2(e) where scores are natural
-  double keep_prob;              // of dropout
-  const ScoreRules* rules;       // of the block's rows; null: scores are used as they are
-  bool partial;                  // some row does not see some key of the tile
-  const int64_t* visible_begin;  // as in QueryBlock; read where partial
-  const int64_t* visible_end;
-  // Written by grad_tile, read by it and by grad_query: the row form of dS, the column forms of P and dS. (For pairs of
-  // bf16 a row of a column form is two rows of the block.)
-  void* grad_scores;          // words [rows][scores_stride]
-  void* probability_columns;  // words [rows / step][scores_stride]
-  void* grad_score_columns;
-  int64_t scores_stride;
-  void* raw;             // pairs of bf16: accumulators [2][tile_rows][scores_stride], S and dP of a register tile
-  void* cap_slopes;      // with rules: accumulators [tile_rows][scores_stride], derivatives of the softcap
-  void* bias_grads;      // accumulators [rows][scores_stride]: dS, for add_grad_bias; null where not wanted
-  const char* prefetch;  // query rows of the next block, fetched a cache line at a time
+  double exponent_scale;    // c = |softmax_scale| * log2(e); log2(e) where scores are natural
+  double keep_prob;         // of dropout
+  const ScoreRules* rules;  // of the block's rows; null: scores are used as they are
+  bool partial;             // some row does not see some key of the tile
+  const char* prefetch;     // query rows of the next block, fetched a cache line at a time
 };
 
 struct FinishGradient {
@@ -114,8 +113,7 @@ struct FinishGradient {
 
 struct BackwardKernels {
   void (*pack_queries)(const PackQueries& pack, const BackwardSizes& sizes, const QueryRows& out);
-  // Returns whether all keys are finite.
-  bool (*pack_keys)(const PackKeys& pack, const BackwardSizes& sizes);
+  void (*pack_keys)(const PackKeys& pack, const BackwardSizes& sizes, GradTile& tile);  // keys_finite, too
   // For a block that is far: the tiles that it sees, one after the other, give maxima and sums anew, of the scores as
   // grad_tile computes them. `max` and `sum` [rows] begin as -inf and 0, or as a sink's; then keep_statistics.
   void (*add_statistics)(const GradBlock& block, const GradTile& tile, void* max, void* sum);

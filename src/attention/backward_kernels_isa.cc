@@ -9,15 +9,15 @@ using opst::attention::BackwardKernelTable;
 
 template <class P, class T>
 constexpr BackwardKernels backward_kernels() {
-  return {.pack_queries = Backward<P>::pack_queries,
-          .pack_keys = Backward<P>::template pack_keys<T>,
-          .add_statistics = Backward<P>::add_statistics,
-          .keep_statistics = Backward<P>::keep_statistics,
+  return {.pack_queries = BackwardPack<P>::pack_queries,
+          .pack_keys = BackwardPack<P>::template pack_keys<T>,
+          .add_statistics = FarStatistics<P>::add_statistics,
+          .keep_statistics = FarStatistics<P>::keep_statistics,
           .grad_tile = Backward<P>::grad_tile,
           .grad_query = Backward<P>::grad_query,
-          .add_grad_bias = Backward<P>::add_grad_bias,
-          .sees_key = Backward<P>::sees_key,
-          .finish_rows = Backward<P>::finish_rows};
+          .add_grad_bias = BackwardSums<P>::add_grad_bias,
+          .sees_key = VisiblePairs<P>::sees_key,
+          .finish_rows = BackwardPack<P>::finish_rows};
 }
 
 extern const BackwardKernelTable kBackwardTable;

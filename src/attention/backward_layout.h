@@ -134,27 +134,25 @@ struct BackwardWorker {
   TakePieces take;
   const BackwardLayout& of = take.of;
 
-  // Of a tile of keys.
   void* keys = take.words(round_up(of.block_kv, of.g.panel), ceil_div(of.sizes.head_dim, of.g.step));
   void* values = take.words(round_up(of.block_kv, of.g.panel), ceil_div(of.sizes.value_head_dim, of.g.step));
   void* key_columns = of.pairs ? take.words(ceil_div(of.block_kv, of.g.step), of.sizes.acc_stride)
                                : take.words(of.block_kv, of.sizes.query_stride);
   void* grad_key = take.numbers(of.block_kv, of.sizes.acc_stride);
   void* grad_value = take.numbers(of.block_kv, of.sizes.value_acc_stride);
-  // Of a block against the tile, as in GradBlock.
-  void* probability_columns = take.words(of.pair_rows, of.scores_stride);
-  void* grad_score_columns = take.words(of.pair_rows, of.scores_stride);
-  void* grad_scores = of.pairs ? take.words(of.block_q, of.scores_stride / of.g.step) : grad_score_columns;
-  void* raw = take.numbers(of.pairs ? 2 * of.g.tile_rows : 0, of.scores_stride);
-  void* cap_slopes = take.numbers(of.rules ? of.g.tile_rows : 0, of.scores_stride);
-  void* bias_grads = of.problem.grad_bias ? take.numbers(of.block_q, of.scores_stride) : nullptr;
+  GradScratch block = {.scores_stride = of.scores_stride,
+                       .probability_columns = take.words(of.pair_rows, of.scores_stride),
+                       .grad_score_columns = take.words(of.pair_rows, of.scores_stride),
+                       .grad_scores = of.pairs ? take.words(of.block_q, of.scores_stride / of.g.step) : nullptr,
+                       .raw = take.numbers(of.pairs ? 2 * of.g.tile_rows : 0, of.scores_stride),
+                       .cap_slopes = take.numbers(of.rules ? of.g.tile_rows : 0, of.scores_stride),
+                       .bias_grads = of.problem.grad_bias ? take.numbers(of.block_q, of.scores_stride) : nullptr,
+                       .visible_begin = take.take<int64_t>(of.block_q),
+                       .visible_end = take.take<int64_t>(of.block_q)};
   void* bias_sums = take.numbers(of.problem.grad_bias ? of.group : 0, of.scores_stride);  // over each head's rows
-  // Of rows: pointers, keys that they see, maxima and sums.
   const void** key_rows = take.take<const void*>(of.block_kv);
   const void** value_rows = take.take<const void*>(of.block_kv);
   const void** query_rows = take.take<const void*>(of.block_q);
-  int64_t* visible_begin = take.take<int64_t>(of.block_q);
-  int64_t* visible_end = take.take<int64_t>(of.block_q);
   void* max = take.numbers(of.block_q, 1);
   void* sum = take.numbers(of.block_q, 1);
 };

@@ -66,7 +66,7 @@ class BiasGradient {
   // A task calls `begin`; for each block that sees its tile `sum` after grad_tile, and `add` in the turn of the block's
   // tiles; `pass` after each block, seen or not; and `finish`. A task that does nothing passes all.
   void begin(const BackwardWorker& w) const {
-    if (order_ == BiasOrder::by_task) d_.clear(w.bias_sums, d_.group, d_.layout.scores_stride);
+    if (order_ == BiasOrder::by_task) d_.cleared(w.bias_sums, d_.group, d_.layout.scores_stride);
   }
   void sum(const GradBlock& g, const GradTile& tile, const BackwardBlock& b, const BackwardWorker& w) const {
     if (order_ != BiasOrder::by_task) return;

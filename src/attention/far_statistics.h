@@ -1,0 +1,57 @@
+// FarStatistics: maxima and sums of rows anew, where scores are so large (BackwardPack::kFar) that what forward saved,
+// rounded to f32, says too little about exp.
+//
+// Computes   max[r] = max over keys of S;  sum[r] = sum of exp2(c (S - max)), of S as BackwardScores computes them
+// Shapes     a block of query rows; its tiles, packed again one after the other for it; max, sum [rows]
+// Memory     S in the worker's memory, as in BackwardScores; max and sum the worker's; the result in the block's rows
+//            (origin, weight). Only the task that packs the block.
+#pragma once
+
+#include "attention/backward_scores.h"
+
+namespace opst::OPST_ISA_NS::attention {
+
+template <class P>
+struct FarStatistics : BackwardScores<P> {
+  using B = BackwardScores<P>;
+  using B::accumulators, B::kLanes;
+  using typename B::S, typename B::Span, typename B::V;
+
+  // max and sum join what they hold.
+  static void add_statistics(const GradBlock& b, const GradTile& t, void* max, void* sum) {
+    const V c = V::set1(static_cast<S>(b.exponent_scale));
+    const char* prefetch = b.prefetch;
+    const RowTiles row_tiles = B::tiles_of(b.queries);
+    for (int64_t i = 0; i < row_tiles.count(); ++i) {
+      const RowTile rows = row_tiles[i];
+      const Span span = B::span_of(b, t, rows);
+      if (span.width == 0) continue;
+      const S* scores = B::template score<false>(b, t, rows, span, prefetch).scores;
+      for (int64_t r = 0; r < rows.rows; ++r) {
+        const S* row = scores + r * b.scores_stride;
+        S* row_max = accumulators(max) + rows.first + r;
+        S* row_sum = accumulators(sum) + rows.first + r;
+        V top = V::set1(*row_max);
+        for (int64_t j = 0; j < span.width; j += kLanes) top = simd::max(top, V::load(row + j));
+        const S new_max = simd::hmax(top);
+        const V origin = V::set1(new_max == -__builtin_inff() ? S(0) : new_max);
+        V sums = simd::exp2((V::set1(*row_max) - origin) * c) * V::set1(*row_sum / kLanes);
+        for (int64_t j = 0; j < span.width; j += kLanes) sums = sums + simd::exp2((V::load(row + j) - origin) * c);
+        *row_max = new_max;
+        *row_sum = simd::hsum(sums);
+      }
+    }
+  }
+  static void keep_statistics(const QueryRows& q, const void* max, const void* sum) {
+    for (int64_t r = 0; r < q.rows; ++r) {
+      if (accumulators(q.weight)[r] == 0) continue;
+      const S total = static_cast<const S*>(sum)[r];
+      accumulators(q.origin)[r] = static_cast<const S*>(max)[r];
+      accumulators(q.reference)[r] = 0;
+      accumulators(q.weight)[r] = total == 0 ? S(0) : 1 / total;
+      if (!B::is_finite(accumulators(q.origin)[r]) || !B::is_finite(total)) *q.finite = false;
+    }
+  }
+};
+
+}  // namespace opst::OPST_ISA_NS::attention
