@@ -11,7 +11,7 @@
 //     pack_keys
 //     for each block that sees some of the tile
 //       grad_tile                         dV and dK of the tile
-//       add_grad_bias                     where wanted, in the order that backward.cc keeps (BiasOrder)
+//       add_grad_bias                     where wanted, in the order that bias_gradient.h keeps
 //       grad_query                        dQ of the block, in the order of the tiles
 //       finish_rows                       the block's last tile: dQ -> grad_query
 //     finish_rows                         dK, dV -> grad_key, grad_value
