@@ -2,7 +2,7 @@
 // equation. Each on every level, on both paths, with keys read in place, packed per task and packed for all.
 #include <gtest/gtest.h>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 #include "core/convert.h"
 
 namespace opst::test {

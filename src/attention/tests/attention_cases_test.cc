@@ -7,7 +7,7 @@
 #include <functional>
 #include <thread>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 #include "core/sanitizers.h"
 
 namespace opst::test {

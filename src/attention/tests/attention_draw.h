@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <map>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 

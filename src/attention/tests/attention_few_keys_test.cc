@@ -2,7 +2,7 @@
 // keys and values, every level.
 #include <gtest/gtest.h>
 
-#include "attention/attention_backward_call.h"
+#include "attention/tests/attention_backward_call.h"
 
 namespace opst::test {
 namespace {

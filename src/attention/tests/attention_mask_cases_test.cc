@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 #include "testing/lazy_mapping.h"
 
 namespace opst::test {

@@ -7,7 +7,7 @@
 //   EXPECT_EQ(data.judge(r, context, worst_ratio), "");
 #pragma once
 
-#include "attention/drawn_call.h"
+#include "attention/tests/drawn_call.h"
 #include "opst/attention_backward.h"
 
 namespace opst::test {

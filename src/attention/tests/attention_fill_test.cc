@@ -1,8 +1,8 @@
 // Rows that nobody computes: fill, and what forward and backward leave behind the last sequence of a padded buffer.
 #include <gtest/gtest.h>
 
-#include "attention/attention_problem.h"
 #include "attention/fill.h"
+#include "attention/tests/attention_problem.h"
 #include "opst/attention_backward.h"
 
 namespace opst::test {

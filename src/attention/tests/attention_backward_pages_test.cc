@@ -4,7 +4,7 @@
 
 #include <set>
 
-#include "attention/attention_backward_call.h"
+#include "attention/tests/attention_backward_call.h"
 #include "machine/workspace.h"
 
 namespace opst::test {

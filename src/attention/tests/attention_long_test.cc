@@ -1,7 +1,7 @@
 // Attention over very many keys: what a narrow accumulator, or a rounding that always goes the same way, would lose.
 #include <gtest/gtest.h>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 namespace {

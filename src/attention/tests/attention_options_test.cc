@@ -2,7 +2,7 @@
 // level, with two numbers of threads that must give the same bits.
 #include <gtest/gtest.h>
 
-#include "attention/drawn_call.h"
+#include "attention/tests/drawn_call.h"
 
 namespace opst::test {
 namespace {

@@ -2,7 +2,7 @@
 // one level, with two numbers of threads that must give the same bits.
 #include <gtest/gtest.h>
 
-#include "attention/attention_backward_call.h"
+#include "attention/tests/attention_backward_call.h"
 
 namespace opst::test {
 namespace {

@@ -5,7 +5,7 @@
 // is their set, an integer.
 #include <gtest/gtest.h>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 namespace {

@@ -2,7 +2,7 @@
 // others stay where all edges are ragged. Sampled; with OPST_EXHAUSTIVE=1 all of it.
 #include <gtest/gtest.h>
 
-#include "attention/attention_backward_call.h"
+#include "attention/tests/attention_backward_call.h"
 
 namespace opst::test {
 namespace {

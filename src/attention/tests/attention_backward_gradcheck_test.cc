@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "attention/attention_backward_call.h"
+#include "attention/tests/attention_backward_call.h"
 
 namespace opst::test {
 namespace {

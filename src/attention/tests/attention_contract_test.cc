@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 namespace {

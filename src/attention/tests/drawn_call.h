@@ -9,7 +9,7 @@
 
 #include <numeric>
 
-#include "attention/attention_draw.h"
+#include "attention/tests/attention_draw.h"
 #include "core/elements.h"
 
 namespace opst::test {

@@ -1,10 +1,10 @@
 // plan_attention is a pure function: invariants over invented problems and machines, without running a kernel.
 #include <gtest/gtest.h>
 
-#include "attention/attention_problem.h"
 #include "attention/kernel_table.h"
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 namespace {

@@ -5,11 +5,11 @@
 
 #include <cstdio>
 
-#include "attention/attention_problem.h"
 #include "attention/check.h"
-#include "attention/drawn_call.h"
 #include "attention/layout.h"
 #include "attention/sequences.h"
+#include "attention/tests/attention_problem.h"
+#include "attention/tests/drawn_call.h"
 #include "testing/count_allocations.h"
 #include "testing/lazy_mapping.h"
 

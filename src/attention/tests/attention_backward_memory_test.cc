@@ -4,7 +4,7 @@
 
 #include <fstream>
 
-#include "attention/attention_backward_call.h"
+#include "attention/tests/attention_backward_call.h"
 #include "testing/count_allocations.h"
 
 namespace opst::test {

@@ -2,7 +2,7 @@
 // no whole vectors, causal blocks that end inside a page. What belongs to nobody is NaN.
 #include <gtest/gtest.h>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 namespace {

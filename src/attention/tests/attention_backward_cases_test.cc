@@ -2,7 +2,7 @@
 // adversarial values.
 #include <gtest/gtest.h>
 
-#include "attention/attention_backward_call.h"
+#include "attention/tests/attention_backward_call.h"
 #include "testing/lazy_mapping.h"
 
 namespace opst::test {

@@ -2,7 +2,7 @@
 // for 1, 2, 3 and 5 threads the same bits. Sampled; with OPST_EXHAUSTIVE=1 all of it.
 #include <gtest/gtest.h>
 
-#include "attention/attention_problem.h"
+#include "attention/tests/attention_problem.h"
 
 namespace opst::test {
 namespace {
