@@ -9,6 +9,45 @@
 
 namespace opst::attention {
 
+namespace {
+
+// Of the bias's shape.
+void check_grad_bias(ShapeCheck& check, const ConstTensor& bias, const Tensor& g, DType real) {
+  check.output("grad_bias", g).dtype({real});
+  check.require(bias.data != nullptr, [] { return std::string("grad_bias is given, but bias is not"); });
+  check.require(g.rank == bias.rank, [&] {
+    return "grad_bias has rank " + std::to_string(g.rank) + ", but bias has rank " + std::to_string(bias.rank);
+  });
+  for (int d = 0; check.ok() && d < g.rank; ++d) {
+    check.require(g.shape[d] == bias.shape[d], [&] {
+      return "grad_bias dim " + std::to_string(d) + " is " + std::to_string(g.shape[d]) + ", but bias has " +
+             std::to_string(bias.shape[d]);
+    });
+  }
+}
+
+// Types that go together: f64 with f64, value with key.
+void check_kinds(ShapeCheck& check, const AttentionInputs& in, const AttentionSaved& saved,
+                 const AttentionGradients& grads) {
+  const auto same_kind = [&](const char* name, const ConstTensor& t) {
+    check.require(t.data == nullptr || (t.dtype == DType::f64) == (in.query.dtype == DType::f64), [&] {
+      return std::string("f64 does not mix with other types: query is ") + to_string(in.query.dtype) + ", " + name +
+             " " + to_string(t.dtype);
+    });
+  };
+  same_kind("key", in.key);
+  same_kind("out", saved.out);
+  same_kind("grad_out", saved.grad_out);
+  same_kind("grad_query", grads.grad_query);
+  same_kind("grad_key", grads.grad_key);
+  same_kind("grad_value", grads.grad_value);
+  check.require(in.value.dtype == in.key.dtype, [&] {
+    return std::string("value is ") + to_string(in.value.dtype) + ", but key is " + to_string(in.key.dtype);
+  });
+}
+
+}  // namespace
+
 Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const AttentionSaved& saved,
                                                 const AttentionGradients& grads, const AttentionOptions& options) {
   ShapeCheck check("flash_attention_backward");
@@ -18,8 +57,8 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
                                ", but gradients are taken of norm pages only");
   }
   const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
-  const bool f64 = in.query.dtype == DType::f64, varlen_k = in.cu_seqlens_k.data != nullptr;
-  const DType real = f64 ? DType::f64 : DType::f32;
+  const bool varlen_k = in.cu_seqlens_k.data != nullptr;
+  const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
 
   bind_inputs(check, in, options.page_layout);
   const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
@@ -46,40 +85,13 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
     gradient("grad_key", grads.grad_key, {"batch", "num_kv_heads", "kv_len", "head_dim"});
     gradient("grad_value", grads.grad_value, {"batch", "num_kv_heads", "kv_len", "value_head_dim"});
   }
-  if (grads.grad_bias.data != nullptr) {
-    check.output("grad_bias", grads.grad_bias).dtype({real});
-    check.require(in.bias.data != nullptr, [] { return std::string("grad_bias is given, but bias is not"); });
-    const Tensor& g = grads.grad_bias;
-    check.require(g.rank == in.bias.rank, [&] {
-      return "grad_bias has rank " + std::to_string(g.rank) + ", but bias has rank " + std::to_string(in.bias.rank);
-    });
-    for (int d = 0; check.ok() && d < g.rank; ++d) {
-      check.require(g.shape[d] == in.bias.shape[d], [&] {
-        return "grad_bias dim " + std::to_string(d) + " is " + std::to_string(g.shape[d]) + ", but bias has " +
-               std::to_string(in.bias.shape[d]);
-      });
-    }
-  }
+  if (grads.grad_bias.data != nullptr) check_grad_bias(check, in.bias, grads.grad_bias, real);
   if (grads.grad_sinks.data != nullptr) {
     check.output("grad_sinks", grads.grad_sinks).dtype({real}).dims({"num_heads"});
     check.require(in.sinks.data != nullptr, [] { return std::string("grad_sinks is given, but sinks is not"); });
   }
 
-  const auto same_kind = [&](const char* name, const ConstTensor& t) {
-    check.require(t.data == nullptr || (t.dtype == DType::f64) == f64, [&] {
-      return std::string("f64 does not mix with other types: query is ") + to_string(in.query.dtype) + ", " + name +
-             " " + to_string(t.dtype);
-    });
-  };
-  same_kind("key", in.key);
-  same_kind("out", saved.out);
-  same_kind("grad_out", saved.grad_out);
-  same_kind("grad_query", grads.grad_query);
-  same_kind("grad_key", grads.grad_key);
-  same_kind("grad_value", grads.grad_value);
-  check.require(in.value.dtype == in.key.dtype, [&] {
-    return std::string("value is ") + to_string(in.value.dtype) + ", but key is " + to_string(in.key.dtype);
-  });
+  check_kinds(check, in, saved, grads);
   const bool has_max = saved.softmax_max.data != nullptr, has_sum = saved.softmax_sum.data != nullptr;
   check.require(has_max == has_sum, [&] {
     return std::string(has_max ? "softmax_max" : "softmax_sum") + " is given, but " +
