@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "attention/backward_data.h"
-#include "attention/element.h"
+#include "core/elements.h"
 
 namespace opst::attention {
 
@@ -52,7 +52,7 @@ class SinkGradient {
         const int64_t head = b * p.num_kv_heads + h / d_.group;
         for (int64_t i = 0; i < d_.layout.blocks; ++i) total += sum(head, i, h % d_.group);
       }
-      store(to_, h * to_.strides[0], total);
+      store_element(to_, h * to_.strides[0], total);
     }
   }
 
