@@ -119,7 +119,9 @@ inline Examined examine(const ConstTensor& tensor) {
 
 // Follows the tensor's name.
 std::string describe(const Examined& examined, const ConstTensor& tensor) {
-  const std::string dim = std::to_string(examined.dim), text = " " + to_string(tensor);
+  const std::string dim = std::to_string(examined.dim);
+  // Not of a tensor whose rank is none.
+  const auto text = [&] { return std::string(" ").append(to_string(tensor)); };
   switch (examined.fault) {
     case Fault::none:
       break;
@@ -132,15 +134,15 @@ std::string describe(const Examined& examined, const ConstTensor& tensor) {
     case Fault::stride:
       return " stride " + dim + " is " + std::to_string(tensor.strides[examined.dim]) + ", but must be >= 0";
     case Fault::bytes:
-      return text + " has more bytes than the limit of 2^56, repeated elements counted";
+      return text() + " has more bytes than the limit of 2^56, repeated elements counted";
     case Fault::span:
-      return text + " spans more bytes than the limit of 2^56";
+      return text() + " spans more bytes than the limit of 2^56";
     case Fault::data:
-      return " has null data, but " + std::to_string(tensor.num_elements()) + " elements:" + text;
+      return " has null data, but " + std::to_string(tensor.num_elements()) + " elements:" + text();
     case Fault::alignment: {
       const int64_t bytes = size_bytes(tensor.dtype);
       const auto beyond = reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes);
-      return text + " lies " + std::to_string(beyond) + " beyond a multiple of " + std::to_string(bytes) +
+      return text() + " lies " + std::to_string(beyond) + " beyond a multiple of " + std::to_string(bytes) +
              " bytes, but elements must lie at multiples of their size";
     }
   }
