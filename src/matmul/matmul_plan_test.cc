@@ -132,7 +132,7 @@ TEST(MatmulPlan, ChoosesByRowsFormatAndLevel) {
   const auto integers = [](int64_t m, DType x) {
     return MatmulProblem{.m = m, .n = 64, .k = 256, .x_dtype = x, .weight = MatmulWeight::integers};
   };
-  const MatmulProblem f64 = {.m = 3, .n = 4, .k = 5, .x_dtype = DType::f64, .weight = MatmulWeight::unpacked};
+  const MatmulProblem doubles = {.m = 3, .n = 4, .k = 5, .x_dtype = DType::f64, .weight = MatmulWeight::unpacked};
   const Case cases[] = {
       {with(1, QuantFormat::f32), few_rows, few_rows},
       {with(8, QuantFormat::f32), few_rows, few_rows},
@@ -149,7 +149,7 @@ TEST(MatmulPlan, ChoosesByRowsFormatAndLevel) {
       {integers(8, DType::i8), weights_int_few_rows, weights_int_few_rows},
       {integers(9, DType::i8), weights_int_many_rows, weights_int_many_rows},
       {integers(1, DType::bf16), weights_int_floats, weights_int_floats},
-      {f64, MatmulPath::f64, MatmulPath::f64},
+      {doubles, f64, f64},
   };
   Machine generic, vnni;
   vnni.isa = Isa::avx512_vnni;
