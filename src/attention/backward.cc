@@ -194,8 +194,9 @@ class BackwardCall {
     if (d_.grads.grad_value.data != nullptr)
       tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, sizes.value_acc_stride);
     bias_.begin(w);
+    const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0;
     for (int64_t i = 0; i < d_.layout.blocks; ++i) {
-      if (tile.count > 0 && i < d_.blocks(head)) meet(head, i, index, w, tile, number);
+      if (i < blocks) meet(head, i, index, w, tile, number);
       bias_.pass(i, number);
     }
     bias_.finish(head, w, tile, number);
@@ -204,7 +205,8 @@ class BackwardCall {
   // Runs in place of run_tile for a head that the last wave lacks, and once the call is interrupted: tasks that have
   // begun may wait for this one's turns.
   void pass_tile(int64_t head, int64_t index, int64_t number) {
-    for (int64_t i = 0; head < d_.heads && i < d_.blocks(head); ++i) {
+    const int64_t blocks = head < d_.heads ? d_.blocks(head) : 0;
+    for (int64_t i = 0; i < blocks; ++i) {
       BlockState& s = *d_.block(head, i).state;
       const int64_t place = s.tiles.place_of(index);
       if (place >= 0) s.turn.take_and_pass(place);
@@ -240,7 +242,7 @@ class BackwardCall {
                          d_.rules.keep_prob(),
                          s.has_rules ? &s.rules : nullptr,
                          (tile.first_key < s.all.begin || end > s.all.end) && end > prefix,
-                         static_cast<const char*>(d_.block(head, next).queries.query)};
+                         static_cast<const char*>(b.queries.query) + (next - index) * d_.layout.block_bytes};
     if (g.partial) find_visible(head, b, w), hide_absent_rows(b, w);
     return g;
   }

@@ -61,17 +61,21 @@ struct BackwardData : CallHeads {
     b.queries.rows = std::min(plan.block_q, query_rows(head) - b.first_row);
     b.queries.finite = &b.state->finite;
     b.queries.far = &b.state->far;
+    b.take.arena = nullptr;
     return b;
   }
   BackwardWorker worker(int index) const {
     Arena arena(memory + plan.scratch_bytes_shared + index * plan.scratch_bytes_per_worker, layout.worker_bytes);
     BackwardWorker w{{layout, &arena}};
     if (!layout.pairs) w.block.grad_scores = w.block.grad_score_columns;
+    w.take.arena = nullptr;
     return w;
   }
   BackwardCallPieces call() const {
     Arena arena(memory + layout.wave_bytes(heads, plan.heads_per_wave), layout.call_bytes);
-    return BackwardCallPieces{{layout, &arena}};
+    BackwardCallPieces pieces{{layout, &arena}};
+    pieces.take.arena = nullptr;
+    return pieces;
   }
 
   // Rows of accumulators, set to 0.

@@ -52,11 +52,9 @@ void NewNode::pages(PageLayout layout, Value key_cache, Value value_cache, bool 
     check.require(!check.ok() || !written || graph_.at(cache).kind == GraphImpl::Kind::cache,
                   [&] { return std::string(known_as) + " is written, but is no cache"; });
     ConstTensor tensor = declared(cache);
-    // Rows and panels of a page are counted with: a named size is its bound.
+    // What lies in one piece of a page is counted with: a named size is its bound.
     const PageFormat& format = page_format(layout, tensor.dtype, key_or_value);
-    for (int i = 0; i < tensor.rank; ++i) {
-      if (i == format.rows_dim || i >= format.contiguous_from) tensor.shape[i] = dim(tensor.shape[i]).bound();
-    }
+    for (int i = format.contiguous_from; i < tensor.rank; ++i) tensor.shape[i] = dim(tensor.shape[i]).bound();
     make_contiguous(tensor);
     return std::pair(known_as, tensor);
   };

@@ -4,9 +4,12 @@
 #include <optional>
 
 #include "matmul/kernels.h"
+#include "matmul/packed_layout.h"
 #include "opst/matmul.h"
 
 namespace opst::gemm {
+
+static_assert(kIntPanelColumns == kPanelColumns, "plans cut the columns of every weight alike");
 
 // The tables of the highest level that `isa` includes.
 const FloatKernels& float_kernels(Isa isa);

@@ -221,7 +221,11 @@ Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weigh
 Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands) {
   const int threads = context.impl().pool.num_threads();
   const Plan plan = make_plan(problem, context.machine(), threads);
-  if (plan.num_tasks() == 0) return {};
+  if (plan.num_tasks() == 0) {  // scales of rows without columns are written all the same
+    if (!problem.has_out_scales) return {};
+    return dynamic_quant(context, Tensor::contiguous(DType::f32, {plan.m, 0}, nullptr), operands.out,
+                         *operands.out_scales);
+  }
   if (plan.path == MatmulPath::f64) {
     multiply_f64(context, problem.activation, operands);
     return {};

@@ -316,6 +316,13 @@ TEST(MatmulEpilogue, ZeroSizesAreLegal) {
     EXPECT_TRUE(
         matmul(t.context, empty({0, 8}), empty({0, 8}), empty({0, 0}), {.activation = Activation::swiglu}).ok());
     EXPECT_TRUE(matmul(t.context, empty({3, 0}), empty({0, 0}), empty({3, 0})).ok());
+    // No outputs, but rows: their scales.
+    std::vector<float> scales(3, 9.0f);
+    const Tensor no_columns = Tensor::contiguous(DType::i8, {3, 0}, nullptr);
+    ASSERT_TRUE(matmul(t.context, empty({3, 0}), empty({0, 0}), no_columns,
+                       {.out_scales = Tensor::contiguous(DType::f32, {3}, scales.data())})
+                    .ok());
+    EXPECT_EQ(scales, std::vector<float>(3, 0.0f)) << t.name;
     // No inputs: the bias goes through the activation, the residual follows.
     ASSERT_TRUE(matmul(t.context, empty({3, 0}), empty({4, 0}), Tensor::contiguous(DType::f32, {3, 2}, out.data()),
                        {.bias = ConstTensor::contiguous(DType::f32, {4}, bias.data()),

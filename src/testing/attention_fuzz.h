@@ -129,11 +129,13 @@ inline FuzzedCall draw_forward(Choices& c, Operands& t) {
   const DType narrow = q == DType::f64 ? q : DType::f32;
   for (int i = 0; i < 3; ++i) c.coin() ? t.output(narrow, s.statistic()) : t.absent();
   const AttentionOptions options = draw_options(c);
-  return {[=](Context& context, const Views& v) {
-    const AttentionOutputs out = {v[kAttentionInputs], v[kAttentionInputs + 1], v[kAttentionInputs + 2],
-                                  v[kAttentionInputs + 3]};
-    return flash_attention_forward(context, attention_inputs(v), out, options);
-  }};
+  return {.call =
+              [=](Context& context, const Views& v) {
+                const AttentionOutputs out = {v[kAttentionInputs], v[kAttentionInputs + 1], v[kAttentionInputs + 2],
+                                              v[kAttentionInputs + 3]};
+                return flash_attention_forward(context, attention_inputs(v), out, options);
+              },
+          .loose_infinities = true};
 }
 
 // Forward comes before the call: out and lse belong together.
@@ -167,7 +169,7 @@ inline FuzzedCall draw_backward(Choices& c, Operands& t) {
                                     {.out = o[0], .softmax_lse = o[1], .grad_out = o[2], .grad_lse = o[3]},
                                     {o[4], o[5], o[6], o[7], o[8]}, options);
   };
-  return {backward, {}, forward};
+  return {backward, {}, forward, {}, true};
 }
 
 inline FuzzedCall draw_merge(Choices& c, Operands& t) {

@@ -23,6 +23,8 @@ struct FuzzedCall {
   // computes the statistics of the row's whole block once more, and blocks differ between the levels.)
   Call prepare = {};
   Call plain = {};  // the call on contiguous copies, where it differs
+  // Infinity times a weight is infinity or, where the weight underflows, NaN: in which tile a key lies decides.
+  bool loose_infinities = false;
 };
 
 // Faults planted behind the library's back, one for each question: a test shows that the answer is no.

@@ -304,8 +304,9 @@ class Operands {
     }
   }
   // Every output's elements are those of `other`, an equal set of operands: bit for bit, or within `tolerance` times
-  // the largest number of that output; any values where `tolerance` is infinite.
-  void require_equals(const Operands& other, double tolerance, const char* promise) const {
+  // the largest number of that output; any values where `tolerance` is infinite. With `loose_infinities` one infinity is
+  // as good as another and as NaN.
+  void require_equals(const Operands& other, double tolerance, bool loose_infinities, const char* promise) const {
     for (size_t n = 0; n < all_.size(); ++n) {
       const Operand &a = all_[n], &b = other.all_[n];
       if (!a.is_output || a.view.data == nullptr) continue;
@@ -323,9 +324,8 @@ class Operands {
       });
       if (tolerance == 0) require(same_bits, promise);
       for (i = 0; i < got.size(); ++i) {
-        if (got[i] == want[i] || std::isinf(tolerance)) continue;
-        // Infinity times a weight is infinity or, where the weight underflows, NaN: in which tile a key lies decides.
-        if (!std::isfinite(got[i]) && !std::isfinite(want[i])) continue;
+        if (got[i] == want[i] || (std::isnan(got[i]) && std::isnan(want[i])) || std::isinf(tolerance)) continue;
+        if (loose_infinities && !std::isfinite(got[i]) && !std::isfinite(want[i])) continue;
         // At the end of the dtype's range rounding decides between a number and infinity.
         const double finite = std::isinf(got[i]) ? want[i] : got[i];
         const bool one_infinite = std::isinf(got[i]) != std::isinf(want[i]) && (got[i] > 0) == (want[i] > 0);

@@ -122,7 +122,7 @@ TEST(AttentionTiles, OfAPrefixAndOfAWindowFarBehind) {
       for (const TestContext& t : contexts_with_threads(2)) {
         SCOPED_TRACE(t.name);
         for (const AttentionInputs& in : {problem.inputs, norm.inputs, panels.inputs}) {
-          problem.layout = in.page_layout;
+          problem.layout = in.key.rank == 5 ? PageLayout::panel32 : PageLayout::norm;
           ASSERT_EQ(problem.judge(problem.run(t.context, in), t.context, 100), "");
         }
       }
