@@ -183,6 +183,7 @@ class BackwardCallData {
 inline Draw draw_for_backward(Random& random) {
   Draw d = draw(random);
   if (d.keys == Keys::panel_pages) d.keys = Keys::norm_pages;
+  d.options.page_layout = PageLayout::norm;
   return d;
 }
 

@@ -202,7 +202,10 @@ inline Draw draw(Random& random) {
   if (d.keys != Keys::panel_pages && random.chance(0.45)) o.path = AttentionPath::standard;
   o.block_q = many_tiles ? random.integer(1, 20) : random.chance(0.5) ? 0 : random.integer(1, 64);
   o.block_kv = many_tiles ? random.integer(5, 20) : random.chance(0.5) ? 0 : random.integer(1, 80);
-  if (d.keys == Keys::panel_pages) o.block_kv = o.block_kv == 0 ? 0 : 32;
+  if (d.keys == Keys::panel_pages) {
+    o.page_layout = PageLayout::panel32;
+    o.block_kv = o.block_kv == 0 ? 0 : 32;
+  }
   d.share_pages = random.chance(0.6);
   d.non_finite = random.chance(0.12);
   return d;
