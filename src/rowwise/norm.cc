@@ -79,6 +79,7 @@ void finish_weight_gradient(Context& context, float* sums, const RowChunks& chun
 Status run_backward(Context& context, const NormBackwardCall& call) {
   const int64_t features = call.x.shape[call.x.rank - 1], rows = num_rows(call.x);
   const NormGradients& gradients = *call.gradients;
+  if (!gradients.x && !gradients.weight && !gradients.bias) return {};
   const auto run = [&](int64_t row, float* grad_weight, float* grad_bias) {
     call.kernel({.grad_out = row_of(call.grad_out, row),
                  .x = row_of(call.x, row),
