@@ -31,8 +31,8 @@ TEST(AttentionOptions, RandomCombinationsAgreeWithTheReference) {
   counts.expect_shares(worst_ratio);
 }
 
-// Sequences of few and of many queries in one call: two plans take turns in one workspace, whose pieces lie elsewhere for
-// each.
+// Sequences of few and of many queries in one call have two plans, which run one after the other in the same scratch
+// memory. Each plan cuts the memory into pieces of its own.
 TEST(AttentionOptions, PlansOfShortAndLongSequencesShareAWorkspace) {
   Random random(seed() + 3);
   double worst_ratio = 0;
