@@ -235,11 +235,6 @@ void ShapeCheck::fail(std::string message, StatusCode code) {
   if (status_.ok()) status_ = Status(code, std::string(operator_name_) + ": " + std::move(message));
 }
 
-ShapeCheck& ShapeCheck::require(bool condition, const std::string& message) {
-  if (!condition) fail(message);
-  return *this;
-}
-
 ShapeCheck& ShapeCheck::require(const Status& status) {
   if (!status.ok()) fail(status.message(), status.code());
   return *this;

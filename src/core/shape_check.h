@@ -4,7 +4,7 @@
 //   check.tensor("query", query).dtype({DType::f32}).dims({"batch", "num_heads", "query_len", "head_dim"});
 //   check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
 //   check.output("out", out).dtype({query.dtype}).dims({"batch", "num_heads", "query_len", "head_dim"});
-//   check.require(kv_heads_divide, [&] { return "num_heads = 9 is not a multiple of num_kv_heads = 2"; });
+//   check.require(num_heads % num_kv_heads == 0, "num_heads = ", num_heads, " is not a multiple of ", num_kv_heads);
 //   if (!check.ok()) return check.status();
 //
 // A dimension's name is bound to its first size; a later tensor with another size fails with
@@ -18,8 +18,8 @@
 #include <initializer_list>
 #include <span>
 #include <string>
-#include <type_traits>
 
+#include "core/text.h"
 #include "opst/tensor.h"
 
 namespace opst {
@@ -65,11 +65,11 @@ class ShapeCheck {
   // An output: the same, its elements at distinct addresses, and none of them in any tensor named before.
   TensorCheck output(const char* name, const ConstTensor& tensor);
 
-  // Any other condition. `message` follows "operator: "; as a function that returns it, it is made only when needed.
-  ShapeCheck& require(bool condition, const std::string& message);
-  template <class Message>
-  requires std::is_invocable_r_v<std::string, Message> ShapeCheck& require(bool condition, const Message& message) {
-    if (!condition) fail(message());
+  // Any other condition. The parts of the message (core/text.h) follow "operator: "; they are put together only when
+  // needed. A part that is costly, or that exists only where the condition fails, is a function that returns it.
+  template <class... Parts>
+  ShapeCheck& require(bool condition, const Parts&... parts) {
+    if (!condition) fail(opst::text(parts...));
     return *this;
   }
   // What another function says of the call: its code is kept, and its message follows "operator: " likewise.

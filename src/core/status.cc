@@ -1,5 +1,7 @@
 #include "opst/status.h"
 
+#include "core/text.h"
+
 namespace opst {
 
 Status::Status(const Status& other) noexcept : code_(other.code_) {
@@ -11,23 +13,8 @@ Status::Status(const Status& other) noexcept : code_(other.code_) {
 }
 
 const char* to_string(StatusCode code) {
-  switch (code) {
-    case StatusCode::ok:
-      return "ok";
-    case StatusCode::invalid_argument:
-      return "invalid_argument";
-    case StatusCode::unsupported:
-      return "unsupported";
-    case StatusCode::out_of_memory:
-      return "out_of_memory";
-    case StatusCode::communication:
-      return "communication";
-    case StatusCode::timeout:
-      return "timeout";
-    case StatusCode::internal:
-      return "internal";
-  }
-  return "unknown";
+  return name_of(code,
+                 {"ok", "invalid_argument", "unsupported", "out_of_memory", "communication", "timeout", "internal"});
 }
 
 }  // namespace opst

@@ -1,0 +1,38 @@
+// text(parts..): the parts of a message, one behind the other; name_of(..): the name of an enumerator.
+//
+//   text("dim ", 3, " is ", size, ", but must be ", to_string(dtype))
+// Numbers are written as std::to_string writes them; a function without arguments is called for its part.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <type_traits>
+
+namespace opst {
+
+template <class Part>
+void append_part(std::string& message, const Part& part) {
+  if constexpr (std::is_invocable_v<const Part&>) {
+    append_part(message, part());
+  } else if constexpr (std::is_arithmetic_v<Part>) {
+    message += std::to_string(part);
+  } else {
+    message += part;
+  }
+}
+
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::string message;
+  (append_part(message, parts), ...);
+  return message;
+}
+
+// names[i] is the name of enumerator i; "unknown" for a value that is no enumerator.
+template <class Enum, size_t kCount>
+const char* name_of(Enum value, const char* const (&names)[kCount]) {
+  const auto index = static_cast<size_t>(value);
+  return index < kCount ? names[index] : "unknown";
+}
+
+}  // namespace opst
