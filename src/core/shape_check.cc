@@ -16,45 +16,24 @@ bool is_empty(const ConstTensor& tensor) {
   return std::find(tensor.shape, tensor.shape + tensor.rank, 0) != tensor.shape + tensor.rank;
 }
 
-// Two names of dimensions, most of which differ in their first letter.
-bool same_name(const char* a, const char* b) { return *a == *b && std::strcmp(a, b) == 0; }
-
 // The size that a name like "8" demands.
 std::optional<int64_t> as_number(const char* name) {
   int64_t number = 0;
-  if (*name == '\0') return std::nullopt;
-  for (const char* c = name; *c != '\0'; ++c) {
-    if (*c < '0' || *c > '9') return std::nullopt;
-    number = number * 10 + (*c - '0');
-  }
+  const char* c = name;
+  for (; *c >= '0' && *c <= '9'; ++c) number = number * 10 + (*c - '0');
+  if (c == name || *c != '\0') return std::nullopt;
   return number;
-}
-
-// The dimensions that move: more than one index and a stride.
-struct Walk {
-  int count = 0;
-  int64_t sizes[kMaxRank];
-  int64_t strides_bytes[kMaxRank];
-};
-
-Walk walk(const ConstTensor& tensor) {
-  Walk result;
-  const int64_t element_bytes = size_bytes(tensor.dtype);
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] <= 1 || tensor.strides[i] == 0) continue;
-    result.sizes[result.count] = tensor.shape[i];
-    result.strides_bytes[result.count] = tensor.strides[i] * element_bytes;
-    ++result.count;
-  }
-  return result;
 }
 
 // Bytes that a view spans along strides that are no multiples of `period`. Modulo the period every element lies in
 // [start, start + this), start being the view's first address.
-int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t period) {
+int64_t span_within_period(const ConstTensor& tensor, int64_t period) {
+  const int64_t element_bytes = size_bytes(tensor.dtype);
   int64_t span = element_bytes;
-  for (int i = 0; i < dims.count; ++i) {
-    if (dims.strides_bytes[i] % period != 0) span += (dims.sizes[i] - 1) * dims.strides_bytes[i];
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] <= 1) continue;
+    const int64_t stride_bytes = tensor.strides[i] * element_bytes;
+    if (stride_bytes % period != 0) span += (tensor.shape[i] - 1) * stride_bytes;
   }
   return span;
 }
@@ -132,16 +111,18 @@ bool cross(const ConstTensor& a, int64_t span_a, const ConstTensor& b, int64_t s
 
 // Whether two views whose ranges cross repeat with a common period and use different parts of it.
 bool interleaved(const ConstTensor& a, const ConstTensor& b) {
-  const Walk walk_a = walk(a), walk_b = walk(b);
-  int64_t strides[2 * kMaxRank];
-  int64_t* const end =
-      std::copy_n(walk_b.strides_bytes, walk_b.count, std::copy_n(walk_a.strides_bytes, walk_a.count, strides));
+  int64_t strides[2 * kMaxRank];  // in bytes, of all dimensions with more than one index and a stride
+  int count = 0;
+  for (const ConstTensor* const t : {&a, &b}) {
+    for (int i = 0; i < t->rank; ++i) {
+      if (t->shape[i] > 1 && t->strides[i] != 0) strides[count++] = t->strides[i] * size_bytes(t->dtype);
+    }
+  }
   const auto distance = static_cast<int64_t>(reinterpret_cast<uintptr_t>(b.data) - reinterpret_cast<uintptr_t>(a.data));
-  for (const int64_t* i = strides; i != end; ++i) {
-    for (const int64_t* j = strides; j <= i; ++j) {
-      const int64_t period = std::gcd(*i, *j);
-      const int64_t part_a = span_within_period(walk_a, size_bytes(a.dtype), period);
-      const int64_t part_b = span_within_period(walk_b, size_bytes(b.dtype), period);
+  for (int i = 0; i < count; ++i) {
+    for (int j = 0; j <= i; ++j) {
+      const int64_t period = std::gcd(strides[i], strides[j]);
+      const int64_t part_a = span_within_period(a, period), part_b = span_within_period(b, period);
       // Where b's part starts in the period that begins with a's.
       const int64_t offset = (distance % period + period) % period;
       if (part_a <= offset && offset + part_b <= period) return true;
@@ -216,15 +197,11 @@ ShapeCheck& ShapeCheck::require(const Status& status) {
   return *this;
 }
 
-std::string ShapeCheck::declared_shape(const ConstTensor& tensor) const {
-  std::string shape;
-  for (int i = 0; names_ != nullptr && i < tensor.rank; ++i) shape += (i > 0 ? ", " : " [") + shown(tensor.shape[i]);
-  return shape.empty() ? shape : shape + "]";
-}
-
 const ShapeCheck::Dimension* ShapeCheck::find(const char* name) const {
   for (int i = 0; i < num_dimensions_; ++i) {
-    if (same_name(dimensions_[i].name, name)) return &dimensions_[i];
+    const Dimension& dimension = dimensions_[i];
+    // Most names differ in their first letter.
+    if (*dimension.name == *name && std::strcmp(dimension.name, name) == 0) return &dimension;
   }
   return nullptr;
 }
@@ -303,9 +280,13 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::leading_dims(int num_leading, 
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* const> names) {
   if (!check_->ok()) return *this;
   if (static_cast<size_t>(tensor_.rank) != names.size()) {
-    std::string expected;
+    // A declared tensor has its sizes in the message too: " [rows, 32]".
+    std::string shape, expected;
+    for (int i = 0; check_->names_ != nullptr && i < tensor_.rank; ++i) {
+      shape += (i > 0 ? ", " : " [") + check_->shown(tensor_.shape[i]);
+    }
     for (const char* name : names) expected += (expected.empty() ? "" : ", ") + std::string(name);
-    check_->fail(text(name_, check_->declared_shape(tensor_), " has rank ", tensor_.rank, ", but [", expected,
+    check_->fail(text(name_, shape, shape.empty() ? "" : "]", " has rank ", tensor_.rank, ", but [", expected,
                       "] has rank ", names.size()));
     return *this;
   }
@@ -324,11 +305,9 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* con
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dtype(std::initializer_list<DType> allowed) {
   if (!check_->ok() || std::find(allowed.begin(), allowed.end(), tensor_.dtype) != allowed.end()) return *this;
   std::string list;
-  size_t i = 0;
-  for (DType dtype : allowed) {
-    if (i > 0) list += i + 1 == allowed.size() ? " or " : ", ";
-    list += to_string(dtype);
-    ++i;
+  for (const DType* dtype = allowed.begin(); dtype != allowed.end(); ++dtype) {
+    if (!list.empty()) list += dtype + 1 == allowed.end() ? " or " : ", ";
+    list += to_string(*dtype);
   }
   check_->fail(text(name_, " is ", to_string(tensor_.dtype), ", but must be ", list));
   return *this;

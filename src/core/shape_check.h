@@ -100,8 +100,6 @@ class ShapeCheck {
   };
   void fail(const std::string& message, StatusCode code = StatusCode::invalid_argument);
   std::string shown(int64_t size) const { return names_ != nullptr ? names_->text(size) : std::to_string(size); }
-  // " [rows, 32]" of a declared tensor, else nothing: the message then names the rank alone.
-  std::string declared_shape(const ConstTensor& tensor) const;
   const Dimension* find(const char* name) const;
   // Binds the name, or compares the size with the bound one. `where` gives the message's begin: "key dim 3 (head_dim) is".
   template <class Where>
