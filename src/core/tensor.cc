@@ -98,13 +98,10 @@ void* map_huge(int64_t bytes) {
   const auto mapped_bytes = static_cast<size_t>(bytes + kHugePageBytes);
   void* const base = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return nullptr;
-  const auto address = reinterpret_cast<uintptr_t>(base);
-  const uintptr_t aligned = (address + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-  const size_t head_bytes = aligned - address;
-  const size_t tail_bytes = static_cast<size_t>(kHugePageBytes) - head_bytes;
+  const size_t head_bytes = -reinterpret_cast<uintptr_t>(base) % kHugePageBytes;  // before the first huge page
   char* const data = static_cast<char*>(base) + head_bytes;
   if (head_bytes > 0) munmap(base, head_bytes);
-  if (tail_bytes > 0) munmap(data + bytes, tail_bytes);
+  munmap(data + bytes, kHugePageBytes - head_bytes);
   madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish: failure changes nothing but speed
   return data;
 }

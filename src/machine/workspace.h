@@ -80,9 +80,6 @@ class Arena {
     return round_up(count * static_cast<int64_t>(sizeof(T)));
   }
 
-  // The bytes of a piece of `size` that may be written: all but the red zone behind it.
-  static constexpr int64_t writable(int64_t size) { return size == 0 ? 0 : size - kRedZone; }
-
   // `size` is a result of round_up or size_of, or a sum of such. Null when the memory is used up: the plan was wrong.
   void* take_bytes(Size size) {
     const int64_t bytes = aligned(size.value());
