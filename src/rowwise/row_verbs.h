@@ -7,15 +7,13 @@
 
 namespace opst::OPST_ISA_NS::rowwise {
 
-using opst::rowwise::ConstRow;
-using opst::rowwise::Row;
+using namespace opst::rowwise;
 using simd::F32;
-using tile::load_row;
 
 // Elements begin .. begin + kLanes - 1 of a row of `length`; 0 from `length` on.
 template <class T>
 OPST_INLINE F32 load(ConstRow row, int64_t begin, int64_t length) {
-  return load_row<F32>(static_cast<const T*>(row.data), row.stride, begin, length);
+  return tile::load_row<F32>(static_cast<const T*>(row.data), row.stride, begin, length);
 }
 
 // The counterpart of load: writes the elements below `length`.
