@@ -25,27 +25,20 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const 
     check_slots(check, slot_mapping, sizes);
     if (!check.ok()) return check.status();
 
-    const int64_t tokens = check["tokens"];
     if (sizes.num_blocks == 0) return {};  // every slot is -1
     const ConstTensor key = normal_strides(key_rows), value = normal_strides(value_rows);
-    const int64_t elements = tokens * sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
+    const int64_t elements = check["tokens"] * sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return {};
     const CopyRowsKernel copy_rows = copy_rows_kernel(context.machine().isa, key.dtype, key_cache.dtype);
     const Pages keys(options.layout, PageSide::key, key_cache);
     const Pages values(options.layout, PageSide::value, value_cache);
-    const auto write = [&](const ConstTensor& from, int64_t t, const Pages& to, int64_t slot) {
-      if (to.dim() == 0) return;
-      copy_rows({sizes.num_kv_heads, to.dim(), heads_of(from, t),
-                 to.heads(slot / sizes.block_size, slot % sizes.block_size)});
-    };
-    const SlotTasks tasks(elements);
+    const int64_t heads = sizes.num_kv_heads;
+    const SlotTasks tasks(sizes, elements);
     context.impl().pool.parallel_for(tasks.count, [&](int64_t task, int) {
-      for (int64_t t = first_written(slot_mapping); t < tokens; ++t) {
-        const int64_t slot = index_at(slot_mapping, t);
-        if (!tasks.writes(task, slot)) continue;
-        write(key, t, keys, slot);
-        write(value, t, values, slot);
-      }
+      tasks.run(task, slot_mapping, [&](int64_t t, int64_t block, int64_t row) {
+        if (keys.dim() > 0) copy_rows({heads, keys.dim(), heads_of(key, t), keys.heads(block, row)});
+        if (values.dim() > 0) copy_rows({heads, values.dim(), heads_of(value, t), values.heads(block, row)});
+      });
     });
     return {};
   });
@@ -65,8 +58,8 @@ Status convert_pages(Context& context, const ConstTensor& from_key, const ConstT
     const Pages from_keys(options.from, PageSide::key, from_key), to_keys(options.to, PageSide::key, to_key);
     const Pages from_values(options.from, PageSide::value, from_value);
     const Pages to_values(options.to, PageSide::value, to_value);
-    // A piece: so many rows of a block, a panel of panel32, head after head. The lines of a transposed page that one row
-    // of a head touches stay in L1 for the next.
+    // A piece: rows of a block, a panel of panel32, head after head. The lines of a transposed page that one row of a
+    // head touches stay in L1 for the next.
     const int64_t piece_rows = std::min(sizes.block_size, kPanelRows);
     const auto copy_piece = [&](const Pages& from, const Pages& to, int64_t block, int64_t begin) {
       const int64_t end = std::min(sizes.block_size, begin + piece_rows);

@@ -27,7 +27,7 @@ inline constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i6
 // Elements of a task: fewer are not worth handing out.
 inline constexpr int64_t kTaskElements = int64_t{1} << 14;
 
-// Checks a cache as a pair of inputs or outputs: a layout that can hold it, or unsupported; dtypes, ranks and sizes that
+// Checks a cache, a pair of inputs or outputs: a layout that can hold it, or unsupported; dtypes, ranks and sizes that
 // agree, strides that the layout allows. Binds the names of PageSizes. The result means nothing where the check fails.
 PageSizes check_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const ConstTensor& key,
                       const char* value_name, const ConstTensor& value, bool are_outputs = false);
@@ -82,20 +82,27 @@ CopyRowsKernel copy_rows_kernel(Isa isa, DType from, DType to);
 // Every slot is -1 or one of the cache's; called after the shapes' check.
 void check_slots(ShapeCheck& check, const ConstTensor& slot_mapping, const PageSizes& sizes);
 
-// The first token that must be written: where all have one slot, the last wins.
-inline int64_t first_written(const ConstTensor& slot_mapping) {
-  return slot_mapping.shape[0] - distinct(slot_mapping, 0);
-}
-
 // Slots are dealt out in runs, and a task writes its slots in token order: so of several tokens with one slot the last
 // wins, whoever runs the tasks. Each task looks at every slot, so tasks are few.
 struct SlotTasks {
   static constexpr int64_t kRunSlots = 16;
   static constexpr int64_t kMaxTasks = 16;
-  int64_t count;
+  int64_t block_size, count;
 
-  explicit SlotTasks(int64_t elements) : count(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks)) {}
-  bool writes(int64_t task, int64_t slot) const { return slot >= 0 && slot / kRunSlots % count == task; }
+  // `elements`: of all tokens, >= 0.
+  SlotTasks(const PageSizes& sizes, int64_t elements)
+      : block_size(sizes.block_size), count(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks)) {}
+
+  // write(token, block, row) for the slots of a task.
+  template <class Write>
+  void run(int64_t task, const ConstTensor& slot_mapping, const Write& write) const {
+    const int64_t tokens = slot_mapping.shape[0];
+    // Where all tokens have one slot (stride 0), the last wins.
+    for (int64_t t = tokens - distinct(slot_mapping, 0); t < tokens; ++t) {
+      const int64_t slot = index_at(slot_mapping, t);
+      if (slot >= 0 && slot / kRunSlots % count == task) write(t, slot / block_size, slot % block_size);
+    }
+  }
 };
 
 }  // namespace opst::kv_cache

@@ -79,7 +79,6 @@ struct RopeScatter {
   Turning query_turning, key_turning;
   CopyRowsKernel store_query, store_key, store_value;
   Pages keys, values;
-  int64_t block_size;
 
   void write_query(int64_t token, const Rows& scratch) const {
     const Rows to = heads_of(query_out, token);
@@ -88,8 +87,8 @@ struct RopeScatter {
     store_query({query_out.shape[1], query_out.shape[2], scratch, to});
   }
 
-  void write_cache(int64_t token, int64_t slot, const Rows& scratch) const {
-    const int64_t block = slot / block_size, row = slot % block_size, num_heads = key.shape[1];
+  void write_cache(int64_t token, int64_t block, int64_t row, const Rows& scratch) const {
+    const int64_t num_heads = key.shape[1];
     if (keys.dim() > 0) {
       key_turning.run(key, token, scratch);
       store_key({num_heads, keys.dim(), scratch, keys.heads(block, row)});
@@ -99,8 +98,7 @@ struct RopeScatter {
 };
 
 RopeScatter checked_call(const Context& context, const RopeScatterInputs& in, const Tensor& query_out,
-                         const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options,
-                         int64_t block_size) {
+                         const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
   const auto copying = [&](DType from, DType to) { return copy_rows_kernel(context.machine().isa, from, to); };
   const auto turning = [&](const ConstTensor& weight) -> Turning {
     return {.f32 = rowwise::kernels_of(context, DType::f32),
@@ -121,8 +119,7 @@ RopeScatter checked_call(const Context& context, const RopeScatterInputs& in, co
           .store_key = copying(DType::f32, key_cache.dtype),
           .store_value = copying(in.key.dtype, key_cache.dtype),
           .keys = Pages(options.layout, PageSide::key, key_cache),
-          .values = Pages(options.layout, PageSide::value, value_cache),
-          .block_size = block_size};
+          .values = Pages(options.layout, PageSide::value, value_cache)};
 }
 
 }  // namespace
@@ -140,8 +137,7 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     const int64_t cached = has_slots ? sizes.num_kv_heads * (head_dim + sizes.value_head_dim) : 0;
     const int64_t query_elements = num_heads * head_dim;
     if (tokens == 0 || cached + query_elements == 0) return {};
-    const RopeScatter call =
-        checked_call(context, inputs, query_out, key_cache, value_cache, options, sizes.block_size);
+    const RopeScatter call = checked_call(context, inputs, query_out, key_cache, value_cache, options);
 
     // Per worker: the heads of one token in f32.
     const int64_t scratch_bytes =
@@ -151,18 +147,15 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     char* const all_scratch = static_cast<char*>(lease.value().data());
 
     // Slots first, then queries, in one region.
-    const ConstTensor& slots = inputs.slot_mapping;
-    const SlotTasks slot_tasks(tokens * cached);
+    const SlotTasks slot_tasks(sizes, tokens * cached);
     const int64_t tokens_per_task = query_elements > 0 ? std::max<int64_t>(1, kTaskElements / query_elements) : tokens;
     const int64_t num_tasks = slot_tasks.count + ceil_div(tokens, tokens_per_task);
     context.impl().pool.parallel_for(num_tasks, [&](int64_t task, int worker) {
       const Rows scratch = {all_scratch + worker * scratch_bytes, head_dim, 1, 1};
       if (task < slot_tasks.count) {
-        for (int64_t t = cached > 0 ? first_written(slots) : tokens; t < tokens; ++t) {
-          const int64_t slot = index_at(slots, t);
-          if (slot_tasks.writes(task, slot)) call.write_cache(t, slot, scratch);
-        }
-        return;
+        if (cached == 0) return;
+        return slot_tasks.run(task, inputs.slot_mapping,
+                              [&](int64_t t, int64_t block, int64_t row) { call.write_cache(t, block, row, scratch); });
       }
       const int64_t begin = (task - slot_tasks.count) * tokens_per_task;
       const int64_t end = query_elements > 0 ? std::min(tokens, begin + tokens_per_task) : begin;

@@ -17,14 +17,19 @@
 
 namespace opst::OPST_ISA_NS::rowwise {
 
+// 1 / sqrt(mean + eps), the mean of squares.
+OPST_INLINE F32 reciprocal_root(float sum_of_squares, int64_t features, double eps) {
+  const F32 mean = F32::set1(sum_of_squares / static_cast<float>(features));
+  return F32::set1(1) / sqrt(mean + F32::set1(static_cast<float>(eps)));
+}
+
 template <class T>
 OPST_INLINE F32 reciprocal_root_mean_square(ConstRow x, int64_t features, double eps) {
   const float squares = sum(features, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA {
     const F32 v = load<T>(x, i, features);
     return fma(v, v, acc);
   });
-  const F32 mean = F32::set1(squares / static_cast<float>(features));
-  return F32::set1(1) / sqrt(mean + F32::set1(static_cast<float>(eps)));
+  return reciprocal_root(squares, features, eps);
 }
 
 template <class T, class W>
@@ -78,8 +83,7 @@ OPST_INLINE Centre centre(ConstRow x, int64_t features, double eps) {
     const F32 d = within(load<T>(x, i, features) - mean, i, features, F32::zero());
     return fma(d, d, acc);
   });
-  const F32 variance = F32::set1(squares / static_cast<float>(features));
-  return {mean, F32::set1(1) / sqrt(variance + F32::set1(static_cast<float>(eps)))};
+  return {mean, reciprocal_root(squares, features, eps)};
 }
 
 // 1 where there is no weight.

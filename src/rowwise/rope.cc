@@ -1,5 +1,6 @@
 // rope_table, rope, rope_cached.
 #include <cmath>
+#include <span>
 
 #include "core/guarded.h"
 #include "rowwise/rows.h"
@@ -47,12 +48,8 @@ int axis_of(const RopeSections& s, int64_t i) {
 }
 
 void check_positions(ShapeCheck& check, const ConstTensor& positions, const RopeSections& sections) {
-  ShapeCheck::TensorCheck tensor = check.tensor("positions", positions).dtype({DType::i64});
-  if (has_axes(sections)) {
-    tensor.dims({"3", "tokens"});
-  } else {
-    tensor.dims({"tokens"});
-  }
+  constexpr const char* kDims[] = {"3", "tokens"};
+  check.tensor("positions", positions).dtype({DType::i64}).dims(std::span(kDims).subspan(has_axes(sections) ? 0 : 1));
 }
 
 // Once `half` is known: the sections add up to it.
