@@ -132,8 +132,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
 //
 // A block has as many references as sequences hold it. Sequences that share a prefix share its blocks: fork() adds a
 // reference to each. Whoever is about to write a row calls prepare_write(): a shared block gives way to a private one,
-// into which the caller copies the rows (copy-on-write).
-// Example: docs/kv_cache.md.
+// into which the caller copies the rows (copy-on-write); docs/kv_cache.md has an example.
 //
 // A refused call changes nothing. Time: O(1) a block; only create() allocates memory, and touches none of it.
 struct BlockWrite {

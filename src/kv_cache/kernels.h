@@ -18,9 +18,8 @@ struct CopyRows {
 };
 
 // Indexed by storage types: f32, bf16, f16. Equal types are copied as bits; others round once, to nearest even.
-inline constexpr int kNumTypes = 3;
 struct Kernels {
-  void (*copy_rows[kNumTypes][kNumTypes])(const CopyRows& rows);  // [from][to]
+  void (*copy_rows[3][3])(const CopyRows& rows);  // [from][to]
 };
 
 }  // namespace opst::kv_cache

@@ -2,6 +2,7 @@
 #include "opst/rowwise.h"
 
 #include <cmath>
+#include <utility>
 
 #include "core/guarded.h"
 #include "machine/levels.h"
@@ -54,13 +55,9 @@ void check_scale(ShapeCheck& check, float scale) {
   check.require(std::isfinite(scale), "scale is ", scale, ", but must be finite");
 }
 
-// Gate and up side by side in `tensor`; the halves mean nothing where the check fails.
+// Gate and up, side by side in `tensor`; they mean nothing where the check fails.
 template <class AnyTensor>
-struct Halves {
-  AnyTensor gate, up;
-};
-template <class AnyTensor>
-Halves<AnyTensor> halves_of(ShapeCheck& check, const char* name, const AnyTensor& tensor, bool swapped) {
+std::pair<AnyTensor, AnyTensor> halves_of(ShapeCheck& check, const char* name, const AnyTensor& tensor, bool swapped) {
   check.tensor(name, tensor);
   check.require(tensor.rank >= 1, name, " has rank 0, but must be from 1 to 5");
   if (!check.ok()) return {};
@@ -68,7 +65,7 @@ Halves<AnyTensor> halves_of(ShapeCheck& check, const char* name, const AnyTensor
   const int64_t size = tensor.shape[last], n = size / 2;
   check.require(size % 2 == 0, name, " dim ", last, " is ", size, ", but must be even: gate and up side by side");
   const AnyTensor first = tensor.narrowed(last, 0, n), second = tensor.narrowed(last, n, n);
-  return swapped ? Halves<AnyTensor>{second, first} : Halves<AnyTensor>{first, second};
+  return swapped ? std::pair(second, first) : std::pair(first, second);
 }
 
 // kernel(row of each tensor.., elements of a row): the tensors have the shape of the first.
@@ -126,9 +123,9 @@ Status swiglu(Context& context, const ConstTensor& gate, const ConstTensor& up, 
 Status swiglu(Context& context, const ConstTensor& gate_up, const Tensor& out, const SwigluOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("swiglu");
-    const auto halves = halves_of(check, "gate_up", gate_up, options.swapped);
+    const auto [gate, up] = halves_of(check, "gate_up", gate_up, options.swapped);
     if (!check.ok()) return check.status();
-    return swiglu(context, halves.gate, halves.up, out);
+    return swiglu(context, gate, up, out);
   });
 }
 
@@ -148,10 +145,10 @@ Status swiglu_backward(Context& context, const ConstTensor& grad_out, const Cons
                        const Tensor& grad_gate_up, const SwigluOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("swiglu_backward");
-    const auto halves = halves_of(check, "gate_up", gate_up, options.swapped);
-    const auto gradients = halves_of(check, "grad_gate_up", grad_gate_up, options.swapped);
+    const auto [gate, up] = halves_of(check, "gate_up", gate_up, options.swapped);
+    const auto [grad_gate, grad_up] = halves_of(check, "grad_gate_up", grad_gate_up, options.swapped);
     if (!check.ok()) return check.status();
-    return swiglu_backward(context, grad_out, halves.gate, halves.up, gradients.gate, gradients.up);
+    return swiglu_backward(context, grad_out, gate, up, grad_gate, grad_up);
   });
 }
 
