@@ -66,12 +66,14 @@ class Pages {
 
 // The heads of a token in a checked tensor [tokens, heads, dim] with normal_strides, and its tokens from `token` on of
 // one head. Written to only where the tensor is an output.
-inline Rows heads_of(const ConstTensor& tensor, int64_t token, int64_t head = 0) {
+template <class AnyTensor>
+Rows heads_of(const AnyTensor& tensor, int64_t token, int64_t head = 0) {
   const int64_t offset = (token * tensor.strides[0] + head * tensor.strides[1]) * size_bytes(tensor.dtype);
   char* const data = static_cast<char*>(const_cast<void*>(tensor.data)) + offset;
   return {data, tensor.strides[1], tensor.strides[2], 1};
 }
-inline Rows tokens_of(const ConstTensor& tensor, int64_t token, int64_t head) {
+template <class AnyTensor>
+Rows tokens_of(const AnyTensor& tensor, int64_t token, int64_t head) {
   return {heads_of(tensor, token, head).data, tensor.strides[0], tensor.strides[2], 1};
 }
 
