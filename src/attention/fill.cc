@@ -23,9 +23,9 @@ int dimensions_of(const Tensor& t, Dimension (&dims)[kMaxRank]) {
   std::sort(dims, dims + count, [](const Dimension& a, const Dimension& b) { return a.stride > b.stride; });
   int merged = 0;
   for (int i = 0; i < count; ++i) {
-    Dimension* outer = merged > 0 ? &dims[merged - 1] : nullptr;
-    if (outer != nullptr && outer->stride == dims[i].size * dims[i].stride) {
-      *outer = {outer->size * dims[i].size, dims[i].stride};
+    const auto [size, stride] = dims[i];
+    if (merged > 0 && dims[merged - 1].stride == size * stride) {
+      dims[merged - 1] = {dims[merged - 1].size * size, stride};
     } else {
       dims[merged++] = dims[i];
     }
@@ -70,7 +70,7 @@ void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
 }  // namespace
 
 void fill(const Tensor& t, double x, ThreadPool& pool) {
-  if (t.data == nullptr || t.num_elements() == 0) return;
+  if (!t || t.num_elements() == 0) return;
   alignas(8) char storage[8];
   store_element(Tensor::contiguous(t.dtype, {}, storage), 0, x);
   switch (size_bytes(t.dtype)) {
@@ -84,7 +84,7 @@ void fill(const Tensor& t, double x, ThreadPool& pool) {
 }
 
 void fill_rows(const Tensor& t, int64_t first, double x, ThreadPool& pool) {
-  if (t.data != nullptr) fill(t.narrowed(2, first, t.shape[2] - first), x, pool);
+  if (t) fill(t.narrowed(2, first, t.shape[2] - first), x, pool);
 }
 
 }  // namespace opst::attention

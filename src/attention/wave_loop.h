@@ -20,13 +20,37 @@
 // A head's place in the buffers is head % (2 heads_per_wave).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <thread>
 
-#include "attention/counter.h"
 #include "core/int_math.h"
 #include "machine/thread_pool.h"
 
 namespace opst::attention {
+
+// Counts finished tasks; tasks of the same loop that have begun later wait until enough are.
+class Counter {
+ public:
+  void add_one() { count_.fetch_add(1, std::memory_order_release); }
+  // Returns once the counter holds at least `count`.
+  void wait_for(int64_t count) const {
+    for (int spins = 0; count_.load(std::memory_order_acquire) < count; ++spins) {
+      if (spins > 1000) std::this_thread::yield();
+    }
+  }
+
+ protected:
+  std::atomic<int64_t> count_{0};
+};
+
+// Keeps the order of additions: tasks are numbered from 0, and each waits for its number, adds, and passes the turn on.
+class Turn : public Counter {
+ public:
+  void pass(int64_t number) { count_.store(number + 1, std::memory_order_release); }
+  // Of a task that adds nothing.
+  void take_and_pass(int64_t number) { wait_for(number), pass(number); }
+};
 
 struct WaveLoop {
   // Of a wave's tasks: all of a head, then all of the next; or the first of each head, then the second of each, so that
@@ -44,7 +68,8 @@ struct WaveLoop {
   void run(ThreadPool& pool, const Pack& pack, const Task& task) const {
     const int64_t packs = heads_per_wave * packs_per_head, tasks = heads_per_wave * tasks_per_head;
     struct Progress {
-      Counter packed, done;
+      alignas(64) Counter packed;
+      alignas(64) Counter done;
     };
     Progress progress[2];  // of the waves that use buffer 0 and buffer 1
     pool.parallel_for(ceil_div(heads, heads_per_wave) * (packs + tasks), [&](int64_t index, int worker) {
