@@ -11,41 +11,74 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "attention/call_memory.h"
+#include "attention/call_heads.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
 #include "attention/fill.h"
+#include "attention/layout.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
 #include "machine/interruption.h"
-#include "machine/levels.h"
 
 namespace opst {
 
-OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, attention, KernelTable, kTable, kernel_table)
-OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, attention, StandardTable, kStandardTable, standard_table)
-
 namespace attention {
-
-const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype) {
-  if (product == AttentionProduct::f64) return kernel_table(Isa::generic).f64_product;
-  const KernelTable& table = kernel_table(isa);
-  if (product == AttentionProduct::bf16_dot && table.has_bf16_dot) return table.bf16_dot;
-  return table.f32_product[float_index(kv_dtype)];
-}
-
-const Geometry& geometry_of(Isa isa, AttentionProduct product) {
-  return kernels_for(isa, product, DType::f32).geometry;
-}
-
-AttendStandard standard_for(Isa isa, AttentionProduct product) {
-  if (product == AttentionProduct::f64) return standard_table(Isa::generic).f64;
-  const StandardTable& table = standard_table(isa);
-  return product == AttentionProduct::bf16_dot && kernel_table(isa).has_bf16_dot ? table.bf16_dot : table.f32;
-}
-
 namespace {
+
+// Where the data of one call lies: rows of the tensors (CallHeads), and the pieces of scratch memory (layout.h).
+class CallMemory : public CallHeads {
+ public:
+  CallMemory(const AttentionInputs& inputs, const SequenceGroup& chosen, const AttentionPlan& plan,
+             const Geometry& geometry, void* scratch)
+      : CallHeads{inputs, chosen.problem},
+        layout{chosen.problem, plan, geometry},
+        chosen_(chosen),
+        shared_(static_cast<char*>(scratch)) {}
+
+  const Layout layout;
+
+  // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
+  int64_t rows(int64_t head) const {
+    const int64_t query_len = sequences.query_len(batch(head));
+    return query_len > chosen_.above && query_len <= chosen_.most ? query_len * group : 0;
+  }
+  int64_t block_rows(int64_t head) const {
+    const int64_t n = rows(head), most = layout.plan.block_q;
+    return p.options.block_q > 0 || n <= most ? most : ceil_div(n, ceil_div(n, most));
+  }
+  int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
+
+  Layout::Worker worker(int index) const {
+    const int64_t bytes = layout.plan.scratch_bytes_per_worker;
+    Arena arena(shared_ + layout.plan.scratch_bytes_shared + index * bytes, bytes);
+    return layout.take_worker(arena);
+  }
+
+  char* packed_tile(int64_t head, int64_t tile) const { return shared_head(head) + tile * layout.tile_bytes; }
+  bool* values_finite(int64_t head) const { return reinterpret_cast<bool*>(packed_tile(head, layout.tiles_per_head)); }
+
+  RowState split_state(int64_t head, int64_t block, int64_t split) const {
+    const int64_t index = block * layout.plan.kv_splits + split;
+    Arena arena(shared_head(head) + layout.packed_head_bytes + index * layout.state_bytes, layout.state_bytes);
+    return layout.take_state(arena);
+  }
+
+  // The block's rows of its head's score matrix (standard path).
+  void* score_matrix(int64_t head, int64_t block) const {
+    return shared_ + layout.wave_bytes() + (head * layout.blocks + block) * layout.matrix_block_bytes;
+  }
+
+ private:
+  // The head's place in the buffer of its wave; waves take the two buffers in turn. Where keys are split there is one
+  // wave.
+  char* shared_head(int64_t head) const {
+    return shared_ + head % (2 * layout.plan.heads_per_wave) * layout.shared_head_bytes;
+  }
+
+  const SequenceGroup& chosen_;  // the sequences that belong to the call
+  char* const shared_;
+};
 
 class ForwardCall : CallMemory {
  public:
@@ -87,7 +120,10 @@ class ForwardCall : CallMemory {
     if (plan_.kv_splits > 1 && !interruption_.happened()) {
       pool.parallel_for(heads * layout.blocks, [&](int64_t task, int) {
         const int64_t head = task / layout.blocks, block = task % layout.blocks;
-        if (block < blocks(head)) join_splits(head, block);
+        if (block >= blocks(head)) return;
+        RowState parts[kMaxSplits];
+        for (int64_t split = 0; split < plan_.kv_splits; ++split) parts[split] = split_state(head, block, split);
+        kernels_.finish_rows(finish_of(head, block, parts, plan_.kv_splits));
       });
     }
   }
@@ -265,12 +301,6 @@ class ForwardCall : CallMemory {
     const int64_t panels = ceil_div(t.count, kPanelRows);
     for (int64_t i = 0; i < panels; ++i) pointers[i] = rows_of.row(t.first_key + i * kPanelRows);
     return panels;
-  }
-
-  void join_splits(int64_t head, int64_t block) const {
-    RowState parts[kMaxSplits];
-    for (int64_t split = 0; split < plan_.kv_splits; ++split) parts[split] = split_state(head, block, split);
-    kernels_.finish_rows(finish_of(head, block, parts, plan_.kv_splits));
   }
 
   FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
