@@ -256,16 +256,15 @@ class ForwardCall : CallMemory {
     const KvRows keys = in_place_ ? kv_rows(in.key, head) : KvRows{};
     const KvRows values = in_place_ ? kv_rows(in.value, head) : KvRows{};
     int64_t n = 0, pointers = 0;
-    for (KvBlocks::Tile tile; n < layout.tiles_per_task && visible.next(&tile); ++n) {
+    for (; n < layout.tiles_per_task && visible.next(&w.tiles[n]); ++n) {
       KvTile& t = w.tiles[n];
-      t = {.first_key = tile.first_key, .count = tile.count, .partial = tile.partial};
       if (in_place_) {
         t.key_rows = w.key_rows + pointers;
         t.value_rows = w.value_rows + pointers;
         locate_rows(keys, t, w.key_rows + pointers);
         pointers += locate_rows(values, t, w.value_rows + pointers);
       } else if (plan_.kv_access == KvAccess::packed_shared) {
-        const int64_t index = tile.first_key / plan_.block_kv;
+        const int64_t index = t.first_key / plan_.block_kv;
         const char* packed = packed_tile(head, index);
         t.keys = packed;
         t.values = packed + layout.key_tile_bytes;

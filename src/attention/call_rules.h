@@ -1,5 +1,4 @@
-// CallRules: the options of a call as ScoreRules, for any block of query rows; and softmax_scale as the two factors
-// that kernels want.
+// CallRules: the options of a call as ScoreRules, for any block of query rows.
 #pragma once
 
 #include <cmath>

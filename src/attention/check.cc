@@ -111,12 +111,12 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
                 total_heads);
 }
 
-// Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains. `batch`: of the sequences that
-// differ.
+// Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains.
 template <class Capacity, class What>
-void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, int64_t batch, const Capacity& capacity,
-                   const What& what) {
-  for (int64_t b = 0; check.ok() && b < std::max(batch, distinct(t, 0)); ++b) {
+void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, const Sequences& sequences,
+                   const Capacity& capacity, const What& what) {
+  const int64_t different = std::max(sequences.num_different(), distinct(t, 0));
+  for (int64_t b = 0; check.ok() && b < different; ++b) {
     const int64_t x = index_at(t, b), most = capacity(b);
     check.require(
         x >= 0 && x <= most, name, "[", b, "] is ", x, ", must be 0 to ", most, " (", [&] { return what(b); }, ")");
@@ -263,21 +263,18 @@ void check_heads(ShapeCheck& check, const AttentionProblem& p) {
 }
 
 // kv_lengths within the pages, the keys of each packed sequence, or kv_len; the entries of block_table within the pool.
-void check_kv_lengths(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p) {
+void check_kv_lengths(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p,
+                      const Sequences& sequences) {
   if (p.paged) {
-    const int64_t max_blocks = check["max_blocks"];
+    const int64_t max_blocks = check["max_blocks"], capacity = (Size(max_blocks) * p.block_size).value();
     check.require(p.block_size >= 1, "block_size is ", p.block_size, ", must be at least 1");
-    const int64_t capacity = (Size(max_blocks) * p.block_size).value();
     check_entries(
-        check, "kv_lengths", in.kv_lengths, 0, [&](int64_t) { return capacity; },
+        check, "kv_lengths", in.kv_lengths, sequences, [&](int64_t) { return capacity; },
         [&](int64_t) { return text(max_blocks, " blocks of ", p.block_size, " keys in block_table"); });
     if (check.ok()) check_block_table(check, in, check["num_blocks"], p.block_size);
   } else if (in.kv_lengths) {
-    AttentionInputs without_lengths = in;
-    without_lengths.kv_lengths = {};
-    const Sequences whole(without_lengths, p);
     check_entries(
-        check, "kv_lengths", in.kv_lengths, whole.num_different(), [&](int64_t b) { return whole.kv_len(b); },
+        check, "kv_lengths", in.kv_lengths, sequences, [&](int64_t b) { return sequences.key_rows(b); },
         [&](int64_t b) { return p.varlen_k ? text("keys of sequence ", b) : text("kv_len of key"); });
   }
 }
@@ -305,10 +302,10 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   if (p.varlen_q) check_offsets(check, "cu_seqlens_q", in.cu_seqlens_q, "query", check["total_q"]);
   if (p.varlen_k) check_offsets(check, "cu_seqlens_k", in.cu_seqlens_k, "key", check["total_k"]);
   if (!check.ok()) return check.status();
-  check_kv_lengths(check, in, p);
+  const Sequences sequences(in, p);
+  check_kv_lengths(check, in, p, sequences);
   if (!check.ok()) return check.status();
 
-  const Sequences sequences(in, p);
   int64_t longest_query = 0, longest_keys = 0;
   for (int64_t b = 0; b < sequences.num_different(); ++b) {
     longest_query = std::max(longest_query, sequences.query_len(b));
@@ -316,7 +313,7 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   }
   if (p.has_prefix) {
     check_entries(
-        check, "prefix", in.prefix, sequences.num_different(), [&](int64_t b) { return sequences.kv_len(b); },
+        check, "prefix", in.prefix, sequences, [&](int64_t b) { return sequences.kv_len(b); },
         [&](int64_t b) { return text("keys of sequence ", b); });
   }
   // Masks of a dense call are as wide as its tensors, whatever the lengths.

@@ -1,7 +1,7 @@
 // The contract between attention.cc and the per-level kernels: a block of query rows against a list of KV tiles.
 //
-// Kernels know neither layouts, nor pages, nor masks: a layout is an array of row pointers, a mask is an interval of
-// visible keys per row. Plain data only; all memory is the caller's.
+// To kernels a layout, or a page table, is an array of row pointers, and a mask an interval of visible keys per row.
+// Plain data only; all memory is the caller's.
 //
 // Life of a block:
 //   copy_queries       unless the product reads the rows where they are
@@ -134,24 +134,21 @@ struct Kernels {
   void (*finish_rows)(const FinishRows& finish);
 };
 
-// The kernels of a level for one product and one storage type of keys and values; null where the level has none.
-// attend_in_place is null for the bf16 dot product (few rows are bound by memory: the f32 kernels read bf16 as well),
-// and attend_at_once too; attend_pages for what panel32 cannot hold.
+// The kernels of a level, by product and storage type of keys and values; null where the level has none.
+// attend_in_place and attend_at_once are null for the bf16 dot product (few rows are bound by memory: the f32 kernels
+// read bf16 as well), attend_pages for what panel32 cannot hold.
 struct KernelTable {
-  Kernels f32_product[3];  // keys stored as f32, bf16, f16
-  Kernels bf16_dot;        // keys and queries stored as bf16
-  bool has_bf16_dot;
-  Kernels f64_product;  // at the generic level only
-  bool has_f64;
+  Kernels f32_product[3];    // keys stored as f32, bf16, f16
+  Kernels bf16_dot = {};     // keys and queries stored as bf16
+  Kernels f64_product = {};  // at the generic level only
 };
 
-// The standard form (options.path), apart from Kernels: made of the same pieces at every level, so that a level has
-// nothing to add. Takes all packed tiles that a block sees, once; finish_rows follows. `matrix` [rows][matrix_stride]:
-// scores of the tiles side by side, each rounded up to panels.
+// The standard form (options.path). Takes all packed tiles that a block sees, once; finish_rows follows. `matrix`
+// [rows][matrix_stride]: scores of the tiles side by side, each rounded up to panels.
 using AttendStandard = void (*)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles, void* matrix,
                                 int64_t matrix_stride);
 struct StandardTable {
-  AttendStandard f32, bf16_dot, f64;  // by AttentionProduct; null as in KernelTable
+  AttendStandard f32, bf16_dot = nullptr, f64 = nullptr;  // by AttentionProduct, as in KernelTable
 };
 
 }  // namespace opst::attention

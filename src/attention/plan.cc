@@ -22,8 +22,8 @@ namespace attention {
 const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype) {
   if (product == AttentionProduct::f64) return kernel_table(Isa::generic).f64_product;
   const KernelTable& table = kernel_table(isa);
-  if (product == AttentionProduct::bf16_dot && table.has_bf16_dot) return table.bf16_dot;
-  return table.f32_product[float_index(kv_dtype)];
+  const bool dot = product == AttentionProduct::bf16_dot && table.bf16_dot.attend != nullptr;
+  return dot ? table.bf16_dot : table.f32_product[float_index(kv_dtype)];
 }
 
 const Geometry& geometry_of(Isa isa, AttentionProduct product) {
@@ -33,7 +33,7 @@ const Geometry& geometry_of(Isa isa, AttentionProduct product) {
 AttendStandard standard_for(Isa isa, AttentionProduct product) {
   if (product == AttentionProduct::f64) return standard_table(Isa::generic).f64;
   const StandardTable& table = standard_table(isa);
-  return product == AttentionProduct::bf16_dot && kernel_table(isa).has_bf16_dot ? table.bf16_dot : table.f32;
+  return product == AttentionProduct::bf16_dot && table.bf16_dot != nullptr ? table.bf16_dot : table.f32;
 }
 
 }  // namespace attention

@@ -21,8 +21,9 @@ class Sequences {
     return p_.varlen_q ? index_at(in_.cu_seqlens_q, b + 1) - index_at(in_.cu_seqlens_q, b) : p_.query_len;
   }
   int64_t key_start(int64_t b) const { return p_.varlen_k ? index_at(in_.cu_seqlens_k, b) : 0; }
-  int64_t kv_len(int64_t b) const {
-    if (in_.kv_lengths) return index_at(in_.kv_lengths, b);
+  int64_t kv_len(int64_t b) const { return in_.kv_lengths ? index_at(in_.kv_lengths, b) : key_rows(b); }
+  // kv_len where there are no kv_lengths.
+  int64_t key_rows(int64_t b) const {
     return p_.varlen_k ? index_at(in_.cu_seqlens_k, b + 1) - index_at(in_.cu_seqlens_k, b) : p_.kv_len;
   }
   int64_t prefix(int64_t b) const { return p_.has_prefix ? index_at(in_.prefix, b) : 0; }
@@ -97,8 +98,7 @@ T uniform_if_there(const T& t, bool varlen) {
   return t ? uniform_shape(t, varlen) : T{};
 }
 
-// The inputs and outputs in the shapes of a call without varlen. Masks and arrays of integers stay: they are read
-// through strides of dimensions that have several indices only.
+// Masks and arrays of integers stay: they are read through strides of dimensions that have several indices only.
 inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem& p) {
   in.query = uniform_shape(in.query, p.varlen_q);
   in.key = uniform_shape(in.key, p.varlen_k);

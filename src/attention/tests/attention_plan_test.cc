@@ -296,7 +296,7 @@ TEST(AttentionKvBlocks, ListsExactlyTheTilesThatSomeRowSees) {
         ASSERT_EQ(inside || key < v.prefix, sees(first_row + r, key)) << "row " << r << " key " << key;
       }
     }
-    KvBlocks::Tile tile{};
+    attention::KvTile tile{};
     bool more = blocks.next(&tile);
     for (int64_t first = range.begin; first < std::min(range.end, kv_len); first += block_kv) {
       const int64_t last = std::min({first + block_kv, range.end, kv_len});
