@@ -2,8 +2,7 @@
 //
 // A task is a block of query rows of one (batch, KV head) pair against one part of its keys.
 //
-// Shared packed keys and values (packed_shared): heads go in waves of about 2 MB, so that packed tiles are still in
-// cache when they are read (wave_loop.h).
+// With packed_shared heads go in waves of about 2 MB, whose packed tiles are in cache when they are read (wave_loop.h).
 //
 // Sequences with few queries and with many (decoding beside a prompt) are two loops over tasks, each by its own plan.
 #include "opst/attention.h"
@@ -27,31 +26,27 @@ namespace attention {
 namespace {
 
 // Where the data of one call lies: rows of the tensors (CallHeads), and the pieces of scratch memory (layout.h).
-class CallMemory : public CallHeads {
- public:
-  CallMemory(const AttentionInputs& inputs, const SequenceGroup& chosen, const AttentionPlan& plan,
-             const Geometry& geometry, void* scratch)
-      : CallHeads{inputs, chosen.problem},
-        layout{chosen.problem, plan, geometry},
-        chosen_(chosen),
-        shared_(static_cast<char*>(scratch)) {}
-
-  const Layout layout;
+struct CallMemory : CallHeads {
+  const SequenceGroup& chosen;  // the sequences that belong to the call
+  const AttentionPlan& plan;
+  const Geometry& geometry;
+  char* const scratch;
+  const Layout layout{p, plan, geometry};
 
   // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
   int64_t rows(int64_t head) const {
     const int64_t query_len = sequences.query_len(batch(head));
-    return query_len > chosen_.above && query_len <= chosen_.most ? query_len * group : 0;
+    return query_len > chosen.above && query_len <= chosen.most ? query_len * group : 0;
   }
   int64_t block_rows(int64_t head) const {
-    const int64_t n = rows(head), most = layout.plan.block_q;
+    const int64_t n = rows(head), most = plan.block_q;
     return p.options.block_q > 0 || n <= most ? most : ceil_div(n, ceil_div(n, most));
   }
   int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
 
   Layout::Worker worker(int index) const {
-    const int64_t bytes = layout.plan.scratch_bytes_per_worker;
-    Arena arena(shared_ + layout.plan.scratch_bytes_shared + index * bytes, bytes);
+    const int64_t bytes = plan.scratch_bytes_per_worker;
+    Arena arena(scratch + plan.scratch_bytes_shared + index * bytes, bytes);
     return layout.take_worker(arena);
   }
 
@@ -59,35 +54,33 @@ class CallMemory : public CallHeads {
   bool* values_finite(int64_t head) const { return reinterpret_cast<bool*>(packed_tile(head, layout.tiles_per_head)); }
 
   RowState split_state(int64_t head, int64_t block, int64_t split) const {
-    const int64_t index = block * layout.plan.kv_splits + split;
+    const int64_t index = block * plan.kv_splits + split;
     Arena arena(shared_head(head) + layout.packed_head_bytes + index * layout.state_bytes, layout.state_bytes);
     return layout.take_state(arena);
   }
 
   // The block's rows of its head's score matrix (standard path).
   void* score_matrix(int64_t head, int64_t block) const {
-    return shared_ + layout.wave_bytes() + (head * layout.blocks + block) * layout.matrix_block_bytes;
+    return scratch + layout.wave_bytes() + (head * layout.blocks + block) * layout.matrix_block_bytes;
   }
 
- private:
-  // The head's place in the buffer of its wave; waves take the two buffers in turn. Where keys are split there is one
-  // wave.
+  // The head's place in the buffer of its wave; waves take the two buffers in turn.
   char* shared_head(int64_t head) const {
-    return shared_ + head % (2 * layout.plan.heads_per_wave) * layout.shared_head_bytes;
+    return scratch + head % (2 * plan.heads_per_wave) * layout.shared_head_bytes;
   }
-
-  const SequenceGroup& chosen_;  // the sequences that belong to the call
-  char* const shared_;
 };
 
 class ForwardCall : CallMemory {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequence_group,
-              const AttentionPlan& plan, const Machine& machine, int num_workers, void* scratch,
+              const AttentionPlan& its_plan, const Machine& machine, int num_workers, void* memory,
               Interruption& interruption)
-      : CallMemory(inputs, sequence_group, plan, geometry_of(machine.isa, plan.product), scratch),
+      : CallMemory{{inputs, sequence_group.problem},
+                   sequence_group,
+                   its_plan,
+                   geometry_of(machine.isa, its_plan.product),
+                   static_cast<char*>(memory)},
         out_(outputs),
-        plan_(plan),
         kernels_(kernels_for(machine.isa, plan.product, p.kv_dtype)),
         attend_(plan.kv_access == KvAccess::in_place      ? kernels_.attend_in_place
                 : plan.kv_access == KvAccess::panel_pages ? kernels_.attend_pages
@@ -101,11 +94,11 @@ class ForwardCall : CallMemory {
         whole_rows_(plan.kv_access == KvAccess::packed_per_task) {}
 
   void run(ThreadPool& pool) {
-    const bool shared = plan_.kv_access == KvAccess::packed_shared;
+    const bool shared = plan.kv_access == KvAccess::packed_shared;
     const WaveLoop loop = {.heads = heads,
-                           .heads_per_wave = plan_.heads_per_wave,
+                           .heads_per_wave = plan.heads_per_wave,
                            .packs_per_head = shared ? layout.tiles_per_head : 0,
-                           .tasks_per_head = layout.blocks * plan_.kv_splits,
+                           .tasks_per_head = layout.blocks * plan.kv_splits,
                            .order = WaveLoop::Order::by_head};
     const auto pack = [&](int64_t head, int64_t tile, int index) {
       if (!interruption_.requested(index)) pack_shared_tile(head, tile, index);
@@ -113,17 +106,17 @@ class ForwardCall : CallMemory {
     const auto attend = [&](int64_t head, int64_t task, int64_t, int index) {
       if (head >= heads || interruption_.requested(index)) return;
       // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
-      const int64_t block = blocks(head) - 1 - task / plan_.kv_splits;
-      if (block >= 0) attend_block(head, block, task % plan_.kv_splits, worker(index));
+      const int64_t block = blocks(head) - 1 - task / plan.kv_splits;
+      if (block >= 0) attend_block(head, block, task % plan.kv_splits, worker(index));
     };
     loop.run(pool, pack, attend);
-    if (plan_.kv_splits > 1 && !interruption_.happened()) {
+    if (plan.kv_splits > 1 && !interruption_.happened()) {
       pool.parallel_for(heads * layout.blocks, [&](int64_t task, int) {
         const int64_t head = task / layout.blocks, block = task % layout.blocks;
         if (block >= blocks(head)) return;
         RowState parts[kMaxSplits];
-        for (int64_t split = 0; split < plan_.kv_splits; ++split) parts[split] = split_state(head, block, split);
-        kernels_.finish_rows(finish_of(head, block, parts, plan_.kv_splits));
+        for (int64_t split = 0; split < plan.kv_splits; ++split) parts[split] = split_state(head, block, split);
+        kernels_.finish_rows(finish_of(head, block, parts, plan.kv_splits));
       });
     }
   }
@@ -131,7 +124,7 @@ class ForwardCall : CallMemory {
  private:
   using Worker = Layout::Worker;
 
-  // Packs the keys of tile [first_key, first_key + count) of a head to `to`.
+  // Packs keys [first_key, first_key + count) of a head to `to`.
   void pack_keys(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
     kv_rows(in.key, head).locate(first_key, count, w.key_rows);
     kernels_.pack_keys(w.key_rows, in.key.strides[3], count, p.head_dim, to);
@@ -142,9 +135,9 @@ class ForwardCall : CallMemory {
     return kernels_.pack_values(w.value_rows, in.value.strides[3], count, p.value_head_dim, to + layout.key_tile_bytes);
   }
   void pack_shared_tile(int64_t head, int64_t tile, int index) const {
-    const int64_t first_key = tile * plan_.block_kv;
+    const int64_t first_key = tile * plan.block_kv;
     const Visibility visible = visibility(head);
-    const int64_t count = std::min(plan_.block_kv, visible.kv_len - first_key);
+    const int64_t count = std::min(plan.block_kv, visible.kv_len - first_key);
     if (count <= 0) return;  // a shorter sequence of the batch
     if (!visible.may_see({first_key, first_key + count}, rows(head) / group)) return;
     const Worker w = worker(index);
@@ -158,13 +151,13 @@ class ForwardCall : CallMemory {
     const Visibility visible = visibility(head);
     const int64_t most_rows = block_rows(head), first_row = block * most_rows;
     const StackedRows queries = stacked_rows(in.query, head);
-    const bool single_tile = single_tiles_ && visible.kv_len <= plan_.block_kv;
+    const bool single_tile = single_tiles_ && visible.kv_len <= plan.block_kv;
     QueryBlock q = {.rows = std::min(most_rows, rows(head) - first_row),
                     .head_dim = p.head_dim,
                     .value_head_dim = p.value_head_dim,
                     .query = w.query,
                     .query_stride = layout.query_stride,
-                    .state = plan_.kv_splits > 1 ? split_state(head, block, split) : w.state,
+                    .state = plan.kv_splits > 1 ? split_state(head, block, split) : w.state,
                     .acc_stride = layout.acc_stride,
                     .exponent_scale = rules_.exponent_scale(),
                     .scores = w.scores,
@@ -185,9 +178,9 @@ class ForwardCall : CallMemory {
     }
 
     const int64_t first_key = visible.prefix > 0 ? 0 : visible.first_key(first_row / group);
-    const int64_t start = first_key / plan_.block_kv * plan_.block_kv + split * plan_.keys_per_split;
-    const KeyInterval part = {start, start + plan_.keys_per_split};
-    KvBlocks tiles(visible, first_row, q.rows, group, part, plan_.block_kv, w.visible_begin, w.visible_end);
+    const int64_t start = first_key / plan.block_kv * plan.block_kv + split * plan.keys_per_split;
+    const KeyInterval part = {start, start + plan.keys_per_split};
+    KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end);
     const FinishRows finish = finish_of(head, block, &q.state, 1);
     const bool at_once = single_tile && writable_in_place(finish.out);
     int64_t n = next_tiles(head, tiles, q, w, at_once);
@@ -198,13 +191,13 @@ class ForwardCall : CallMemory {
       else
         attend_(q, w.tiles, n);
     }
-    if (plan_.kv_splits == 1) kernels_.finish_rows(finish);
+    if (plan.kv_splits == 1) kernels_.finish_rows(finish);
   }
 
   // Rows further apart would meet in few sets of L1.
   static constexpr int64_t kNearBytes = 2048;
   bool in_accumulator_type(DType dtype) const {
-    return layout.g.step == 1 && size_bytes(dtype) == layout.g.accumulator_bytes;
+    return geometry.step == 1 && size_bytes(dtype) == geometry.accumulator_bytes;
   }
   // Whether the product may read queries where they are.
   bool readable_in_place(const StackedRows& queries) const {
@@ -214,7 +207,7 @@ class ForwardCall : CallMemory {
   // Whether the product may write outputs.
   bool writable_in_place(const StackedRows& out) const {
     return in_accumulator_type(out.dtype) && out.dim_stride == 1 && out.evenly_spaced() &&
-           p.value_head_dim % layout.g.lanes == 0;
+           p.value_head_dim % geometry.lanes == 0;
   }
   // Whether a block that is attended at once may read values where they are. Where some are hidden its product must not
   // meet an Inf among them; t.values_finite tells.
@@ -234,7 +227,7 @@ class ForwardCall : CallMemory {
   };
   // What to fetch of `head`: where all workers take heads in turn, the one that this worker takes next.
   HeadAhead rows_ahead(int64_t head) const {
-    if (!plan_.fetch_ahead || head >= heads || p.paged) return {};
+    if (!plan.fetch_ahead || head >= heads || p.paged) return {};
     const auto rows_of = [&](const ConstTensor& t, int64_t dim) -> RowsAhead {
       if (t.strides[3] != 1) return {};
       const KvRows kv = kv_rows(t, head);
@@ -250,8 +243,7 @@ class ForwardCall : CallMemory {
     return ahead;
   }
 
-  // Describes up to tiles_per_task of the visible tiles that are left; with packed_per_task packs them, too. Returns
-  // how many.
+  // Describes up to tiles_per_task of the tiles that are left (packed_per_task: packs them, too); returns how many.
   int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const Worker& w, bool at_once) const {
     const KvRows keys = in_place_ ? kv_rows(in.key, head) : KvRows{};
     const KvRows values = in_place_ ? kv_rows(in.value, head) : KvRows{};
@@ -263,8 +255,8 @@ class ForwardCall : CallMemory {
         t.value_rows = w.value_rows + pointers;
         locate_rows(keys, t, w.key_rows + pointers);
         pointers += locate_rows(values, t, w.value_rows + pointers);
-      } else if (plan_.kv_access == KvAccess::packed_shared) {
-        const int64_t index = t.first_key / plan_.block_kv;
+      } else if (plan.kv_access == KvAccess::packed_shared) {
+        const int64_t index = t.first_key / plan.block_kv;
         const char* packed = packed_tile(head, index);
         t.keys = packed;
         t.values = packed + layout.key_tile_bytes;
@@ -293,7 +285,7 @@ class ForwardCall : CallMemory {
   // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
   // of a kernel's call are one array, so that it may look ahead from one tile to the next.
   int64_t locate_rows(const KvRows& rows_of, const KvTile& t, const void** pointers) const {
-    if (plan_.kv_access == KvAccess::in_place) {
+    if (plan.kv_access == KvAccess::in_place) {
       rows_of.locate(t.first_key, t.count, pointers);
       return t.count;
     }
@@ -329,7 +321,6 @@ class ForwardCall : CallMemory {
   static constexpr int64_t kMaxSplits = 16;  // plan.cc: kWantedTasks
 
   const AttentionOutputs& out_;
-  const AttentionPlan& plan_;
   const Kernels& kernels_;
   decltype(Kernels::attend) const attend_;  // by access to keys and values
   const AttendStandard standard_;           // null: the flash path

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <numbers>
 
 #include "attention/score_rules.h"
 #include "attention/sequences.h"
@@ -9,9 +10,8 @@
 
 namespace opst::attention {
 
-// softmax_scale as two factors: of_query, which queries are multiplied by when they are copied, exactly (the sign, or
-// 0), and of_score, the positive rest. of_query also takes a power of two where the scale times log2(e) would overflow
-// f32.
+// softmax_scale as two factors: of_query, which multiplies queries exactly when they are copied (the sign, or 0; also a
+// power of two where the scale times log2(e) would overflow f32), and of_score, the positive rest.
 struct Scale {
   explicit Scale(const AttentionProblem& p) {
     const double natural = 1 / std::sqrt(static_cast<double>(p.head_dim));
@@ -23,8 +23,6 @@ struct Scale {
   }
   double of_query, of_score;
 };
-
-inline constexpr double kLog2e = 1.4426950408889634;
 
 class CallRules {
  public:
@@ -60,7 +58,7 @@ class CallRules {
   const Scale& scale() const { return scale_; }
   // What a kernel's score is multiplied by: score_scale gives S, exponent_scale an exponent of 2.
   double score_scale() const { return base_.natural ? 1 : scale_.of_score; }
-  double exponent_scale() const { return score_scale() * kLog2e; }
+  double exponent_scale() const { return score_scale() * std::numbers::log2e; }
   double keep_prob() const { return p_.options.dropout.keep_prob; }
 
   // Whether a sequence's scores need any rule.
@@ -68,8 +66,7 @@ class CallRules {
     return base_.natural || p_.has_mask || base_.drops() || sequences_.prefix(batch) > 0;
   }
 
-  // The rules of rows [first_row, first_row + rows) of a (batch, KV head) pair: row i * group + g is query i of head
-  // kv_head * group + g.
+  // The rules of stacked rows [first_row, first_row + rows) of a (batch, KV head) pair.
   ScoreRules of_block(int64_t batch, int64_t kv_head, int64_t first_row, int64_t rows, RowRules* row_rules) const {
     ScoreRules rules = base_;
     rules.rows = row_rules;
@@ -99,7 +96,7 @@ class CallRules {
   Size drop_mask_bits() const { return drop_bits_before(p_.batch); }
 
  private:
-  // Strides in [batch, heads, query, key]; 0 where the tensor repeats.
+  // In [batch, heads, query, key]; 0 where the tensor repeats.
   static void broadcast(const ConstTensor& t, int64_t (&strides)[4]) {
     for (int d = 0; d < t.rank; ++d) {
       if (t.shape[d] != 1) strides[4 - t.rank + d] = t.strides[d];

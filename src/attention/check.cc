@@ -148,8 +148,7 @@ void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num
   }
 }
 
-// A mask or bias broadcasts to [batch, num_heads, query_len, kv_len]. `exact[d]`: a size that is not 1 must be equal,
-// else it must be at least as large.
+// A mask or bias broadcasts to [batch, num_heads, query_len, kv_len]; a size may be larger unless exact[d].
 void check_broadcast(ShapeCheck& check, const char* name, const ConstTensor& t, const int64_t (&sizes)[4],
                      const bool (&exact)[4]) {
   static constexpr const char* kNames[4] = {"batch", "num_heads", "query_len", "kv_len"};
@@ -262,7 +261,7 @@ void check_heads(ShapeCheck& check, const AttentionProblem& p) {
                 ", not a multiple of num_kv_heads = ", p.num_kv_heads);
 }
 
-// kv_lengths within the pages, the keys of each packed sequence, or kv_len; the entries of block_table within the pool.
+// kv_lengths within the pages or the sequence's keys, entries of block_table within the pool.
 void check_kv_lengths(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p,
                       const Sequences& sequences) {
   if (p.paged) {

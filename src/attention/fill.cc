@@ -11,8 +11,7 @@
 namespace opst::attention {
 namespace {
 
-// The same elements: the dimensions that have more than one index, largest stride first; those that follow one another
-// in memory are one.
+// The same elements: largest stride first, and dimensions that follow one another in memory are one.
 Tensor merge_dimensions(const Tensor& t) {
   std::pair<int64_t, int64_t> dims[kMaxRank];  // stride and size
   int count = 0;

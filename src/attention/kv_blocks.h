@@ -115,8 +115,7 @@ class KvBlocks {
   }
 
  private:
-  // Counts a row's keys in. Keys of the prefix alone stay out of `some_`: between them and other rows' intervals there
-  // would lie tiles of which no row sees a key.
+  // Counts a row's keys in. Keys of the prefix alone stay out of `some_`: behind them may lie tiles that no row sees.
   void see(KeyInterval keys, int64_t prefix = 0) {
     all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
     if (keys.begin >= keys.end || keys.end <= prefix) return;

@@ -56,8 +56,7 @@ constexpr int64_t kWantedTasks = 16;
 constexpr int64_t kMinSplitKeysInPlace = 512;
 constexpr int64_t kMinSplitKeysPacked = 1024;
 constexpr int64_t kMostWholeRows = 256;  // of one head that may be one task
-// Packed keys and values of a wave of heads. Small, so that buffers stay in cache while heads come and go (8 MB: 1 to 2
-// points slower at 2048 keys, head_dim 128).
+// Packed keys and values of a wave of heads, to stay in cache (8 MB: 1 to 2 points slower at 2048 keys, head_dim 128).
 constexpr int64_t kWaveBytes = 2 << 20;
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
 // fetching them costs 2 to 3 %; 96 heads: 16 % faster).
@@ -71,9 +70,8 @@ AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
 }
 
 // Keys per tile. The tile's packed K and V should take a quarter of L2: the next tile is being fetched meanwhile, and
-// query, output and scores want room. The scores of one register tile may outgrow L1 a little, since they are written
-// and read once in order, and larger tiles have fewer softmax passes (bf16, head_dim 64: 512 keys 79.4 %, 768 keys
-// 80.0 %, 1024 keys 80.9 % of peak).
+// query, output and scores want room. The scores of one register tile may outgrow L1 a little: they are read once, in
+// order, and larger tiles have fewer softmax passes (bf16, head_dim 64: 512 keys 79.4 %, 1024 keys 80.9 % of peak).
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t key_bytes = ((Size(p.head_dim) + p.value_head_dim) * g.word_bytes).value() / g.step;
   const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;

@@ -91,8 +91,7 @@ T uniform_shape(T t, bool varlen) {
   ++t.rank, t.shape[0] = 1, t.strides[0] = 0;
   return t;
 }
-// Of a tensor that may be absent, and is not checked then. (A tensor that must be there may have no memory either: it
-// may have no elements.)
+// Of a tensor that may be absent, and is not checked then.
 template <class T>
 T uniform_if_there(const T& t, bool varlen) {
   return t ? uniform_shape(t, varlen) : T{};

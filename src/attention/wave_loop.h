@@ -51,8 +51,7 @@ class Turn : public Counter {
 };
 
 struct WaveLoop {
-  // All tasks of a head, then all of the next; or the first of each head, then the second of each, so that neighbours
-  // do not wait for one another.
+  // All tasks of a head, then all of the next; or the first of each head, then the second: neighbours do not wait.
   enum class Order : uint8_t { by_head, heads_in_turn };
 
   int64_t heads, heads_per_wave;
