@@ -73,9 +73,9 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, boo
 
 // The statistics of one part and its row of out.
 struct Part {
-  double top = 0, sum = 0;
-  const ConstTensor* out = nullptr;
-  int64_t row = 0;  // in elements of out
+  double top, sum;
+  const ConstTensor* out;
+  int64_t row;  // in elements of out
 };
 
 // Real: the type of the statistics and of the sum over the parts.
@@ -83,7 +83,11 @@ template <class Real>
 class Merge {
  public:
   Merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate)
-      : parts_(parts), out_(out), held_(out.out), by_lse_(parts.softmax_lse.data != nullptr), accumulate_(accumulate) {}
+      : parts_(parts),
+        out_(out),
+        held_{out.out, out.softmax_lse, out.softmax_max, out.softmax_sum},
+        by_lse_(parts.softmax_lse),
+        accumulate_(accumulate) {}
 
   void row(int64_t index) const {
     const int64_t num_parts = parts_.out.shape[0] + (accumulate_ ? 1 : 0);
@@ -133,21 +137,16 @@ class Merge {
   // What the outputs hold comes first. A part's share is sum_k exp(max_k - M) over its total; with lse, sum_k is 1.
   Part part(int64_t k, int64_t index) const {
     const bool held = accumulate_ && k == 0;
-    if (accumulate_) --k;
-    Part p;
-    p.out = held ? &held_ : &parts_.out;
+    const AttentionParts& from = held ? held_ : parts_;
     const auto place = [&](const ConstTensor& t) {
-      return held ? offset(t, 0, index) : offset(t, 1, index) + k * t.strides[0];
+      return held ? offset(t, 0, index) : offset(t, 1, index) + (accumulate_ ? k - 1 : k) * t.strides[0];
     };
-    p.row = place(*p.out);
-    const auto statistic = [&](const ConstTensor& of_parts, const Tensor& of_outputs) {
-      const ConstTensor t = held ? ConstTensor(of_outputs) : of_parts;
+    const auto number = [&](const ConstTensor& t) {
       return static_cast<double>(static_cast<const Real*>(t.data)[place(t)]);
     };
-    p.top = by_lse_ ? statistic(parts_.softmax_lse, out_.softmax_lse) : statistic(parts_.softmax_max, out_.softmax_max);
-    p.sum = by_lse_ ? 1 : statistic(parts_.softmax_sum, out_.softmax_sum);
-    if (std::isinf(p.top)) p.sum = 0;  // nothing was seen
-    return p;
+    const double top = number(by_lse_ ? from.softmax_lse : from.softmax_max);
+    const bool unseen = std::isinf(top);
+    return {top, unseen ? 0 : by_lse_ ? 1 : number(from.softmax_sum), &from.out, place(from.out)};
   }
 
   // Columns [first, first + n) of a row of `t`.
@@ -174,7 +173,7 @@ class Merge {
 
   const AttentionParts& parts_;
   const AttentionOutputs& out_;
-  const ConstTensor held_;  // the outputs' out, as a part
+  const AttentionParts held_;  // by the outputs, as a part
   const bool by_lse_, accumulate_;
 };
 
