@@ -12,7 +12,7 @@
 // value_head_dim are 1 to 768 each and may differ. Inputs may have any strides >= 0; nothing needs to be contiguous.
 // The output must not overlap itself or an input.
 //
-// Varlen. With cu_seqlens_q, query, out and the statistics hold sequences of any lengths, one behind the other:
+// Varlen. With cu_seqlens_q, query, out and the statistics hold sequences of any lengths end to end, without padding:
 //   query [total_q, num_heads, head_dim], out [total_q, num_heads, value_head_dim], softmax_lse [num_heads, total_q]
 // and sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. With cu_seqlens_k the same holds for
 //   key [total_k, num_kv_heads, head_dim], value [total_k, num_kv_heads, value_head_dim].
@@ -38,7 +38,8 @@
 // an input reach exactly the rows that depend on it; the bytes of a key hidden by structure (lengths, windows, prefix)
 // or by the bool mask never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the lowest finite float is
 // only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of threads, and for
-// contiguous keys and norm pages of the same values. A mask of ones or keep_prob = 1 changes no bit.
+// contiguous keys and norm pages of the same values. An option that changes nothing (a mask of ones, keep_prob = 1)
+// changes no bit.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
 // packed copy of the keys and values and a fixed amount per thread (plan_attention tells). Masks are never expanded.

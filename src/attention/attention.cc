@@ -73,12 +73,12 @@ struct CallMemory : CallHeads {
 class ForwardCall : CallMemory {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequence_group,
-              const AttentionPlan& its_plan, const Machine& machine, int num_workers, void* memory,
+              const AttentionPlan& group_plan, const Machine& machine, int num_workers, void* memory,
               Interruption& interruption)
       : CallMemory{{inputs, sequence_group.problem},
                    sequence_group,
-                   its_plan,
-                   geometry_of(machine.isa, its_plan.product),
+                   group_plan,
+                   geometry_of(machine.isa, group_plan.product),
                    static_cast<char*>(memory)},
         out_(outputs),
         kernels_(kernels_for(machine.isa, plan.product, p.kv_dtype)),

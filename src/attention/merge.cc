@@ -1,7 +1,6 @@
 // merge_attention: check -> run, a task is kRowsPerTask rows. Bound by memory: each part's out is read once.
 #include <algorithm>
 #include <cmath>
-#include <string>
 
 #include "attention/sequences.h"
 #include "core/elements.h"
