@@ -12,8 +12,7 @@
 // value_head_dim are 1 to 768 each and may differ. Inputs may have any strides >= 0; nothing needs to be contiguous.
 // The output must not overlap itself or an input.
 //
-// Sequences of different lengths (varlen). With cu_seqlens_q, query, out and the statistics hold the sequences one
-// after the other, without padding:
+// Varlen. With cu_seqlens_q, query, out and the statistics hold sequences of any lengths end to end, without padding:
 //   query [total_q, num_heads, head_dim], out [total_q, num_heads, value_head_dim], softmax_lse [num_heads, total_q]
 // and sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. With cu_seqlens_k the same holds for
 //   key [total_k, num_kv_heads, head_dim], value [total_k, num_kv_heads, value_head_dim].
@@ -43,8 +42,7 @@
 // changes no bit.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values and a fixed amount per thread (plan_attention tells). Masks are read through their
-// strides and never expanded.
+// packed copy of the keys and values and a fixed amount per thread (plan_attention tells). Masks are never expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //
@@ -53,9 +51,9 @@
 // Threads: the structs here are plain values, and plans are pure functions. Several threads may call the operators on
 // one Context at once, as long as no call writes memory that another one reads or writes.
 //
-// Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov and Gimelshein, "Online normalizer calculation for
-// softmax" (2018); Press et al., "Train Short, Test Long" (2022) for ALiBi; Salmon et al., "Parallel Random Numbers: As
-// Easy as 1, 2, 3" (2011) for Philox.
+// Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov, Gimelshein, "Online normalizer calculation for
+// softmax" (2018); ALiBi: Press et al., "Train Short, Test Long" (2022); Philox: Salmon et al., "Parallel Random
+// Numbers: As Easy as 1, 2, 3" (2011).
 #pragma once
 
 #include <cstdint>
@@ -70,8 +68,7 @@
 
 namespace opst {
 
-// Where the diagonal of causal masks, windows and ALiBi lies when query_len and kv_len differ. Under a causal mask
-// query i sees keys
+// Where the diagonal of causal masks, windows and ALiBi lies. Under a causal mask query i sees keys
 //   top_left       j <= i
 //   bottom_right   j <= i + kv_len - query_len       (the last query sees every key; what a KV cache needs)
 enum class CausalAlignment : uint8_t { top_left, bottom_right };
@@ -212,8 +209,7 @@ const char* to_string(KvAccess access);
 enum class AttentionProduct : uint8_t { f32, bf16_dot, f64 };
 const char* to_string(AttentionProduct product);
 
-// The problem that a call of flash_attention_forward with these inputs poses, by the checks of the call itself; or why
-// the call would be refused.
+// The problem that a call of flash_attention_forward with these inputs poses, or why the call would be refused.
 Result<AttentionProblem> attention_problem(const AttentionInputs& inputs, const AttentionOptions& options = {});
 
 // A pure function of problem and machine; never of the number of threads.
@@ -237,14 +233,12 @@ struct AttentionPlan {
 };
 
 // For any numbers: a problem that no call may pose (a size that is negative or beyond 2^56, head_dim 0, an unknown
-// enumerator) has a plan of no tasks and no memory whose reason says so. Tasks and bytes of a plan that are beyond
-// 2^56, which no machine has, are 2^56.
+// enumerator) has a plan of no tasks and no memory whose reason says so. More than 2^56 tasks or bytes count as 2^56.
 AttentionPlan plan_attention(const AttentionProblem& problem, const Machine& machine);
 std::string to_string(const AttentionPlan& plan);
 
 // Joins attention over parts k of the keys (split keys, a ring of ranks, a shared prefix) into attention over all keys.
-// With L the lse of the result,
-//   out = sum over k of exp(lse_k - L) out_k
+//   out = sum over k of exp(lse_k - L) out_k          L: the lse of the result
 // in either form of the statistics:
 //   softmax_lse          L = log(sum over k of exp(lse_k))
 //   softmax_max, _sum    max = largest max_k;   sum = sum over k of sum_k exp(max_k - max);   L = max + log(sum)

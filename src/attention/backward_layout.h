@@ -11,10 +11,10 @@
 #include <cstdint>
 
 #include "attention/backward_kernels.h"
-#include "attention/counter.h"
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
 #include "attention/shared_pages.h"
+#include "attention/wave_loop.h"
 #include "opst/attention_backward.h"
 
 namespace opst::attention {

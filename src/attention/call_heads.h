@@ -4,12 +4,42 @@
 // head r % group. Tensors have the shapes of a call without varlen (uniform_shapes).
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
-#include "attention/kv_rows.h"
 #include "attention/sequences.h"
+#include "opst/attention.h"
 
 namespace opst::attention {
+
+// Where the keys (or values, or gradients of either) of one sequence for one KV head are, dense or in pages.
+struct KvRows {
+  const char* base = nullptr;          // key 0, or row 0 of page 0
+  int64_t row_bytes = 0;               // between keys, or rows of a page; in panel32 pages where whole panels begin
+  int64_t page_bytes = 0;              // paged: between pages
+  int64_t block_size = 0;              // paged: rows of a page; 0: dense
+  const ConstTensor* table = nullptr;  // paged: the block table, which outlives the rows,
+  int64_t sequence = 0;                // and the row of it
+
+  int64_t page_of(int64_t key) const { return index_at(*table, sequence, key / block_size); }
+  const char* row(int64_t key) const {
+    if (block_size == 0) return base + key * row_bytes;
+    return base + page_of(key) * page_bytes + key % block_size * row_bytes;
+  }
+  // How many of keys [key, key + count) lie row_bytes apart, from the first on.
+  int64_t run(int64_t key, int64_t count) const {
+    return block_size == 0 ? count : std::min(count, block_size - key % block_size);
+  }
+  // Pointers to keys [first, first + count).
+  void locate(int64_t first, int64_t count, const void** rows) const {
+    for (int64_t i = 0; i < count;) {
+      const char* at = row(first + i);
+      for (const int64_t end = i + run(first + i, count - i); i < end; ++i, at += row_bytes) rows[i] = at;
+    }
+  }
+};
 
 struct CallHeads {
   const AttentionInputs& in;
@@ -31,12 +61,26 @@ struct CallHeads {
 
   // Rows of key or value, or of a tensor of the shape of one.
   KvRows kv_rows(const ConstTensor& t, int64_t head) const {
-    return KvRows::of(t, in, p, sequences, batch(head), kv_head(head));
+    const char* data = static_cast<const char*>(t.data);
+    const int64_t b = batch(head), h = kv_head(head), size = size_bytes(t.dtype);
+    if (!p.paged) {
+      const int64_t offset = b * t.strides[0] + h * t.strides[1] + sequences.key_start(b) * t.strides[2];
+      return {.base = data + offset * size, .row_bytes = t.strides[2] * size};
+    }
+    // Only panels of keys have five dimensions; norm pages of keys and values are alike.
+    const PageSide side = t.rank == 5 ? PageSide::key : PageSide::value;
+    const PageFormat& format = page_format(p.options.page_layout, t.dtype, side);
+    return {.base = data + h * t.strides[format.heads_dim] * size,
+            .row_bytes = t.strides[format.rows_dim] / format.panel_rows * size,
+            .page_bytes = t.strides[0] * size,
+            .block_size = p.block_size,
+            .table = &in.block_table,
+            .sequence = b};
   }
 
   // Rows of query, of a tensor of its shape, or of a statistic. Nothing for a tensor without data.
   StackedRows stacked_rows(const ConstTensor& t, int64_t head) const {
-    if (t.data == nullptr) return {};
+    if (!t) return {};
     const int64_t b = batch(head);
     const int64_t offset =
         b * t.strides[0] + query_head(head, 0) * t.strides[1] + sequences.query_start(b) * t.strides[2];

@@ -1,8 +1,8 @@
-// CallRules: the options of a call as ScoreRules, for any block of query rows; and softmax_scale as the two factors
-// that kernels want.
+// CallRules: the options of a call as ScoreRules, for any block of query rows.
 #pragma once
 
 #include <cmath>
+#include <numbers>
 
 #include "attention/score_rules.h"
 #include "attention/sequences.h"
@@ -10,9 +10,8 @@
 
 namespace opst::attention {
 
-// softmax_scale as two factors: of_query, which queries are multiplied by when they are copied, exactly (the sign, or
-// 0), and of_score, the positive rest. of_query also takes a power of two where the scale times log2(e) would overflow
-// f32.
+// softmax_scale as two factors: of_query, which multiplies queries exactly when they are copied (the sign, or 0; also a
+// power of two where the scale times log2(e) would overflow f32), and of_score, the positive rest.
 struct Scale {
   explicit Scale(const AttentionProblem& p) {
     const double natural = 1 / std::sqrt(static_cast<double>(p.head_dim));
@@ -25,27 +24,24 @@ struct Scale {
   double of_query, of_score;
 };
 
-inline constexpr double kLog2e = 1.4426950408889634;
-
 class CallRules {
  public:
   CallRules(const AttentionInputs& inputs, const AttentionProblem& problem)
       : in_(inputs), p_(problem), sequences_(inputs, problem), scale_(problem) {
     const AttentionOptions& o = problem.options;
-    natural_ = o.softcap > 0 || p_.has_alibi || p_.has_bias;
-    base_.natural = natural_;
-    base_.score_scale = scale_.of_score;
-    base_.softcap = static_cast<double>(o.softcap);
-    base_.has_alibi = p_.has_alibi;
-    base_.alibi_square_root = o.alibi_form == AlibiForm::square_root;
-    base_.has_bias = p_.has_bias;
-    base_.bias_dtype = in_.bias.dtype;
-    base_.bias_scale = static_cast<double>(o.bias_scale);
-    base_.has_mask = p_.has_mask;
     if (p_.has_mask) broadcast(in_.mask, mask_strides_);
     if (p_.has_bias) broadcast(in_.bias, bias_strides_);
-    base_.mask_stride = mask_strides_[3];
-    base_.bias_stride = bias_strides_[3];
+    base_ = {.natural = o.softcap > 0 || p_.has_alibi || p_.has_bias,
+             .score_scale = scale_.of_score,
+             .softcap = o.softcap,
+             .has_alibi = p_.has_alibi,
+             .alibi_square_root = o.alibi_form == AlibiForm::square_root,
+             .has_bias = p_.has_bias,
+             .bias_dtype = in_.bias.dtype,
+             .bias_stride = bias_strides_[3],
+             .bias_scale = o.bias_scale,
+             .has_mask = p_.has_mask,
+             .mask_stride = mask_strides_[3]};
     if (p_.has_drop_mask) {
       base_.drop_mask = static_cast<const uint8_t*>(in_.drop_mask.data);
     } else {
@@ -60,18 +56,17 @@ class CallRules {
   }
 
   const Scale& scale() const { return scale_; }
-  // Whether scores are S itself in the kernels, not raw products.
-  bool natural() const { return natural_; }
   // What a kernel's score is multiplied by: score_scale gives S, exponent_scale an exponent of 2.
-  double score_scale() const { return natural_ ? 1 : scale_.of_score; }
-  double exponent_scale() const { return score_scale() * kLog2e; }
+  double score_scale() const { return base_.natural ? 1 : scale_.of_score; }
+  double exponent_scale() const { return score_scale() * std::numbers::log2e; }
   double keep_prob() const { return p_.options.dropout.keep_prob; }
 
   // Whether a sequence's scores need any rule.
-  bool any(int64_t batch) const { return natural_ || p_.has_mask || base_.drops() || sequences_.prefix(batch) > 0; }
+  bool any(int64_t batch) const {
+    return base_.natural || p_.has_mask || base_.drops() || sequences_.prefix(batch) > 0;
+  }
 
-  // The rules of rows [first_row, first_row + rows) of a (batch, KV head) pair: row i * group + g is query i of head
-  // kv_head * group + g.
+  // The rules of stacked rows [first_row, first_row + rows) of a (batch, KV head) pair.
   ScoreRules of_block(int64_t batch, int64_t kv_head, int64_t first_row, int64_t rows, RowRules* row_rules) const {
     ScoreRules rules = base_;
     rules.rows = row_rules;
@@ -101,14 +96,14 @@ class CallRules {
   Size drop_mask_bits() const { return drop_bits_before(p_.batch); }
 
  private:
-  // Strides in [batch, heads, query, key]; 0 where the tensor repeats.
+  // In [batch, heads, query, key]; 0 where the tensor repeats.
   static void broadcast(const ConstTensor& t, int64_t (&strides)[4]) {
     for (int d = 0; d < t.rank; ++d) {
       if (t.shape[d] != 1) strides[4 - t.rank + d] = t.strides[d];
     }
   }
   static const void* address(const ConstTensor& t, const int64_t (&s)[4], int64_t b, int64_t h, int64_t i) {
-    if (t.data == nullptr) return nullptr;
+    if (!t) return nullptr;
     return static_cast<const char*>(t.data) + (b * s[0] + h * s[1] + i * s[2]) * size_bytes(t.dtype);
   }
   double slope(int64_t batch, int64_t head) const {
@@ -133,7 +128,6 @@ class CallRules {
   const AttentionProblem& p_;
   const Sequences sequences_;
   const Scale scale_;
-  bool natural_ = false;
   ScoreRules base_;
   int64_t mask_strides_[4] = {}, bias_strides_[4] = {};
 };

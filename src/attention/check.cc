@@ -24,7 +24,6 @@ constexpr int64_t kMaxStart = int64_t{1} << 60;  // of indices that a caller set
 constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16, DType::f64};
 constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i64};
 
-std::string str(int64_t x) { return std::to_string(x); }
 std::string number(double x) {
   char text[32];
   std::snprintf(text, sizeof(text), "%g", x);
@@ -32,53 +31,51 @@ std::string number(double x) {
 }
 
 bool panels(const AttentionInputs& in, PageLayout page_layout) {
-  return in.block_table.data != nullptr && page_layout == PageLayout::panel32;
+  return in.block_table && page_layout == PageLayout::panel32;
 }
 
 // [batch + 1] offsets: bound as [batch].
 void bind_offsets(ShapeCheck& check, const char* name, const ConstTensor& t) {
   check.tensor(name, t).dtype(kIntegers);
   if (!check.ok()) return;
-  check.require(t.rank == 1 && t.shape[0] >= 1, [&] {
-    return std::string(name) + " is " + to_string(t) + ", but must be [batch + 1], which has at least one entry";
-  });
+  check.require(
+      t.rank == 1 && t.shape[0] >= 1, name, " is ", [&] { return to_string(t); },
+      ", but must be [batch + 1], which has at least one entry");
   if (check.ok()) check.tensor(name, normal_strides(t).narrowed(0, 1, t.shape[0] - 1)).dims({"batch"});
 }
 
 void check_dtypes(ShapeCheck& check, const AttentionInputs& in, DType out) {
   const bool f64 = in.query.dtype == DType::f64;
   check.require((in.key.dtype == DType::f64) == f64 && (out == DType::f64) == f64, [&] {
-    return std::string("f64 does not mix with other types: query is ") + to_string(in.query.dtype) + ", key " +
-           to_string(in.key.dtype) + ", out " + to_string(out);
+    return text("f64 does not mix with other types: query is ", to_string(in.query.dtype), ", key ",
+                to_string(in.key.dtype), ", out ", to_string(out));
   });
-  check.require(in.value.dtype == in.key.dtype, [&] {
-    return std::string("value is ") + to_string(in.value.dtype) + ", but key is " + to_string(in.key.dtype);
-  });
+  check.require(in.value.dtype == in.key.dtype,
+                [&] { return text("value is ", to_string(in.value.dtype), ", but key is ", to_string(in.key.dtype)); });
 }
 
 void check_options(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options, int64_t num_heads) {
-  const auto finite = [&](const char* name, double x) {
-    check.require(std::isfinite(x), [&] { return std::string(name) + " is " + number(x) + ", must be finite"; });
+  const auto require_number = [&](bool condition, const char* name, double x, const char* rule) {
+    check.require(
+        condition, name, " is ", [&] { return number(x); }, ", must be ", rule);
   };
-  // What f32 kernels compute with.
+  const auto finite = [&](const char* name, double x) { require_number(std::isfinite(x), name, x, "finite"); };
+  const bool f64 = in.query.dtype == DType::f64;
+  // Other kernels compute with f32.
   const auto finite_in_f32 = [&](const char* name, double x) {
-    check.require(in.query.dtype == DType::f64 || std::fabs(x) <= double{std::numeric_limits<float>::max()},
-                  [&] { return std::string(name) + " is " + number(x) + ", must be finite in f32"; });
+    const bool fits = f64 || std::fabs(x) <= double{std::numeric_limits<float>::max()};
+    require_number(fits, name, x, "finite in f32");
   };
   const auto within = [&](const char* name, int64_t x, int64_t low, int64_t high) {
-    check.require(x >= low && x <= high,
-                  [&] { return std::string(name) + " is " + str(x) + ", must be " + str(low) + " to " + str(high); });
+    check.require(x >= low && x <= high, name, " is ", x, ", must be ", low, " to ", high);
+  };
+  const auto known = [&](const char* name, const char* type, auto value, auto last) {
+    check.require(value <= last, name, " is ", static_cast<int64_t>(value), ", which is no ", type);
   };
   if (options.softmax_scale) {
-    const double scale = *options.softmax_scale;
-    finite("softmax_scale", scale);
-    finite_in_f32("softmax_scale", scale);
+    finite("softmax_scale", *options.softmax_scale);
+    finite_in_f32("softmax_scale", *options.softmax_scale);
   }
-  const auto known = [&](const char* name, const char* type, auto value, auto last) {
-    check.require(value <= last, [&] {
-      return std::string(name) + " is " + str(static_cast<int64_t>(value)) + ", which is no " + type;
-    });
-  };
   known("path", "AttentionPath", options.path, AttentionPath::flash);
   known("alignment", "CausalAlignment", options.alignment, CausalAlignment::bottom_right);
   known("alibi_form", "AlibiForm", options.alibi_form, AlibiForm::square_root);
@@ -86,50 +83,43 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   within("block_q", options.block_q, 0, kMaxBlock);
   within("block_kv", options.block_kv, 0, kMaxBlock);
   if (panels(in, options.page_layout)) {
-    check.require(options.path != AttentionPath::standard,
-                  [] { return std::string("path = standard does not read panel32 pages"); });
-    check.require(options.block_kv % kPanelRows == 0, [&] {
-      return "block_kv is " + str(options.block_kv) + ", must be a multiple of 32 for panel32 pages";
-    });
+    check.require(options.path != AttentionPath::standard, "path = standard does not read panel32 pages");
+    check.require(options.block_kv % kPanelRows == 0, "block_kv is ", options.block_kv,
+                  ", must be a multiple of 32 for panel32 pages");
   }
-  finite("softcap", options.softcap);
-  check.require(!(options.softcap < 0),
-                [&] { return "softcap is " + number(options.softcap) + ", must be 0 or positive"; });
-  finite_in_f32("softcap", options.softcap);
+  const double softcap = options.softcap;
+  finite("softcap", softcap);
+  require_number(!(softcap < 0), "softcap", softcap, "0 or positive");
+  finite_in_f32("softcap", softcap);
   // A cap that rounds to 0 would be none at all.
-  check.require(in.query.dtype == DType::f64 || options.softcap == 0 || static_cast<float>(options.softcap) > 0,
-                [&] { return "softcap is " + number(options.softcap) + ", must be 0 or positive in f32"; });
+  require_number(f64 || softcap == 0 || static_cast<float>(softcap) > 0, "softcap", softcap, "0 or positive in f32");
   finite("bias_scale", options.bias_scale);
   finite_in_f32("bias_scale", options.bias_scale);
   within("alibi_query_start", options.alibi_query_start, -kMaxStart, kMaxStart);
   within("alibi_key_start", options.alibi_key_start, -kMaxStart, kMaxStart);
   const DropoutOptions& drop = options.dropout;
   // A word of 32 bits decides, so no smaller probability can be; and 1 / keep_prob stays a number of f32.
-  check.require(drop.keep_prob >= 0x1p-32 && drop.keep_prob <= 1, [&] {
-    return "dropout.keep_prob is " + number(drop.keep_prob) + ", must be at least 2^-32 (2.33e-10) and at most 1";
-  });
+  require_number(drop.keep_prob >= 0x1p-32 && drop.keep_prob <= 1, "dropout.keep_prob", drop.keep_prob,
+                 "at least 2^-32 (2.33e-10) and at most 1");
   within("dropout.first_query", drop.first_query, 0, kMaxStart);
   within("dropout.first_key", drop.first_key, 0, kMaxStart);
   within("dropout.first_head", drop.first_head, 0, kMaxStart);
   within("dropout.total_heads", drop.total_heads, 0, kMaxStart);
   if (!check.ok()) return;
-  const int64_t total_heads = drop.total_heads == 0 ? num_heads : drop.total_heads;
-  check.require(drop.first_head + num_heads <= total_heads, [&] {
-    return "dropout.first_head + num_heads is " + str(drop.first_head + num_heads) + ", but dropout.total_heads is " +
-           str(total_heads);
-  });
+  const int64_t total_heads = drop.total_heads == 0 ? num_heads : drop.total_heads, heads = drop.first_head + num_heads;
+  check.require(heads <= total_heads, "dropout.first_head + num_heads is ", heads, ", but dropout.total_heads is ",
+                total_heads);
 }
 
-// Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains. `batch`: of the sequences that
-// differ.
+// Each entry of [batch] integers from 0 to capacity(b), which `what(b)` explains.
 template <class Capacity, class What>
-void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, int64_t batch, const Capacity& capacity,
-                   const What& what) {
-  for (int64_t b = 0; check.ok() && b < std::max(batch, distinct(t, 0)); ++b) {
+void check_entries(ShapeCheck& check, const char* name, const ConstTensor& t, const Sequences& sequences,
+                   const Capacity& capacity, const What& what) {
+  const int64_t different = std::max(sequences.num_different(), distinct(t, 0));
+  for (int64_t b = 0; check.ok() && b < different; ++b) {
     const int64_t x = index_at(t, b), most = capacity(b);
-    check.require(x >= 0 && x <= most, [&] {
-      return std::string(name) + "[" + str(b) + "] is " + str(x) + ", must be 0 to " + str(most) + " (" + what(b) + ")";
-    });
+    check.require(
+        x >= 0 && x <= most, name, "[", b, "] is ", x, ", must be 0 to ", most, " (", [&] { return what(b); }, ")");
   }
 }
 
@@ -138,14 +128,9 @@ void check_offsets(ShapeCheck& check, const char* name, const ConstTensor& t, co
   int64_t previous = 0;
   for (int64_t b = 0; check.ok() && b < distinct(t, 0); ++b) {
     const int64_t x = index_at(t, b);
-    check.require(b > 0 || x == 0, [&] { return std::string(name) + "[0] is " + str(x) + ", must be 0"; });
-    check.require(x >= previous, [&] {
-      return std::string(name) + "[" + str(b) + "] is " + str(x) + ", less than " + name + "[" + str(b - 1) +
-             "] = " + str(previous);
-    });
-    check.require(x <= total, [&] {
-      return std::string(name) + "[" + str(b) + "] is " + str(x) + ", but " + tensor + " has " + str(total) + " rows";
-    });
+    check.require(b > 0 || x == 0, name, "[0] is ", x, ", must be 0");
+    check.require(x >= previous, name, "[", b, "] is ", x, ", less than ", name, "[", b - 1, "] = ", previous);
+    check.require(x <= total, name, "[", b, "] is ", x, ", but ", tensor, " has ", total, " rows");
     previous = x;
   }
 }
@@ -157,26 +142,22 @@ void check_block_table(ShapeCheck& check, const AttentionInputs& in, int64_t num
     const int64_t used = ceil_div(index_at(in.kv_lengths, b), block_size);
     for (int64_t i = 0; check.ok() && i < std::min(used, distinct(table, 1)); ++i) {
       const int64_t block = index_at(table, b, i);
-      if (block >= 0 && block < num_blocks) continue;
-      check.require(false, "block_table[" + str(b) + "][" + str(i) + "] is " + str(block) + ", but the cache has " +
-                               str(num_blocks) + " blocks");
+      check.require(block >= 0 && block < num_blocks, "block_table[", b, "][", i, "] is ", block,
+                    ", but the cache has ", num_blocks, " blocks");
     }
   }
 }
 
-// A mask or bias broadcasts to [batch, num_heads, query_len, kv_len]. `exact[d]`: a size that is not 1 must be equal,
-// else it must be at least as large.
+// A mask or bias broadcasts to [batch, num_heads, query_len, kv_len]; a size may be larger unless exact[d].
 void check_broadcast(ShapeCheck& check, const char* name, const ConstTensor& t, const int64_t (&sizes)[4],
                      const bool (&exact)[4]) {
   static constexpr const char* kNames[4] = {"batch", "num_heads", "query_len", "kv_len"};
-  check.require(t.rank <= 4, [&] { return std::string(name) + " has rank " + str(t.rank) + ", must be at most 4"; });
+  check.require(t.rank <= 4, name, " has rank ", t.rank, ", must be at most 4");
   for (int d = 0; check.ok() && d < t.rank; ++d) {
     const int target = 4 - t.rank + d;
     const int64_t size = t.shape[d], wanted = sizes[target];
-    check.require(size == 1 || size == wanted || (!exact[target] && size > wanted), [&] {
-      return std::string(name) + " dim " + str(d) + " is " + str(size) + ", but must be 1 or " +
-             (exact[target] ? "" : "at least ") + kNames[target] + " = " + str(wanted);
-    });
+    check.require(size == 1 || size == wanted || (!exact[target] && size > wanted), name, " dim ", d, " is ", size,
+                  ", but must be 1 or ", exact[target] ? "" : "at least ", kNames[target], " = ", wanted);
   }
 }
 
@@ -217,106 +198,100 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   if (varlen_k) bind_offsets(check, "cu_seqlens_k", in.cu_seqlens_k);
   if (paged) {
     check.tensor("block_table", in.block_table).dtype(kIntegers).dims({"batch", "max_blocks"});
-    check.require(in.kv_lengths.data != nullptr,
-                  [] { return std::string("block_table is given, but kv_lengths is not"); });
-    check.require(!varlen_k, [] { return std::string("block_table and cu_seqlens_k are given, but only one may be"); });
+    check.require(in.kv_lengths.data != nullptr, "block_table is given, but kv_lengths is not");
+    check.require(!varlen_k, "block_table and cu_seqlens_k are given, but only one may be");
   }
-  if (in.kv_lengths.data != nullptr) check.tensor("kv_lengths", in.kv_lengths).dtype(kIntegers).dims({"batch"});
-  if (in.prefix.data != nullptr) check.tensor("prefix", in.prefix).dtype(kIntegers).dims({"batch"});
+  if (in.kv_lengths) check.tensor("kv_lengths", in.kv_lengths).dtype(kIntegers).dims({"batch"});
+  if (in.prefix) check.tensor("prefix", in.prefix).dtype(kIntegers).dims({"batch"});
 
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
-  if (in.mask.data != nullptr) check.tensor("mask", in.mask).dtype({DType::boolean});
-  if (in.bias.data != nullptr) {
+  if (in.mask) check.tensor("mask", in.mask).dtype({DType::boolean});
+  if (in.bias) {
     ShapeCheck::TensorCheck bias = check.tensor("bias", in.bias);
     in.query.dtype == real ? bias.dtype({real}) : bias.dtype({real, in.query.dtype});
   }
-  if (in.alibi_slopes.data != nullptr) {
+  if (in.alibi_slopes) {
     ShapeCheck::TensorCheck slopes = check.tensor("alibi_slopes", in.alibi_slopes).dtype({real});
     if (in.alibi_slopes.rank == 1)
       slopes.dims({"num_heads"});
     else
       slopes.dims({"batch", "num_heads"});
   }
-  if (in.sinks.data != nullptr) check.tensor("sinks", in.sinks).dtype({real}).dims({"num_heads"});
-  if (in.drop_mask.data != nullptr) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
+  if (in.sinks) check.tensor("sinks", in.sinks).dtype({real}).dims({"num_heads"});
+  if (in.drop_mask) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
 }
 
 namespace {
 
-// What the shapes, strides and the presence of tensors say of the call; lengths come later.
+// What shapes, strides, options and the presence of tensors say of a call; the longest sequences come later.
 AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
-  AttentionProblem p;
-  p.query_dtype = in.query.dtype;
-  p.kv_dtype = in.key.dtype;
-  p.batch = check["batch"];
-  p.num_heads = check["num_heads"];
-  p.num_kv_heads = check["num_kv_heads"];
-  p.head_dim = check["head_dim"];
-  p.paged = in.block_table.data != nullptr;
-  p.options = options;
-  p.varlen_q = in.cu_seqlens_q.data != nullptr;
-  p.varlen_k = in.cu_seqlens_k.data != nullptr;
-  p.has_prefix = in.prefix.data != nullptr;
-  p.has_mask = in.mask.data != nullptr;
-  p.has_bias = in.bias.data != nullptr;
-  p.has_alibi = in.alibi_slopes.data != nullptr;
-  p.has_sinks = in.sinks.data != nullptr;
-  p.has_drop_mask = in.drop_mask.data != nullptr;
-  if (!check.ok()) return p;
-  p.value_head_dim = check["value_head_dim"];
-  p.block_size = check["block_size"];  // 0: dense
+  const auto there = [](const ConstTensor& t) { return t.data != nullptr; };
   const auto unit_stride = [](const ConstTensor& t) { return t.shape[t.rank - 1] <= 1 || t.strides[t.rank - 1] == 1; };
-  p.unit_stride_kv = unit_stride(in.key) && unit_stride(in.value);
-  return p;
+  const bool paged = there(in.block_table), varlen_q = there(in.cu_seqlens_q), varlen_k = there(in.cu_seqlens_k);
+  return {.query_dtype = in.query.dtype,
+          .kv_dtype = in.key.dtype,
+          .batch = check["batch"],
+          .num_heads = check["num_heads"],
+          .num_kv_heads = check["num_kv_heads"],
+          .query_len = varlen_q ? 0 : check["query_len"],
+          .kv_len = paged || varlen_k ? 0 : check["kv_len"],
+          .head_dim = check["head_dim"],
+          .value_head_dim = check["value_head_dim"],
+          .paged = paged,
+          .block_size = check["block_size"],  // 0: dense
+          .unit_stride_kv = unit_stride(in.key) && unit_stride(in.value),
+          .options = options,
+          .varlen_q = varlen_q,
+          .varlen_k = varlen_k,
+          .has_prefix = there(in.prefix),
+          .has_mask = there(in.mask),
+          .has_bias = there(in.bias),
+          .has_alibi = there(in.alibi_slopes),
+          .has_sinks = there(in.sinks),
+          .has_drop_mask = there(in.drop_mask)};
 }
 
 void check_heads(ShapeCheck& check, const AttentionProblem& p) {
   const auto require_dim = [&](const char* name, int64_t d) {
-    check.require(d >= 1 && d <= kMaxHeadDim,
-                  [&] { return std::string(name) + " is " + str(d) + ", must be 1 to " + str(kMaxHeadDim); });
+    check.require(d >= 1 && d <= kMaxHeadDim, name, " is ", d, ", must be 1 to ", kMaxHeadDim);
   };
   require_dim("head_dim", p.head_dim);
   require_dim("value_head_dim", p.value_head_dim);
-  check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0, [&] {
-    return "num_heads is " + str(p.num_heads) + ", not a multiple of num_kv_heads = " + str(p.num_kv_heads);
-  });
+  check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0, "num_heads is ", p.num_heads,
+                ", not a multiple of num_kv_heads = ", p.num_kv_heads);
 }
 
-// kv_lengths within the pages, the keys of each packed sequence, or kv_len; the entries of block_table within the pool.
-void check_kv_lengths(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p) {
+// kv_lengths within the pages or the sequence's keys, entries of block_table within the pool.
+void check_kv_lengths(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p,
+                      const Sequences& sequences) {
   if (p.paged) {
-    const int64_t max_blocks = check["max_blocks"];
-    check.require(p.block_size >= 1, [&] { return "block_size is " + str(p.block_size) + ", must be at least 1"; });
-    const int64_t capacity = (Size(max_blocks) * p.block_size).value();
+    const int64_t max_blocks = check["max_blocks"], capacity = (Size(max_blocks) * p.block_size).value();
+    check.require(p.block_size >= 1, "block_size is ", p.block_size, ", must be at least 1");
     check_entries(
-        check, "kv_lengths", in.kv_lengths, 0, [&](int64_t) { return capacity; },
-        [&](int64_t) { return str(max_blocks) + " blocks of " + str(p.block_size) + " keys in block_table"; });
+        check, "kv_lengths", in.kv_lengths, sequences, [&](int64_t) { return capacity; },
+        [&](int64_t) { return text(max_blocks, " blocks of ", p.block_size, " keys in block_table"); });
     if (check.ok()) check_block_table(check, in, check["num_blocks"], p.block_size);
-  } else if (in.kv_lengths.data != nullptr) {
-    AttentionInputs without_lengths = in;
-    without_lengths.kv_lengths = {};
-    const Sequences whole(without_lengths, p);
+  } else if (in.kv_lengths) {
     check_entries(
-        check, "kv_lengths", in.kv_lengths, whole.num_different(), [&](int64_t b) { return whole.kv_len(b); },
-        [&](int64_t b) { return p.varlen_k ? "keys of sequence " + str(b) : std::string("kv_len of key"); });
+        check, "kv_lengths", in.kv_lengths, sequences, [&](int64_t b) { return sequences.key_rows(b); },
+        [&](int64_t b) { return p.varlen_k ? text("keys of sequence ", b) : text("kv_len of key"); });
   }
 }
 
 void check_drop_mask(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p) {
-  check.require(in.drop_mask.is_contiguous(), [&] {
-    return "drop_mask " + to_string(in.drop_mask) + " is not contiguous, but its bits are counted on";
-  });
+  check.require(
+      in.drop_mask.is_contiguous(), "drop_mask ", [&] { return to_string(in.drop_mask); },
+      " is not contiguous, but its bits are counted on");
   const Size bits = CallRules(in, p).drop_mask_bits();
   const int64_t bytes = in.drop_mask.num_elements(), needed = ceil_div(bits.value(), 8);
-  check.require(bits.within_limit() && needed <= bytes, [&] {
-    return "drop_mask has " + str(bytes) + " bytes, but " + (bits.within_limit() ? "" : "at least ") +
-           str(bits.value()) + " weights need " + str(needed);
-  });
+  check.require(bits.within_limit() && needed <= bytes, "drop_mask has ", bytes, " bytes, but ",
+                bits.within_limit() ? "" : "at least ", bits.value(), " weights need ", needed);
 }
 
 }  // namespace
 
 Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
+  if (!check.ok()) return check.status();
   AttentionProblem p = describe_call(check, in, options);
   check_options(check, in, options, p.num_heads);
   check_heads(check, p);
@@ -325,13 +300,11 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   // Offsets first, then lengths within them, then what must lie within lengths.
   if (p.varlen_q) check_offsets(check, "cu_seqlens_q", in.cu_seqlens_q, "query", check["total_q"]);
   if (p.varlen_k) check_offsets(check, "cu_seqlens_k", in.cu_seqlens_k, "key", check["total_k"]);
-  p.query_len = p.varlen_q ? 0 : check["query_len"];
-  p.kv_len = p.paged || p.varlen_k ? 0 : check["kv_len"];
   if (!check.ok()) return check.status();
-  check_kv_lengths(check, in, p);
+  const Sequences sequences(in, p);
+  check_kv_lengths(check, in, p, sequences);
   if (!check.ok()) return check.status();
 
-  const Sequences sequences(in, p);
   int64_t longest_query = 0, longest_keys = 0;
   for (int64_t b = 0; b < sequences.num_different(); ++b) {
     longest_query = std::max(longest_query, sequences.query_len(b));
@@ -339,8 +312,8 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   }
   if (p.has_prefix) {
     check_entries(
-        check, "prefix", in.prefix, sequences.num_different(), [&](int64_t b) { return sequences.kv_len(b); },
-        [&](int64_t b) { return "keys of sequence " + str(b); });
+        check, "prefix", in.prefix, sequences, [&](int64_t b) { return sequences.kv_len(b); },
+        [&](int64_t b) { return text("keys of sequence ", b); });
   }
   // Masks of a dense call are as wide as its tensors, whatever the lengths.
   const bool dense_keys = !p.paged && !p.varlen_k;
@@ -365,7 +338,7 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
   check.output("out", out.out).dtype(kFloats).dims(dims.out);
   const DType statistics = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
   const auto statistic = [&](const char* name, const Tensor& t) {
-    if (t.data != nullptr) check.output(name, t).dtype({statistics}).dims(dims.statistic);
+    if (t) check.output(name, t).dtype({statistics}).dims(dims.statistic);
   };
   statistic("softmax_lse", out.softmax_lse);
   statistic("softmax_max", out.softmax_max);

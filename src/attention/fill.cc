@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <utility>
 
 #include "core/elements.h"
 #include "core/int_math.h"
@@ -9,28 +11,23 @@
 namespace opst::attention {
 namespace {
 
-struct Dimension {
-  int64_t size, stride;
-};
-
-// The dimensions of t that have more than one element, largest stride first; those that follow one another in memory
-// are one. Returns how many they are.
-int dimensions_of(const Tensor& t, Dimension (&dims)[kMaxRank]) {
+// The same elements: largest stride first, and dimensions that follow one another in memory are one.
+Tensor merge_dimensions(const Tensor& t) {
+  std::pair<int64_t, int64_t> dims[kMaxRank];  // stride and size
   int count = 0;
   for (int i = 0; i < t.rank; ++i) {
-    if (t.shape[i] != 1) dims[count++] = {t.shape[i], t.strides[i]};
+    if (t.shape[i] != 1) dims[count++] = {t.strides[i], t.shape[i]};
   }
-  std::sort(dims, dims + count, [](const Dimension& a, const Dimension& b) { return a.stride > b.stride; });
-  int merged = 0;
+  std::sort(dims, dims + count, std::greater<>());
+  Tensor merged = Tensor::contiguous(t.dtype, {}, t.data);
   for (int i = 0; i < count; ++i) {
-    Dimension* outer = merged > 0 ? &dims[merged - 1] : nullptr;
-    if (outer != nullptr && outer->stride == dims[i].size * dims[i].stride) {
-      *outer = {outer->size * dims[i].size, dims[i].stride};
-    } else {
-      dims[merged++] = dims[i];
-    }
+    const auto [stride, size] = dims[i];
+    const bool follows = merged.rank > 0 && merged.strides[merged.rank - 1] == size * stride;
+    const int dim = follows ? merged.rank - 1 : merged.rank++;
+    merged.shape[dim] = follows ? merged.shape[dim] * size : size;
+    merged.strides[dim] = stride;
   }
-  return merged;
+  return count > 0 ? merged : Tensor::contiguous(t.dtype, {1}, t.data);
 }
 
 template <class T>
@@ -47,22 +44,18 @@ template <class T>
 void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
   T x;
   std::memcpy(&x, element, sizeof(T));
-  Dimension dims[kMaxRank];
-  const int outer = dimensions_of(t, dims) - 1;
-  const Dimension run = outer >= 0 ? dims[outer] : Dimension{1, 1};  // the elements nearest to each other
+  const Tensor merged = merge_dimensions(t);
+  const int inner = merged.rank - 1;
+  const int64_t run = merged.shape[inner], stride = merged.strides[inner];  // the elements nearest to each other
   constexpr int64_t kPiece = 65536 / sizeof(T);
   // Runs shorter than a piece go to a thread several at a time, longer ones in pieces.
-  const int64_t runs = t.num_elements() / run.size, parts = ceil_div(run.size, kPiece);
-  const int64_t runs_per_task = parts > 1 ? 1 : std::clamp<int64_t>(kPiece / run.size, 1, runs);
+  const int64_t runs = num_rows(merged), parts = ceil_div(run, kPiece);
+  const int64_t runs_per_task = parts > 1 ? 1 : std::clamp<int64_t>(kPiece / run, 1, runs);
   pool.parallel_for(ceil_div(runs, runs_per_task) * parts, [&](int64_t task, int) {
     const int64_t first_run = task / parts * runs_per_task, begin = task % parts * kPiece;
     for (int64_t r = first_run; r < std::min(first_run + runs_per_task, runs); ++r) {
-      int64_t at = begin * run.stride, index = r;
-      for (int d = outer - 1; d >= 0; --d) {
-        at += index % dims[d].size * dims[d].stride;
-        index /= dims[d].size;
-      }
-      fill_elements(static_cast<T*>(t.data) + at, std::min(run.size - begin, kPiece), run.stride, x);
+      T* const data = static_cast<T*>(t.data) + row_offset(merged, r, inner) + begin * stride;
+      fill_elements(data, std::min(run - begin, kPiece), stride, x);
     }
   });
 }
@@ -70,7 +63,7 @@ void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
 }  // namespace
 
 void fill(const Tensor& t, double x, ThreadPool& pool) {
-  if (t.data == nullptr || t.num_elements() == 0) return;
+  if (!t || t.num_elements() == 0) return;
   alignas(8) char storage[8];
   store_element(Tensor::contiguous(t.dtype, {}, storage), 0, x);
   switch (size_bytes(t.dtype)) {
@@ -84,7 +77,7 @@ void fill(const Tensor& t, double x, ThreadPool& pool) {
 }
 
 void fill_rows(const Tensor& t, int64_t first, double x, ThreadPool& pool) {
-  if (t.data != nullptr) fill(t.narrowed(2, first, t.shape[2] - first), x, pool);
+  if (t) fill(t.narrowed(2, first, t.shape[2] - first), x, pool);
 }
 
 }  // namespace opst::attention

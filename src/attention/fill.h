@@ -8,11 +8,9 @@
 
 namespace opst::attention {
 
-// Every element becomes x, rounded to t's dtype (f32, bf16, f16, f64). Any strides; memory between the elements stays
-// as it is. The threads of the pool share the elements in pieces of 64 KB. A tensor without data or without elements is
-// left alone.
+// Every element becomes x, rounded to t's dtype (f32, bf16, f16, f64); not the memory between them. The pool's threads
+// share the elements in pieces of 64 KB. A tensor without data or elements is left alone.
 void fill(const Tensor& t, double x, ThreadPool& pool);
-
 // The same for rows [first, ...) of dimension 2.
 void fill_rows(const Tensor& t, int64_t first, double x, ThreadPool& pool);
 

@@ -1,7 +1,6 @@
 // The contract between attention.cc and the per-level kernels: a block of query rows against a list of KV tiles.
 //
-// Kernels know neither layouts, nor pages, nor masks: a layout is an array of row pointers, a mask is an interval of
-// visible keys per row. Plain data only; all memory is the caller's.
+// To kernels a layout or page table is an array of row pointers, a mask an interval of keys per row. Plain data only.
 //
 // Life of a block:
 //   copy_queries       unless the product reads the rows where they are
@@ -10,8 +9,8 @@
 //   finish_rows        over the states of all parts of the keys
 // Where all keys are one packed tile, attend_at_once alone takes the place of the last three.
 //
-// A "word" is what the product multiplies per lane: f32, f64, or a pair of bf16 (layouts: tile/pack.h). "Accumulator
-// type" is float, or double for f64.
+// A word is what the product multiplies per lane: f32, f64 or a pair of bf16 (tile/pack.h). The accumulator type is
+// float, or double for f64.
 #pragma once
 
 #include <cstdint>
@@ -67,14 +66,13 @@ struct KvTile {
   int64_t count;
   bool partial;                // some row of the block does not see some key of the tile
   bool values_finite = false;  // no NaN or Inf among the values; may be false where nothing is hidden
-  // Not 0: `values` are rows of the tensor, this many words apart. Only in attend_at_once, and where all are finite or
-  // none is hidden.
+  // Not 0: `values` are rows of the tensor, this many words apart, finite or not hidden; in attend_at_once only.
   int32_t values_stride = 0;
   // Packed: column panels of the keys and value panels (tile/pack.h).
   const void* keys = nullptr;
   const void* values = nullptr;
-  // In place: count row pointers, dimensions next to each other; rows_ahead more follow that may be prefetched. Of
-  // panel32 pages: a pointer per 32 keys.
+  // In place: a pointer per row, whose dimensions are next to each other, or per 32 keys of panel32 pages; rows_ahead
+  // more rows follow that may be prefetched.
   const void* const* key_rows = nullptr;
   const void* const* value_rows = nullptr;
   int64_t rows_ahead = 0;
@@ -110,8 +108,7 @@ struct Geometry {
 struct Kernels {
   Geometry geometry;
 
-  // Copies rows first_row .. first_row + block.rows - 1 of `query`, times `factor` (0 or a power of two with a sign),
-  // into `out` as words.
+  // Copies block.rows rows of `query`, from first_row on, as words, times 0 or a power of two with a sign.
   void (*copy_queries)(const StackedRows& query, int64_t first_row, double factor, const QueryBlock& block, void* out);
   void (*empty_state)(const QueryBlock& block);
 
@@ -134,24 +131,21 @@ struct Kernels {
   void (*finish_rows)(const FinishRows& finish);
 };
 
-// The kernels of a level for one product and one storage type of keys and values; null where the level has none.
-// attend_in_place is null for the bf16 dot product (few rows are bound by memory: the f32 kernels read bf16 as well),
-// and attend_at_once too; attend_pages for what panel32 cannot hold.
+// The kernels of a level, by product and storage type of keys and values; null where the level has none.
+// attend_in_place and attend_at_once are null for the bf16 dot product (few rows are bound by memory: the f32 kernels
+// read bf16 as well), attend_pages for what panel32 cannot hold.
 struct KernelTable {
-  Kernels f32_product[3];  // keys stored as f32, bf16, f16
-  Kernels bf16_dot;        // keys and queries stored as bf16
-  bool has_bf16_dot;
-  Kernels f64_product;  // at the generic level only
-  bool has_f64;
+  Kernels f32_product[3];    // keys stored as f32, bf16, f16
+  Kernels bf16_dot = {};     // keys and queries stored as bf16
+  Kernels f64_product = {};  // at the generic level only
 };
 
-// The standard form (options.path), apart from Kernels: made of the same pieces at every level, so that a level has
-// nothing to add. Takes all packed tiles that a block sees, once; finish_rows follows. `matrix` [rows][matrix_stride]:
-// scores of the tiles side by side, each rounded up to panels.
+// The standard form (options.path). Takes all packed tiles that a block sees, once; finish_rows follows. `matrix`
+// [rows][matrix_stride]: scores of the tiles side by side, each rounded up to panels.
 using AttendStandard = void (*)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles, void* matrix,
                                 int64_t matrix_stride);
 struct StandardTable {
-  AttendStandard f32, bf16_dot, f64;  // by AttentionProduct; null as in KernelTable
+  AttendStandard f32, bf16_dot = nullptr, f64 = nullptr;  // by AttentionProduct, as in KernelTable
 };
 
 }  // namespace opst::attention

@@ -58,17 +58,9 @@ constinit const KernelTable kTable = {
                     kernels<tile::ProductF32, bf16, tile::ProductWiden>(), kernels<tile::ProductF32, f16, void>()},
 #if defined(__AVX512BF16__)
     .bf16_dot = kernels<tile::ProductBf16Dot, bf16, tile::ProductBf16Dot>(),
-    .has_bf16_dot = true,
-#else
-    .bf16_dot = {},
-    .has_bf16_dot = false,
 #endif
 #if !defined(__AVX2__)
     .f64_product = kernels<tile::ProductF64, double, void>(),
-    .has_f64 = true,
-#else
-    .f64_product = {},
-    .has_f64 = false,
 #endif
 };
 

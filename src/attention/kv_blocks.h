@@ -1,14 +1,13 @@
-// kv_blocks: which keys a block of query rows sees, as intervals per row and as a list of tiles.
+// Which keys a block of query rows sees, as an interval per row and as a list of tiles.
 //
-// Masks of structure live here and nowhere else: they change the list. A tile that no row sees is skipped, a tile that
-// every row sees whole is full, and only `partial` tiles make the kernel look at positions. The page table changes
-// addresses only.
+// Masks of structure live here and nowhere else: they change the list. A tile that no row sees is skipped, and only
+// `partial` tiles, which some row does not see whole, make the kernel look at positions.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "core/int_math.h"
+#include "attention/kernels.h"
 #include "opst/attention.h"
 
 namespace opst::attention {
@@ -66,12 +65,6 @@ struct Visibility {
 // list of runs of neighbouring tiles. Row r is query r / group.
 class KvBlocks {
  public:
-  struct Tile {
-    int64_t first_key;
-    int64_t count;
-    bool partial;
-  };
-
   // Writes the visible interval of each row to visible_begin and visible_end.
   KvBlocks(const Visibility& visibility, int64_t first_row, int64_t rows, int64_t group, KeyInterval range,
            int64_t block_kv, int64_t* visible_begin, int64_t* visible_end)
@@ -106,25 +99,23 @@ class KvBlocks {
     last_run_ = {std::max(some_.begin, range.begin) / block_kv * block_kv, std::min(some_.end, range.end)};
   }
 
-  // False where no tile is left. Tiles ascend, and need not follow one another.
-  bool next(Tile* tile) {
+  // Describes the next tile, all but where its keys lie; false where none is left. Tiles ascend, with gaps.
+  bool next(KvTile* tile) {
     if (next_ >= run_end_) {  // the next run, behind the tiles of this one
       next_ = std::max(next_, last_run_.begin);
       run_end_ = last_run_.end;
       if (next_ >= run_end_) return false;
     }
     // Tiles are whole except at the end of the keys: packed tiles are shared between blocks of rows.
-    tile->first_key = next_;
-    tile->count = std::min(block_kv_, range_end_ - next_);
-    const int64_t last = next_ + tile->count;
-    tile->partial = (next_ < all_.begin || last > all_.end) && last > prefix_end_;
+    const int64_t count = std::min(block_kv_, range_end_ - next_), last = next_ + count;
+    const bool partial = (next_ < all_.begin || last > all_.end) && last > prefix_end_;
+    *tile = {.first_key = next_, .count = count, .partial = partial};
     next_ += block_kv_;
     return true;
   }
 
  private:
-  // Counts a row's keys in. Keys of the prefix alone stay out of `some_`: between them and other rows' intervals there
-  // would lie tiles of which no row sees a key.
+  // Counts a row's keys in. Keys of the prefix alone stay out of `some_`: behind them may lie tiles that no row sees.
   void see(KeyInterval keys, int64_t prefix = 0) {
     all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
     if (keys.begin >= keys.end || keys.end <= prefix) return;

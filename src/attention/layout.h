@@ -1,10 +1,19 @@
-// Layout of a plan's scratch memory: sizes and strides that plan.cc adds up and attention.cc hands out.
+// Layout: sizes, strides and pieces of a forward call's scratch memory. The plan adds the pieces up, the call takes them,
+// both by the same list.
+//
+//   shared, once
+//     wave buffers        [min(heads, 2 heads_per_wave)] times, of each head
+//       packed tiles        [tiles_per_head][panels of K, panels of V]      packed_shared
+//       finite bits         [tiles_per_head] bool                           packed_shared
+//       states              [blocks][kv_splits] RowState                    kv_splits > 1
+//     score matrices      [heads][blocks][block_q][matrix_stride]         standard path
+//   of each worker        Layout::Worker
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "attention/kernel_table.h"
+#include "attention/kernels.h"
 #include "core/int_math.h"
 #include "machine/workspace.h"
 #include "opst/attention.h"
@@ -12,11 +21,13 @@
 
 namespace opst::attention {
 
-// Elements of a row of the whole score matrix: the tiles side by side, and one vector more, since the softmax may write
-// beyond the last.
-inline int64_t matrix_stride(int64_t kv_len, int64_t block_kv, const Geometry& g) {
-  return (Size(ceil_div(kv_len, block_kv)) * round_up(block_kv, g.panel) + g.lanes).value();
-}
+// The kernels for a product and a storage type of keys and values, and the standard form over tiles packed by them, at
+// the highest compiled level up to `isa` (f64: the generic level). A build for another architecture has fewer levels: a
+// plan for an invented machine counts in the tiles of the highest.
+const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype);
+AttendStandard standard_for(Isa isa, AttentionProduct product);
+// What the kernels count in, the same for every storage type.
+const Geometry& geometry_of(Isa isa, AttentionProduct product);
 
 // The largest tile sizes that a caller may ask for.
 inline constexpr int64_t kMaxBlock = 4096;
@@ -37,81 +48,111 @@ inline bool has_rules(const AttentionProblem& p) {
          p.options.dropout.keep_prob < 1;
 }
 
+// Stands in for an Arena where a list of pieces is added up.
+struct CountBytes {
+  Size bytes = 0;
+
+  void* take_bytes(Size piece) {
+    bytes += piece;
+    return nullptr;
+  }
+  template <class T>
+  T* take(Size count) {
+    return static_cast<T*>(take_bytes(Arena::size_of<T>(count)));
+  }
+};
+
 struct Layout {
   // Tiles handed to a kernel in one call; more only cost memory for their descriptions.
   static constexpr int64_t kTilesPerCall = 16;
 
-  int64_t query_stride;  // in words
-  int64_t acc_stride;    // in accumulators, like the next two
-  int64_t scores_stride;
-  int64_t matrix_stride;
-  int64_t key_tile_bytes, value_tile_bytes;
-  int64_t tiles_per_head;
-  int64_t shared_head_bytes;  // of one KV head: packed tiles, states of split tasks
-  int64_t packed_head_bytes;  // packed tiles of one KV head, keys and values of a tile next to each other
-  int64_t state_bytes;        // RowState of one task
-  int64_t query_bytes, scores_bytes, pointers_per_call;
-  int64_t row_rules;  // RowRules of a block's rows; 0 where no option needs them
-  int64_t matrix_head_bytes;
-  int64_t worker_bytes;
+  struct Worker {
+    void* query;             // words [block_q][query_stride]
+    void* scores;            // [rows of a register tile][scores_stride]; flash path
+    int64_t* visible_begin;  // [block_q]
+    int64_t* visible_end;
+    RowRules* rules;          // [block_q], where an option needs them
+    const void** key_rows;    // [pointers_per_call]
+    const void** value_rows;  // as many
+    KvTile* tiles;            // [tiles_per_task]
+    RowState state;           // kv_splits = 1
+    char* packed;             // [tiles_per_task][panels of K, panels of V]; packed_per_task
+  };
 
-  Layout(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) : heads_(heads_of(p)) {
-    const int64_t blocks = ceil_div(rows_of(p), plan.block_q);
-    query_stride = ceil_div(p.head_dim, g.step);
-    acc_stride = round_up(p.value_head_dim, g.lanes);
-    // A stride of a power of two would put a column of scores into few cache sets.
-    scores_stride = round_up(plan.block_kv, g.panel) + g.lanes;
-    matrix_stride = attention::matrix_stride(p.kv_len, plan.block_kv, g);
-    key_tile_bytes = Arena::round_up(Size(round_up(plan.block_kv, g.panel)) * query_stride * g.word_bytes);
-    value_tile_bytes = Arena::round_up(Size(ceil_div(plan.block_kv, g.step)) * acc_stride * g.word_bytes);
-    tiles_per_head = ceil_div(p.kv_len, plan.block_kv);
-    const bool shared = plan.kv_access == KvAccess::packed_shared;
-    const Size tile_bytes = Size(key_tile_bytes) + value_tile_bytes;
-    const Size packed = tile_bytes * tiles_per_head + Arena::size_of<bool>(tiles_per_head);
-    packed_head_bytes = shared ? packed.value() : 0;
-    const auto per_row = [&](Size numbers) { return Arena::round_up(numbers * plan.block_q * g.accumulator_bytes); };
-    state_bytes = (Size(per_row(acc_stride)) + per_row(1) + per_row(g.lanes)).value();
-    const Size split_states = plan.kv_splits > 1 ? Size(blocks) * plan.kv_splits : 0;
-    shared_head_bytes = (Size(packed_head_bytes) + split_states * state_bytes).value();
+  const AttentionProblem& p;
+  const AttentionPlan& plan;
+  const Geometry& g;
+  const bool standard = plan.path == AttentionPath::standard;
+  const int64_t heads = heads_of(p);
+  const int64_t blocks = ceil_div(rows_of(p), plan.block_q);  // of the longest sequence
+  const int64_t tiles_per_head = ceil_div(p.kv_len, plan.block_kv);
+  const int64_t tile_keys = round_up(plan.block_kv, g.panel);
+  const int64_t query_stride = ceil_div(p.head_dim, g.step);       // in words
+  const int64_t acc_stride = round_up(p.value_head_dim, g.lanes);  // in accumulators, like the next two
+  // A stride of a power of two would put a column of scores into few cache sets.
+  const int64_t scores_stride = tile_keys + g.lanes;
+  // The tiles side by side, and one vector more, since the softmax may write beyond the last.
+  const int64_t matrix_stride = (Size(tiles_per_head) * tile_keys + g.lanes).value();
+  const int64_t key_tile_bytes = Arena::round_up(Size(tile_keys) * query_stride * g.word_bytes);
+  const int64_t value_tile_bytes = Arena::round_up(Size(ceil_div(plan.block_kv, g.step)) * acc_stride * g.word_bytes);
+  const int64_t tile_bytes = key_tile_bytes + value_tile_bytes;
+  const Size packed_bytes = Size(tile_bytes) * tiles_per_head + Arena::size_of<bool>(tiles_per_head);
+  const int64_t packed_head_bytes = plan.kv_access == KvAccess::packed_shared ? packed_bytes.value() : 0;
+  const int64_t state_bytes = bytes_of([&](auto& from) { take_state(from); });
+  const Size split_states = plan.kv_splits > 1 ? Size(blocks) * plan.kv_splits : 0;
+  const int64_t shared_head_bytes = (split_states * state_bytes + packed_head_bytes).value();
+  const int64_t matrix_block_bytes = standard ? bytes_of_rows(matrix_stride) : 0;
 
-    const bool standard = plan.path == AttentionPath::standard;
-    matrix_head_bytes = standard ? (Size(blocks) * per_row(matrix_stride)).value() : 0;
-    query_bytes = Arena::round_up(Size(plan.block_q) * query_stride * g.word_bytes);
-    scores_bytes = standard ? 0 : Arena::round_up(Size(g.tile_rows) * scores_stride * g.accumulator_bytes);
-    // Row pointers of one tile (packing), or of all tiles of a kernel call (in place; panel32 pages: one per 32 keys).
-    const bool in_place = plan.kv_access == KvAccess::in_place;
-    const bool pages = plan.kv_access == KvAccess::panel_pages;
-    pointers_per_call = plan.block_kv * (in_place ? kTilesPerCall : 1);
-    if (pages) pointers_per_call = plan.block_kv / kPanelRows * kTilesPerCall;
-    row_rules = has_rules(p) ? plan.block_q : 0;
-    Size worker = Size(query_bytes) + scores_bytes + 2 * Arena::size_of<int64_t>(plan.block_q) +
-                  Arena::round_up(row_rules * kRowRulesBytes) + 2 * Arena::size_of<void*>(pointers_per_call);
-    if (plan.kv_splits == 1) worker += state_bytes;
-    // The standard path goes through its tiles twice, so all of them stay packed.
-    if (plan.kv_access == KvAccess::packed_per_task) {
-      private_tiles = standard ? tiles_per_head : 1;
-      worker += tile_bytes * private_tiles;
-    }
-    tiles_per_task = standard ? tiles_per_head : in_place || pages ? kTilesPerCall : shared ? kTilesPerCall : 1;
-    worker += Arena::round_up(Size(tiles_per_task) * kTileDescriptionBytes);
-    worker_bytes = worker.value();
-  }
-
-  int64_t private_tiles = 0;
-  int64_t tiles_per_task = 1;  // tiles described at a time
+  const int64_t query_bytes = Arena::round_up(Size(plan.block_q) * query_stride * g.word_bytes);
+  const int64_t scores_bytes = standard ? 0 : Arena::round_up(Size(g.tile_rows) * scores_stride * g.accumulator_bytes);
+  const int64_t row_rules = has_rules(p) ? plan.block_q : 0;
+  // Of one tile (packing), or of all tiles of a kernel call (in place; panel32 pages: one per 32 keys).
+  const int64_t pointers_per_call = plan.kv_access == KvAccess::panel_pages ? plan.block_kv / kPanelRows * kTilesPerCall
+                                    : plan.kv_access == KvAccess::in_place  ? plan.block_kv * kTilesPerCall
+                                                                            : plan.block_kv;
+  // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
+  const int64_t tiles_per_task = standard                                      ? tiles_per_head
+                                 : plan.kv_access == KvAccess::packed_per_task ? 1
+                                                                               : kTilesPerCall;
+  const int64_t worker_bytes = bytes_of([&](auto& from) { take_worker(from); });
 
   // Two waves are in flight at a time, if there are two.
-  int64_t wave_bytes(const AttentionPlan& plan) const {
-    return (Size(std::min(heads_, 2 * plan.heads_per_wave)) * shared_head_bytes).value();
+  int64_t wave_bytes() const { return (Size(std::min(heads, 2 * plan.heads_per_wave)) * shared_head_bytes).value(); }
+  int64_t shared_bytes() const { return (Size(heads) * blocks * matrix_block_bytes + wave_bytes()).value(); }
+
+  // The pieces, taken from an Arena or counted.
+  template <class From>
+  Worker take_worker(From& from) const {
+    const bool packs = plan.kv_access == KvAccess::packed_per_task;
+    return {.query = from.take_bytes(query_bytes),
+            .scores = from.take_bytes(scores_bytes),
+            .visible_begin = from.template take<int64_t>(plan.block_q),
+            .visible_end = from.template take<int64_t>(plan.block_q),
+            .rules = from.template take<RowRules>(row_rules),
+            .key_rows = from.template take<const void*>(pointers_per_call),
+            .value_rows = from.template take<const void*>(pointers_per_call),
+            .tiles = from.template take<KvTile>(tiles_per_task),
+            .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
+            .packed = static_cast<char*>(from.take_bytes(packs ? Size(tile_bytes) * tiles_per_task : 0))};
   }
-  int64_t shared_bytes(const AttentionPlan& plan) const {
-    return (Size(heads_) * matrix_head_bytes + wave_bytes(plan)).value();
+  template <class From>
+  RowState take_state(From& from) const {
+    return {.acc = from.take_bytes(bytes_of_rows(acc_stride)),
+            .max = from.take_bytes(bytes_of_rows(1)),
+            .sums = from.take_bytes(bytes_of_rows(g.lanes))};
   }
 
  private:
-  static constexpr int64_t kTileDescriptionBytes = 64;  // sizeof(KvTile), checked in call_memory.h
-  static constexpr int64_t kRowRulesBytes = 48;         // sizeof(RowRules), likewise
-  int64_t heads_;
+  // `length` accumulators for each row of a block.
+  int64_t bytes_of_rows(int64_t length) const {
+    return Arena::round_up(Size(length) * plan.block_q * g.accumulator_bytes);
+  }
+  template <class List>
+  static int64_t bytes_of(const List& list) {
+    CountBytes from;
+    list(from);
+    return from.bytes.value();
+  }
 };
 
 }  // namespace opst::attention

@@ -1,7 +1,6 @@
 // merge_attention: check -> run, a task is kRowsPerTask rows. Bound by memory: each part's out is read once.
 #include <algorithm>
 #include <cmath>
-#include <string>
 
 #include "attention/sequences.h"
 #include "core/elements.h"
@@ -19,20 +18,15 @@ namespace {
 constexpr int64_t kRowsPerTask = 32;
 constexpr int64_t kMaxParts = 4096;
 
-std::string str(int64_t x) { return std::to_string(x); }
-
 // `t` has dimensions [first, first + count) of `parts`, whose names messages count.
 void check_shape(ShapeCheck& check, const char* name, const ConstTensor& t, const ConstTensor& parts, int first,
                  int count) {
-  check.require(t.rank == count, [&] {
-    return std::string(name) + " has rank " + str(t.rank) + ", but parts.out " + to_string(parts) + " asks for " +
-           str(count);
-  });
+  check.require(
+      t.rank == count, name, " has rank ", t.rank, ", but parts.out ", [&] { return to_string(parts); }, " asks for ",
+      count);
   for (int d = 0; check.ok() && d < count; ++d) {
-    check.require(t.shape[d] == parts.shape[first + d], [&] {
-      return std::string(name) + " dim " + str(d) + " is " + str(t.shape[d]) + ", but parts.out dim " + str(first + d) +
-             " is " + str(parts.shape[first + d]);
-    });
+    const int64_t size = t.shape[d], wanted = parts.shape[first + d];
+    check.require(size == wanted, name, " dim ", d, " is ", size, ", but parts.out dim ", first + d, " is ", wanted);
   }
 }
 
@@ -40,19 +34,15 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, boo
   ShapeCheck check("merge_attention");
   const ConstTensor& o = parts.out;
   check.tensor("parts.out", o).dtype({DType::f32, DType::bf16, DType::f16, DType::f64});
-  check.require(o.rank >= 2, [&] {
-    return "parts.out has rank " + str(o.rank) + ", but [parts, ..., value_head_dim] has at least rank 2";
-  });
+  check.require(o.rank >= 2, "parts.out has rank ", o.rank, ", but [parts, ..., value_head_dim] has at least rank 2");
   if (!check.ok()) return check.status();
-  check.require(o.shape[0] >= 1 && o.shape[0] <= kMaxParts,
-                [&] { return "parts.out dim 0 (parts) is " + str(o.shape[0]) + ", must be 1 to " + str(kMaxParts); });
+  check.require(o.shape[0] >= 1 && o.shape[0] <= kMaxParts, "parts.out dim 0 (parts) is ", o.shape[0],
+                ", must be 1 to ", kMaxParts);
   const DType real = o.dtype == DType::f64 ? DType::f64 : DType::f32;
-  const bool lse = parts.softmax_lse.data != nullptr, max = parts.softmax_max.data != nullptr,
-             sum = parts.softmax_sum.data != nullptr;
-  check.require(max == sum && lse != max,
-                [] { return std::string("the parts need either softmax_lse or both softmax_max and softmax_sum"); });
+  const bool lse(parts.softmax_lse), max(parts.softmax_max), sum(parts.softmax_sum);
+  check.require(max == sum && lse != max, "the parts need either softmax_lse or both softmax_max and softmax_sum");
   const auto statistic_of_parts = [&](const char* name, const ConstTensor& t) {
-    if (t.data == nullptr) return;
+    if (!t) return;
     check.tensor(name, t).dtype({real});
     if (check.ok()) check_shape(check, name, t, o, 0, o.rank - 1);
   };
@@ -66,31 +56,25 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, boo
     check.output("out", out.out).dtype({DType::f32, DType::bf16, DType::f16});
   if (check.ok()) check_shape(check, "out", out.out, o, 1, o.rank - 1);
   const auto statistic = [&](const char* name, const Tensor& t, bool needs_max) {
-    if (t.data == nullptr) return;
+    if (!t) return;
     check.output(name, t).dtype({real});
     if (check.ok()) check_shape(check, name, t, o, 1, o.rank - 2);
-    check.require(max || !needs_max,
-                  [&] { return std::string(name) + " is wanted, but the parts have softmax_lse only"; });
+    check.require(max || !needs_max, name, " is wanted, but the parts have softmax_lse only");
   };
   statistic("softmax_lse", out.softmax_lse, false);
   statistic("softmax_max", out.softmax_max, true);
   statistic("softmax_sum", out.softmax_sum, true);
-  if (accumulate) {
-    const bool there =
-        lse ? out.softmax_lse.data != nullptr : out.softmax_max.data != nullptr && out.softmax_sum.data != nullptr;
-    check.require(there, [&] {
-      return std::string("accumulate adds to what outputs hold, but ") +
-             (lse ? "softmax_lse is not" : "softmax_max and softmax_sum are not both") + " among the outputs";
-    });
-  }
+  const bool there = lse ? out.softmax_lse.data != nullptr : out.softmax_max && out.softmax_sum;
+  check.require(there || !accumulate, "accumulate adds to what outputs hold, but ",
+                lse ? "softmax_lse is not" : "softmax_max and softmax_sum are not both", " among the outputs");
   return check.status();
 }
 
 // The statistics of one part and its row of out.
 struct Part {
-  double top = 0, sum = 0;
-  const ConstTensor* out = nullptr;
-  int64_t row = 0;  // in elements of out
+  double top, sum;
+  const ConstTensor* out;
+  int64_t row;  // in elements of out
 };
 
 // Real: the type of the statistics and of the sum over the parts.
@@ -98,7 +82,11 @@ template <class Real>
 class Merge {
  public:
   Merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate)
-      : parts_(parts), out_(out), held_(out.out), by_lse_(parts.softmax_lse.data != nullptr), accumulate_(accumulate) {}
+      : parts_(parts),
+        out_(out),
+        held_{out.out, out.softmax_lse, out.softmax_max, out.softmax_sum},
+        by_lse_(parts.softmax_lse),
+        accumulate_(accumulate) {}
 
   void row(int64_t index) const {
     const int64_t num_parts = parts_.out.shape[0] + (accumulate_ ? 1 : 0);
@@ -135,7 +123,7 @@ class Merge {
       }
     }
     const auto statistic = [&](const Tensor& t, double x) {
-      if (t.data != nullptr) store_element(t, offset(t, 0, index), x);
+      if (t) store_element(t, offset(t, 0, index), x);
     };
     statistic(out_.softmax_lse, total == 0 ? -HUGE_VAL : max + std::log(total));
     statistic(out_.softmax_max, max);
@@ -148,19 +136,16 @@ class Merge {
   // What the outputs hold comes first. A part's share is sum_k exp(max_k - M) over its total; with lse, sum_k is 1.
   Part part(int64_t k, int64_t index) const {
     const bool held = accumulate_ && k == 0;
-    if (accumulate_) --k;
-    Part p;
-    p.out = held ? &held_ : &parts_.out;
-    p.row = held ? offset(held_, 0, index) : offset(parts_.out, 1, index) + k * parts_.out.strides[0];
-    const auto statistic = [&](const ConstTensor& of_parts, const Tensor& of_outputs) {
-      const ConstTensor t = held ? ConstTensor(of_outputs) : of_parts;
-      return static_cast<double>(
-          static_cast<const Real*>(t.data)[held ? offset(t, 0, index) : offset(t, 1, index) + k * t.strides[0]]);
+    const AttentionParts& from = held ? held_ : parts_;
+    const auto place = [&](const ConstTensor& t) {
+      return held ? offset(t, 0, index) : offset(t, 1, index) + (accumulate_ ? k - 1 : k) * t.strides[0];
     };
-    p.top = by_lse_ ? statistic(parts_.softmax_lse, out_.softmax_lse) : statistic(parts_.softmax_max, out_.softmax_max);
-    p.sum = by_lse_ ? 1 : statistic(parts_.softmax_sum, out_.softmax_sum);
-    if (std::isinf(p.top)) p.sum = 0;  // nothing was seen
-    return p;
+    const auto number = [&](const ConstTensor& t) {
+      return static_cast<double>(static_cast<const Real*>(t.data)[place(t)]);
+    };
+    const double top = number(by_lse_ ? from.softmax_lse : from.softmax_max);
+    const bool unseen = std::isinf(top);
+    return {top, unseen ? 0 : by_lse_ ? 1 : number(from.softmax_sum), &from.out, place(from.out)};
   }
 
   // Columns [first, first + n) of a row of `t`.
@@ -187,15 +172,14 @@ class Merge {
 
   const AttentionParts& parts_;
   const AttentionOutputs& out_;
-  const ConstTensor held_;  // the outputs' out, as a part
+  const AttentionParts held_;  // by the outputs, as a part
   const bool by_lse_, accumulate_;
 };
 
 template <class Real>
 void merge_all(Context::Impl& context, const AttentionParts& parts, const AttentionOutputs& out, bool accumulate) {
   // Rows without columns take no memory and may be any number; statistics do.
-  const bool statistics =
-      out.softmax_lse.data != nullptr || out.softmax_max.data != nullptr || out.softmax_sum.data != nullptr;
+  const bool statistics = out.softmax_lse || out.softmax_max || out.softmax_sum;
   if (out.out.num_elements() == 0 && !statistics) return;
   const Merge<Real> merge(parts, out, accumulate);
   const int64_t rows = num_rows(out.out);
@@ -213,12 +197,11 @@ Status merge_attention(Context& context, const AttentionParts& parts, const Atte
   return guarded([&]() -> Status {
     Status status = attention::check_merge(parts, outputs, accumulate);
     if (!status.ok()) return status;
-    using attention::uniform_if_there;
-    const AttentionParts in = {normal_strides(parts.out), uniform_if_there(parts.softmax_lse, false),
-                               uniform_if_there(parts.softmax_max, false), uniform_if_there(parts.softmax_sum, false)};
-    const AttentionOutputs out = {normal_strides(outputs.out), uniform_if_there(outputs.softmax_lse, false),
-                                  uniform_if_there(outputs.softmax_max, false),
-                                  uniform_if_there(outputs.softmax_sum, false)};
+    const auto there = [](const auto& t) { return attention::uniform_if_there(t, false); };
+    const AttentionParts in = {normal_strides(parts.out), there(parts.softmax_lse), there(parts.softmax_max),
+                               there(parts.softmax_sum)};
+    const AttentionOutputs out = {normal_strides(outputs.out), there(outputs.softmax_lse), there(outputs.softmax_max),
+                                  there(outputs.softmax_sum)};
     if (in.out.dtype == DType::f64)
       attention::merge_all<double>(context.impl(), in, out, accumulate);
     else

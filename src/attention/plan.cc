@@ -1,28 +1,45 @@
 // plan_attention: from a problem and a machine to tiles, path and memory. Beside each number, the limit that sets it.
+// Here too: which kernels were compiled, by level; count_visible.
 #include <algorithm>
-#include <initializer_list>
 #include <string>
 
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
+#include "core/elements.h"
 #include "core/int_math.h"
+#include "core/text.h"
+#include "machine/levels.h"
 #include "opst/attention.h"
 #include "opst/page_layout.h"
 
 namespace opst {
 
-using attention::Geometry;
-using attention::geometry_of;
+OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, attention, KernelTable, kTable, kernel_table)
+OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, attention, StandardTable, kStandardTable, standard_table)
 
-namespace {
+namespace attention {
 
-template <class Enum>
-const char* name_of(Enum value, std::initializer_list<const char*> names) {
-  const size_t index = static_cast<size_t>(value);
-  return index < names.size() ? names.begin()[index] : "?";
+const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype) {
+  if (product == AttentionProduct::f64) return kernel_table(Isa::generic).f64_product;
+  const KernelTable& table = kernel_table(isa);
+  const bool dot = product == AttentionProduct::bf16_dot && table.bf16_dot.attend != nullptr;
+  return dot ? table.bf16_dot : table.f32_product[float_index(kv_dtype)];
 }
 
-}  // namespace
+const Geometry& geometry_of(Isa isa, AttentionProduct product) {
+  return kernels_for(isa, product, DType::f32).geometry;
+}
+
+AttendStandard standard_for(Isa isa, AttentionProduct product) {
+  if (product == AttentionProduct::f64) return standard_table(Isa::generic).f64;
+  const StandardTable& table = standard_table(isa);
+  return product == AttentionProduct::bf16_dot && table.bf16_dot != nullptr ? table.bf16_dot : table.f32;
+}
+
+}  // namespace attention
+
+using attention::Geometry;
+using attention::geometry_of;
 
 const char* to_string(AttentionPath path) { return name_of(path, {"automatic", "standard", "flash"}); }
 const char* to_string(KvAccess access) {
@@ -38,20 +55,12 @@ constexpr int64_t kWantedTasks = 16;
 // Keys below which a split is not worth its merge: in place, a split reads at least as much as its state is large.
 constexpr int64_t kMinSplitKeysInPlace = 512;
 constexpr int64_t kMinSplitKeysPacked = 1024;
-// Rows of one head that may be one task.
-constexpr int64_t kMostWholeRows = 256;
-// Packed keys and values of a wave of heads. Small, so that buffers stay in cache while heads come and go (8 MB: 1 to 2
-// points slower at 2048 keys, head_dim 128).
+constexpr int64_t kMostWholeRows = 256;  // of one head that may be one task
+// Packed keys and values of a wave of heads, to stay in cache (8 MB: 1 to 2 points slower at 2048 keys, head_dim 128).
 constexpr int64_t kWaveBytes = 2 << 20;
-
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
 // fetching them costs 2 to 3 %; 96 heads: 16 % faster).
 constexpr int64_t kCachesOfMemory = 4;
-
-template <class Enum>
-bool known(Enum value, Enum last) {
-  return value <= last;
-}
 
 AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
   if (p.query_dtype == DType::f64) return AttentionProduct::f64;
@@ -61,9 +70,8 @@ AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
 }
 
 // Keys per tile. The tile's packed K and V should take a quarter of L2: the next tile is being fetched meanwhile, and
-// query, output and scores want room. The scores of one register tile may outgrow L1 a little, since they are written
-// and read once in order, and larger tiles have fewer softmax passes (bf16, head_dim 64: 512 keys 79.4 %, 768 keys
-// 80.0 %, 1024 keys 80.9 % of peak).
+// query, output and scores want room. The scores of one register tile may outgrow L1 a little: they are read once, in
+// order, and larger tiles have fewer softmax passes (bf16, head_dim 64: 512 keys 79.4 %, 1024 keys 80.9 % of peak).
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t key_bytes = ((Size(p.head_dim) + p.value_head_dim) * g.word_bytes).value() / g.step;
   const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;
@@ -119,19 +127,15 @@ const char* attention::without_plan(const AttentionProblem& p) {
   if (o.block_q < 0 || o.block_q > kMaxBlock || o.block_kv < 0 || o.block_kv > kMaxBlock) {
     return "block_q or block_kv is not 0 to 4096";
   }
-  const bool all_known = size_bytes(p.query_dtype) > 0 && size_bytes(p.kv_dtype) > 0 &&
-                         known(o.path, AttentionPath::flash) && known(o.alignment, CausalAlignment::bottom_right) &&
-                         known(o.alibi_form, AlibiForm::square_root) && known(o.page_layout, PageLayout::panel32);
-  return all_known ? nullptr : "an enumerator is unknown";
+  const bool known = size_bytes(p.query_dtype) > 0 && size_bytes(p.kv_dtype) > 0 && o.path <= AttentionPath::flash &&
+                     o.alignment <= CausalAlignment::bottom_right && o.alibi_form <= AlibiForm::square_root &&
+                     o.page_layout <= PageLayout::panel32;
+  return known ? nullptr : "an enumerator is unknown";
 }
 
 AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) {
-  AttentionPlan plan;
-  if (const char* reason = attention::without_plan(p)) {
-    plan.reason = reason;
-    return plan;
-  }
-  plan.product = choose_product(p, machine);
+  if (const char* reason = attention::without_plan(p)) return {.reason = reason};
+  AttentionPlan plan = {.product = choose_product(p, machine)};
   const int64_t rows = attention::rows_of(p), heads = attention::heads_of(p);
   if (rows == 0 || heads == 0) {
     plan.reason = "no query rows";
@@ -188,12 +192,12 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   split_keys(p, rows <= g.tile_rows && (few_rows || pages), heads, blocks, plan);
 
   // Memory.
-  const attention::Layout layout(p, plan, g);
+  const attention::Layout layout = {p, plan, g};
   plan.heads_per_wave = heads;
   if (plan.kv_access == KvAccess::packed_shared && plan.kv_splits == 1) {
     plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.packed_head_bytes, 1), 1, heads);
   }
-  plan.scratch_bytes_shared = layout.shared_bytes(plan);
+  plan.scratch_bytes_shared = layout.shared_bytes();
   plan.scratch_bytes_per_worker = layout.worker_bytes;
   return plan;
 }
@@ -203,13 +207,42 @@ int64_t AttentionPlan::scratch_bytes(int num_threads) const {
 }
 
 std::string to_string(const AttentionPlan& plan) {
-  std::string s = std::string(to_string(plan.path)) + " " + to_string(plan.kv_access) + " " + to_string(plan.product) +
-                  ", block_q " + std::to_string(plan.block_q) + ", block_kv " + std::to_string(plan.block_kv);
-  if (plan.kv_splits > 1) {
-    s += ", " + std::to_string(plan.kv_splits) + " splits of " + std::to_string(plan.keys_per_split) + " keys";
-  }
-  return s + ", " + std::to_string(plan.num_tasks) + " tasks, scratch " + std::to_string(plan.scratch_bytes_shared) +
-         " + " + std::to_string(plan.scratch_bytes_per_worker) + " bytes per thread";
+  std::string splits;
+  if (plan.kv_splits > 1) splits = text(", ", plan.kv_splits, " splits of ", plan.keys_per_split, " keys");
+  return text(to_string(plan.path), " ", to_string(plan.kv_access), " ", to_string(plan.product), ", block_q ",
+              plan.block_q, ", block_kv ", plan.block_kv, splits, ", ", plan.num_tasks, " tasks, scratch ",
+              plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
+}
+
+namespace {
+
+using Wide = __int128;  // sums of 2^40 lengths of 2^40 cancel, so that no double would do
+
+// Sum over queries i of clamp(i + shift, low, high).
+Wide sum_of_clamped(int64_t query_len, int64_t shift, int64_t low, int64_t high) {
+  const int64_t first = std::clamp<int64_t>(low - shift, 0, query_len);      // queries before it are at `low`
+  const int64_t last = std::clamp<int64_t>(high - shift, first, query_len);  // from it on they are at `high`
+  const Wide count = last - first;
+  const Wide between = count * (Wide{first} + shift) + count * (count - 1) / 2;
+  return Wide{first} * low + between + Wide{query_len - last} * high;
+}
+
+}  // namespace
+
+VisibleKeys count_visible(const AttentionOptions& options, int64_t query_len, int64_t kv_len, int64_t prefix) {
+  if (query_len <= 0 || kv_len <= 0) return {};
+  const attention::Visibility v = attention::Visibility::of(options, query_len, kv_len);
+  const int64_t front = std::clamp<int64_t>(prefix, 0, kv_len);
+  Wide pairs = Wide{query_len} * front;
+  VisibleKeys visible{static_cast<double>(pairs), front};
+  // Behind the prefix query i sees keys [i + low, i + high + 1): both ends grow with i.
+  if (v.low > v.high) return visible;
+  pairs += sum_of_clamped(query_len, v.high + 1, front, kv_len) - sum_of_clamped(query_len, v.low, front, kv_len);
+  visible.pairs = static_cast<double>(pairs);
+  const int64_t begin = std::clamp<int64_t>(v.low, front, kv_len);
+  const int64_t end = std::clamp<int64_t>(query_len + v.high, front, kv_len);
+  visible.keys += std::max<int64_t>(end - begin, 0);
+  return visible;
 }
 
 }  // namespace opst

@@ -21,8 +21,9 @@ class Sequences {
     return p_.varlen_q ? index_at(in_.cu_seqlens_q, b + 1) - index_at(in_.cu_seqlens_q, b) : p_.query_len;
   }
   int64_t key_start(int64_t b) const { return p_.varlen_k ? index_at(in_.cu_seqlens_k, b) : 0; }
-  int64_t kv_len(int64_t b) const {
-    if (in_.kv_lengths.data != nullptr) return index_at(in_.kv_lengths, b);
+  int64_t kv_len(int64_t b) const { return in_.kv_lengths ? index_at(in_.kv_lengths, b) : key_rows(b); }
+  // kv_len where there are no kv_lengths.
+  int64_t key_rows(int64_t b) const {
     return p_.varlen_k ? index_at(in_.cu_seqlens_k, b + 1) - index_at(in_.cu_seqlens_k, b) : p_.kv_len;
   }
   int64_t prefix(int64_t b) const { return p_.has_prefix ? index_at(in_.prefix, b) : 0; }
@@ -35,7 +36,7 @@ class Sequences {
     return same ? std::min<int64_t>(p_.batch, 1) : p_.batch;
   }
   // Whether all entries are one number in memory, or there are none.
-  static bool repeats(const ConstTensor& t) { return t.data == nullptr || t.shape[0] <= 1 || t.strides[0] == 0; }
+  static bool repeats(const ConstTensor& t) { return !t || t.shape[0] <= 1 || t.strides[0] == 0; }
 
  private:
   const AttentionInputs& in_;
@@ -82,28 +83,21 @@ inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const Atten
 // [tokens, heads, dim] or [heads, tokens] of all sequences as [1, heads, tokens, dim] or [1, heads, tokens]: a sequence
 // is then a range of dimension 2, and the stride between sequences is 0.
 template <class T>
-T uniform_shape(const T& checked, bool varlen) {
-  T t = checked;
+T uniform_shape(T t, bool varlen) {
   make_strides_normal(t);
   if (!varlen) return t;
-  T rows = t;
-  const int64_t tokens = t.rank == 3 ? 0 : 1, heads = 1 - tokens;
-  rows.rank = t.rank + 1;
-  rows.shape[0] = 1, rows.strides[0] = 0;
-  rows.shape[1] = t.shape[heads], rows.strides[1] = t.strides[heads];
-  rows.shape[2] = t.shape[tokens], rows.strides[2] = t.strides[tokens];
-  if (t.rank == 3) rows.shape[3] = t.shape[2], rows.strides[3] = t.strides[2];
-  return rows;
+  if (t.rank == 3) t = t.transposed(0, 1);
+  for (int i = t.rank; i > 0; --i) t.shape[i] = t.shape[i - 1], t.strides[i] = t.strides[i - 1];
+  ++t.rank, t.shape[0] = 1, t.strides[0] = 0;
+  return t;
 }
-// Of a tensor that may be absent, and is not checked then. (A tensor that must be there may have no memory either: it
-// may have no elements.)
+// Of a tensor that may be absent, and is not checked then.
 template <class T>
 T uniform_if_there(const T& t, bool varlen) {
-  return t.data == nullptr ? T{} : uniform_shape(t, varlen);
+  return t ? uniform_shape(t, varlen) : T{};
 }
 
-// The inputs and outputs in the shapes of a call without varlen. Masks and arrays of integers stay: they are read
-// through strides of dimensions that have several indices only.
+// Masks and arrays of integers stay: they are read through strides of dimensions that have several indices only.
 inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem& p) {
   in.query = uniform_shape(in.query, p.varlen_q);
   in.key = uniform_shape(in.key, p.varlen_k);

@@ -10,7 +10,6 @@
 #include <cstring>
 
 #include "attention/backward_kernels.h"
-#include "attention/kv_rows.h"
 #include "attention/sequences.h"
 #include "core/int_math.h"
 #include "machine/workspace.h"

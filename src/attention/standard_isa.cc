@@ -76,13 +76,9 @@ constinit const StandardTable kStandardTable = {
     .f32 = attend_standard<tile::ProductF32>,
 #if defined(__AVX512BF16__)
     .bf16_dot = attend_standard<tile::ProductBf16Dot>,
-#else
-    .bf16_dot = nullptr,
 #endif
 #if !defined(__AVX2__)
     .f64 = attend_standard<tile::ProductF64>,
-#else
-    .f64 = nullptr,
 #endif
 };
 

@@ -2,35 +2,56 @@
 //
 //     pack wave 0, tasks of wave 0, pack wave 1, tasks of wave 1, ...
 //
-// A wave is as many heads as keep their packed operands in a cache until tasks have read them. There is no barrier
-// between waves at which threads would stand idle: the loop's indices are handed out in ascending order, so what an
-// index waits for is done or being done.
+// A wave is as many heads as keep their packed operands in a cache until tasks have read them. No thread stands idle at
+// a barrier between waves: indices are handed out in ascending order, so what an index waits for is done or being done.
 //
-// The wave protocol. Two buffers of shared memory take turns, each with two counters: `packed` pieces and tasks that are
-// `done`. A wave packs P = heads_per_wave * packs_per_head pieces and runs T = heads_per_wave * tasks_per_head tasks
-// (those of heads that the last wave lacks count, too):
+// Two buffers of shared memory take turns, each with two counters: pieces that are `packed` and tasks that are `done`.
+// A wave packs P = heads_per_wave * packs_per_head pieces and runs T = heads_per_wave * tasks_per_head tasks (those of
+// heads that the last wave lacks count, too):
 //
 //   wave   buffer   each piece is packed after           each task runs after
 //     0      0      -                                    packed[0] >= P         all of wave 0 is packed
 //     1      1      -                                    packed[1] >= P         all of wave 1 is packed
 //     2      0      done[0] >= T     wave 0 is done      packed[0] >= 2 P       all of wave 2 is packed
-//     3      1      done[1] >= T     wave 1 is done      packed[1] >= 2 P       all of wave 3 is packed
 //     w    w % 2    done[w % 2] >= (w / 2) T             packed[w % 2] >= (w / 2 + 1) P
 //
 // A head's place in the buffers is head % (2 heads_per_wave).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <thread>
 
-#include "attention/counter.h"
 #include "core/int_math.h"
 #include "machine/thread_pool.h"
 
 namespace opst::attention {
 
+// Counts finished tasks; tasks of the same loop that have begun later wait until enough are.
+class Counter {
+ public:
+  void add_one() { count_.fetch_add(1, std::memory_order_release); }
+  // Returns once the counter holds at least `count`.
+  void wait_for(int64_t count) const {
+    for (int spins = 0; count_.load(std::memory_order_acquire) < count; ++spins) {
+      if (spins > 1000) std::this_thread::yield();
+    }
+  }
+
+ protected:
+  std::atomic<int64_t> count_{0};
+};
+
+// Keeps the order of additions: tasks are numbered from 0, and each waits for its number, adds, and passes the turn on.
+class Turn : public Counter {
+ public:
+  void pass(int64_t number) { count_.store(number + 1, std::memory_order_release); }
+  // Of a task that adds nothing.
+  void take_and_pass(int64_t number) { wait_for(number), pass(number); }
+};
+
 struct WaveLoop {
-  // Of a wave's tasks: all of a head, then all of the next; or the first of each head, then the second of each, so that
-  // neighbours do not wait for one another.
+  // All tasks of a head, then all of the next; or the first of each head, then the second: neighbours do not wait.
   enum class Order : uint8_t { by_head, heads_in_turn };
 
   int64_t heads, heads_per_wave;
@@ -39,12 +60,13 @@ struct WaveLoop {
   Order order;
 
   // pack(head, index, worker) for every piece; task(head, index, number, worker) for every task, also of heads that the
-  // last wave lacks. Numbers of tasks count them as they are handed out.
+  // last wave lacks. `number` counts tasks as they are handed out.
   template <class Pack, class Task>
   void run(ThreadPool& pool, const Pack& pack, const Task& task) const {
     const int64_t packs = heads_per_wave * packs_per_head, tasks = heads_per_wave * tasks_per_head;
     struct Progress {
-      Counter packed, done;
+      alignas(64) Counter packed;
+      alignas(64) Counter done;
     };
     Progress progress[2];  // of the waves that use buffer 0 and buffer 1
     pool.parallel_for(ceil_div(heads, heads_per_wave) * (packs + tasks), [&](int64_t index, int worker) {

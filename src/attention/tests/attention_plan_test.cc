@@ -1,7 +1,6 @@
 // plan_attention is a pure function: invariants over invented problems and machines, without running a kernel.
 #include <gtest/gtest.h>
 
-#include "attention/kernel_table.h"
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
 #include "attention/tests/attention_problem.h"
@@ -129,9 +128,9 @@ TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
     EXPECT_EQ(plan.scratch_bytes_shared % 64, 0);
     EXPECT_EQ(plan.scratch_bytes(3),
               std::min(kMaxBytes, plan.scratch_bytes_shared + 3 * plan.scratch_bytes_per_worker));
-    const attention::Layout layout(p, plan, g);
+    const attention::Layout layout{p, plan, g};
     EXPECT_EQ(plan.scratch_bytes_per_worker, layout.worker_bytes);
-    EXPECT_EQ(plan.scratch_bytes_shared, layout.shared_bytes(plan));
+    EXPECT_EQ(plan.scratch_bytes_shared, layout.shared_bytes());
     if (plan.kv_access == KvAccess::packed_shared && p.kv_len > 0) {
       EXPECT_GE(plan.scratch_bytes_shared, p.kv_len * (p.head_dim + p.value_head_dim) *
                                                (p.query_dtype == DType::f64 ? 8
@@ -297,7 +296,7 @@ TEST(AttentionKvBlocks, ListsExactlyTheTilesThatSomeRowSees) {
         ASSERT_EQ(inside || key < v.prefix, sees(first_row + r, key)) << "row " << r << " key " << key;
       }
     }
-    KvBlocks::Tile tile{};
+    attention::KvTile tile{};
     bool more = blocks.next(&tile);
     for (int64_t first = range.begin; first < std::min(range.end, kv_len); first += block_kv) {
       const int64_t last = std::min({first + block_kv, range.end, kv_len});
