@@ -1,5 +1,4 @@
 #include "matmul/activations_int8_many_rows.h"
-#include "matmul/kernels.h"
 #include "matmul/weights_int_few_rows.h"
 #include "matmul/weights_int_floats.h"
 #include "matmul/weights_int_many_rows.h"
@@ -17,10 +16,10 @@ constexpr int kLargest = 255;
 constexpr int kLargest = 127;
 #endif
 
-constexpr opst::gemm::ByteKernels all_kernels() {
-  opst::gemm::ByteKernels table = {
-    .int8_columns = kInt8Columns,
-    .int_columns = kIntColumns,
+constexpr ByteKernels all_kernels() {
+  ByteKernels table = {
+    .int8_columns = kTileColumns,
+    .int_columns = kTileColumns,
     .activations_fixed = {},
     .activations_int8_few_rows = {},
     .activations_int8_many_rows = {},
@@ -41,8 +40,8 @@ constexpr opst::gemm::ByteKernels all_kernels() {
       table.activations_int8_many_rows[kFormat] = int8_block_rows<Piece<Block>>;
 #if defined(__AVX2__)
       if constexpr (Int8Piece<Piece<Block>>::Shape::kMost <= kLargest) {
-        table.activations_fixed[kFormat] = few_rows_blocks<Piece<Block>, opst::gemm::FixedBlock>;
-        table.activations_int8_few_rows[kFormat] = few_rows_blocks<Piece<Block>, opst::gemm::ActivationBlock>;
+        table.activations_fixed[kFormat] = few_rows_blocks<Piece<Block>, FixedBlock>;
+        table.activations_int8_few_rows[kFormat] = few_rows_blocks<Piece<Block>, ActivationBlock>;
       }
 #endif
     }
@@ -52,7 +51,7 @@ constexpr opst::gemm::ByteKernels all_kernels() {
 
 }  // namespace
 
-extern const opst::gemm::ByteKernels kByteKernels;
-constinit const opst::gemm::ByteKernels kByteKernels = all_kernels();
+extern const ByteKernels kByteKernels;
+constinit const ByteKernels kByteKernels = all_kernels();
 
 }  // namespace opst::OPST_ISA_NS::gemm

@@ -18,24 +18,13 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
-// Vectors of columns that are decoded at once: those of a register tile.
-inline constexpr int kManyVecs = tile::ProductF32::kTileVecs, kManyColumns = kManyVecs * F32::kLanes;
-
-// The pieces of the panel that holds vector `vec`, or of the last one.
-template <class Piece>
-OPST_INLINE const Piece* pieces_of(const ProductPart& part, int64_t vec) {
-  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
-  return panel_of<Piece>(part.panels, part.k / Piece::kValues, vec < last_vec ? vec : last_vec);
-}
-
-// Words k0 .. k0 + depth of kManyVecs vectors of columns -> out [depth][kManyColumns].
+// Words k0 .. k0 + depth of kTileVecs vectors of columns -> out [depth][kTileColumns].
 template <class Piece>
 OPST_NOINLINE void decode_columns(const ProductPart& part, int64_t column, int64_t k0, int64_t depth, float* out) {
-  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
-  for (int v = 0; v < kManyVecs; ++v) {
-    const int64_t wanted = column / F32::kLanes + v;
-    const Piece* piece = pieces_of<Piece>(part, wanted) + k0 / Piece::kValues;
-    const int lane = lane_of(wanted < last_vec ? wanted : last_vec);
+  for (int v = 0; v < kTileVecs; ++v) {
+    const int64_t vec = clamped_vec(part, column + v * F32::kLanes);
+    const Piece* piece = panel_of<Piece>(part, vec) + k0 / Piece::kValues;
+    const int lane = lane_of(vec);
     float* to = out + v * F32::kLanes;
     for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
       Decoder<Piece> decoder(piece, lane);
@@ -43,7 +32,7 @@ OPST_NOINLINE void decode_columns(const ProductPart& part, int64_t column, int64
         decoder.begin_scale(t0);
         for (int t = t0; t < t0 + Decoder<Piece>::kScaled; t += Decoder<Piece>::kGroup) {
           decoder.begin_group(t);
-          OPST_UNROLL for (int j = 0; j < Decoder<Piece>::kGroup; ++j, to += kManyColumns) decoder.weight(j).store(to);
+          OPST_UNROLL for (int j = 0; j < Decoder<Piece>::kGroup; ++j, to += kTileColumns) decoder.weight(j).store(to);
         }
       }
     }
@@ -55,27 +44,25 @@ OPST_NOINLINE void decode_columns(const ProductPart& part, int64_t column, int64
 // per word of k.
 template <class Piece>
 struct Ahead {
-  static constexpr int kMaxPanels = kManyColumns > kPanelColumns ? kManyColumns / kPanelColumns : 1;
+  static constexpr int kMaxPanels = kTileColumns > kPanelColumns ? kTileColumns / kPanelColumns : 1;
   const char* panel[kMaxPanels];
-  int64_t tiles_per_panel;
+  int64_t tile_bytes, tiles_per_panel;
 
-  // Of the words k0 .. k0 + depth of the columns from `column` on, fetched by tiles of `steps` words of k.
-  OPST_INLINE Ahead(const ProductPart& part, int64_t column, int64_t k0, int64_t depth, int64_t steps) {
-    const int64_t pieces = part.k / Piece::kValues;
+  // Of the words k0 .. k0 + depth of the columns from `column` on.
+  OPST_INLINE Ahead(const ProductPart& part, int64_t column, int64_t k0, int64_t depth) : tile_bytes(16 * depth) {
+    constexpr auto kPieceBytes = static_cast<int64_t>(sizeof(Piece));
     for (int i = 0; i < kMaxPanels; ++i) {
-      const int64_t index = column / kPanelColumns + i;
+      const int64_t pieces = (column / kPanelColumns + i) * (part.k / Piece::kValues) + k0 / Piece::kValues;
       // The address may lie beyond the weight; nothing is read there.
-      panel[i] = reinterpret_cast<const char*>(
-          reinterpret_cast<uintptr_t>(part.panels) +
-          static_cast<uintptr_t>((index * pieces + k0 / Piece::kValues) * static_cast<int64_t>(sizeof(Piece))));
+      panel[i] = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(part.panels) +
+                                               static_cast<uintptr_t>(pieces * kPieceBytes));
     }
-    const int64_t bytes = depth / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
-    tiles_per_panel = (bytes + 16 * steps - 1) / (16 * steps);
+    tiles_per_panel = (depth / Piece::kValues * kPieceBytes + tile_bytes - 1) / tile_bytes;
   }
-  OPST_INLINE const char* of_tile(int64_t t, int64_t steps, const void* next_x) const {
+  OPST_INLINE const char* of_tile(int64_t t, const void* next_x) const {
     const int64_t i = t / tiles_per_panel;
     if (i >= kMaxPanels) return static_cast<const char*>(next_x);
-    return panel[i] + (t - i * tiles_per_panel) * 16 * steps;
+    return panel[i] + (t - i * tiles_per_panel) * tile_bytes;
   }
 };
 
@@ -86,32 +73,28 @@ void many_rows(const ProductPart& part) {
   const int64_t sums_stride = part.sums_stride;
   const Word* const x_words = static_cast<const Word*>(part.x);
   float* const decoded = static_cast<float*>(part.scratch);
-  for (int64_t i = 0; i < part.rows; ++i) {
-    for (int64_t c = 0; c < part.columns; c += F32::kLanes) F32::zero().store(part.sums + i * sums_stride + c);
-  }
+  clear_sums(part);
   const tile::RowTiles tiles(part.rows, Product::kTileRows);
-  const auto tall = tile::scaled_accumulate_for<Product, kManyVecs>(tiles.tallest());
-  const auto low = tile::scaled_accumulate_for<Product, kManyVecs>(tiles.lowest());
+  const auto tall = tile::scaled_accumulate_for<Product, kTileVecs>(tiles.tallest());
+  const auto low = tile::scaled_accumulate_for<Product, kTileVecs>(tiles.lowest());
   float ones[Product::kTileRows];
   for (float& factor : ones) factor = 1;
 
   for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
     const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
     const Word* const x_block = x_words + k0 / part.k_block * part.x_block_stride;
-    for (int64_t column = 0; column < part.columns; column += kManyColumns) {
+    for (int64_t column = 0; column < part.columns; column += kTileColumns) {
       decode_columns<Piece>(part, column, k0, depth, decoded);
-      const bool last_columns = column + kManyColumns >= part.columns, last_block = k0 + depth >= part.k;
-      const Ahead<Piece> next(part, last_columns && !last_block ? 0 : column + kManyColumns,
-                              !last_columns ? k0
-                              : last_block  ? 0
-                                            : k0 + depth,
-                              depth, depth);
+      const bool last_columns = column + kTileColumns >= part.columns, last_block = k0 + depth >= part.k;
+      const int64_t next_column = last_columns && !last_block ? 0 : column + kTileColumns;
+      const int64_t next_k = !last_columns ? k0 : last_block ? 0 : k0 + depth;
+      const Ahead<Piece> next(part, next_column, next_k, depth);
       for (int64_t t = 0; t < tiles.count(); ++t) {
         const auto [row, rows] = tiles[t];
         const Word* const x = x_block + row * part.x_stride;
-        const char* const ahead = next.of_tile(t, depth, x + rows * part.x_stride);
+        const char* const ahead = next.of_tile(t, x + rows * part.x_stride);
         (tiles.is_tall(t) ? tall : low)(depth, x, part.x_stride,
-                                        reinterpret_cast<const typename Product::WordB*>(decoded), kManyColumns,
+                                        reinterpret_cast<const typename Product::WordB*>(decoded), kTileColumns,
                                         part.sums + row * sums_stride + column, sums_stride, ones, ahead);
       }
     }

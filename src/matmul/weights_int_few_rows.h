@@ -9,17 +9,15 @@
 // Numerics   weights_int_many_rows.h: the same bits
 #pragma once
 
-#include "matmul/weights_int_panels.h"
+#include "matmul/panels.h"
 
 namespace opst::OPST_ISA_NS::gemm {
-
-using opst::gemm::kIntFewRows;
 
 // total[i][v] += words [count] of one group and panel * MR rows.
 template <class Word, int MR>
 OPST_INLINE void few_rows_words(int64_t count, const int8_t* a, int64_t a_stride, const uint32_t* words,
-                                I32 (&total)[MR][kIntPanelVecs]) {
-  constexpr int NV = kIntPanelVecs;
+                                I32 (&total)[MR][kVecsPerPanel]) {
+  constexpr int NV = kVecsPerPanel;
   // Independent sums hide the latency of the dot product.
   constexpr int kParts = MR * NV >= 6 ? 1 : MR * NV >= 3 ? 2 : 4;
   constexpr int64_t kAheadWords = 4096 / 4;
@@ -66,7 +64,7 @@ OPST_INLINE void few_rows_words(int64_t count, const int8_t* a, int64_t a_stride
 
 template <class Word, int MR>
 OPST_NOINLINE void int_few_rows(const ProductPart& part) {
-  constexpr int NV = kIntPanelVecs;
+  constexpr int NV = kVecsPerPanel;
   const IntWeightPart& weight = part.ints;
   const auto* const a = static_cast<const int8_t*>(part.x);
   const int64_t group_bytes = 4 * kFoursPerWord<Word> * weight.group_words;
@@ -104,18 +102,35 @@ OPST_NOINLINE void int_few_rows(const ProductPart& part) {
   }
 }
 
-using IntFewRows = void (*)(const ProductPart&);
-template <class Word, int MR = kIntFewRows>
-OPST_INLINE IntFewRows int_few_rows_for(int64_t rows) {
-  if constexpr (MR == 1) {
-    return int_few_rows<Word, 1>;
-  } else {
-    return rows == MR ? int_few_rows<Word, MR> : int_few_rows_for<Word, MR - 1>(rows);
-  }
-}
 template <class Word>
 void int_few(const ProductPart& part) {
-  int_few_rows_for<Word>(part.rows)(part);
+  for_rows<kIntFewRows>(part.rows, []<int MR>() OPST_INLINE_LAMBDA { return &int_few_rows<Word, MR>; })(part);
+}
+
+// A row of x in groups, each filled up with zeros to group_bytes, and the groups' sums.
+inline void pack_int_row(const int8_t* x, int64_t x_stride, const IntWeightPart& weight, int64_t group_bytes, int8_t* a,
+                         int32_t* x_sums) {
+  const int64_t values = weight.group_values;
+  for (int64_t g = 0; g < weight.groups; ++g, x += values * x_stride, a += group_bytes) {
+    if (x_stride == 1 && values > 0) {  // x may be null where there are none
+      __builtin_memcpy(a, x, static_cast<size_t>(values));
+    } else {
+      for (int64_t t = 0; t < values; ++t) a[t] = x[t * x_stride];
+    }
+    __builtin_memset(a + values, 0, static_cast<size_t>(group_bytes - values));
+    // group_bytes is a multiple of 4, and bytes beyond the values are zero.
+    I32 sums = I32::zero();
+    int64_t t = 0;
+    for (; t + 4 * F32::kLanes <= group_bytes; t += 4 * F32::kLanes) {
+      sums = simd::dot<1>(sums, simd::words_of(0x01010101), Words::load(reinterpret_cast<const uint32_t*>(a + t)));
+    }
+    int32_t lanes[F32::kLanes];
+    sums.store(lanes);
+    int32_t sum = 0;
+    for (int i = 0; i < F32::kLanes; ++i) sum += lanes[i];
+    for (; t < values; ++t) sum += a[t];
+    x_sums[g] = sum;
+  }
 }
 
 }  // namespace opst::OPST_ISA_NS::gemm
