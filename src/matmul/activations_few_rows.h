@@ -137,8 +137,7 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
 
 template <class Piece, class Block>
 void few_rows_blocks(const ProductPart& part) {
-  constexpr int NV = kVecsPerPanel, NV2 = 2;  // of one row: a panel at a time
-  static_assert(NV2 % NV == 0);
+  constexpr int NV = kVecsPerPanel, NV2 = NV > 2 ? NV : 2;  // of one row: a panel at a time
   // The first lines of the stream, which fetching ahead leaves out.
   const char* const panels = static_cast<const char*>(part.panels);
   const int64_t panel_bytes = part.k / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
@@ -159,16 +158,9 @@ void few_rows_blocks(const ProductPart& part) {
 }
 
 // 2^(e - 1) <= x < 2^e for a normal x > 0.
-OPST_INLINE int exponent_of(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
-  return static_cast<int>(bits >> 23) - 126;
-}
+OPST_INLINE int exponent_of(float x) { return static_cast<int>(__builtin_bit_cast(uint32_t, x) >> 23) - 126; }
 OPST_INLINE float power_of_two(int exponent) {
-  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
+  return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
 }
 
 OPST_INLINE bool fix_block(const float* x, int64_t x_stride, FixedBlock* out) {
@@ -177,8 +169,7 @@ OPST_INLINE bool fix_block(const float* x, int64_t x_stride, FixedBlock* out) {
   if (!load_block(x, x_stride, v, largest) || largest > kFixedLargest) return false;
   if (largest != 0 && largest < kFixedSmallest) return false;
   // The exponent alone: largest * inverse lies between 2^22 and 2^23, where not every number has three signed bytes.
-  int exponent = 0;
-  if (largest != 0) exponent = exponent_of(largest);
+  int exponent = largest != 0 ? exponent_of(largest) : 0;
   if (largest * power_of_two(23 - exponent) > static_cast<float>(kFixedMost)) ++exponent;
   const float scale = power_of_two(exponent - 23);
   const F32 inverse = F32::set1(power_of_two(23 - exponent));

@@ -53,9 +53,9 @@ void pack_panel(const void* first, int64_t output_stride, int64_t input_stride, 
       if (k - t >= kLanes) {
         OPST_UNROLL for (int i = 0; i < kLanes; ++i) square[i].store(to + (t + i) * kPanelColumns + c);
       } else {
-        float spilled[kLanes][kLanes];
-        for (int i = 0; i < kLanes; ++i) square[i].store(spilled[i]);
-        for (int64_t i = 0; i < k - t; ++i) F32::load(spilled[i]).store(to + (t + i) * kPanelColumns + c);
+        OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
+          if (t + i < k) square[i].store(to + (t + i) * kPanelColumns + c);
+        }
       }
     }
   }
@@ -128,10 +128,8 @@ void widen_rows(const void* first, int64_t row_stride, int64_t column_stride, in
                         : F32::zero();
       }
       simd::transpose(square);
-      float spilled[kLanes][kLanes];
-      OPST_UNROLL for (int j = 0; j < kLanes; ++j) square[j].store(spilled[j]);
-      for (int64_t j = 0; j < simd::clamp_lanes<F32>(rows - i); ++j) {
-        store_first(F32::load(spilled[j]), out + (i + j) * out_stride + t, columns - t);
+      OPST_UNROLL for (int j = 0; j < kLanes; ++j) {
+        if (i + j < rows) store_first(square[j], out + (i + j) * out_stride + t, columns - t);
       }
     }
   }

@@ -95,6 +95,13 @@ OPST_INLINE Words four_bytes(const int8_t* p) {
   return simd::words_of(four);
 }
 
+// Four values to a lane: those of an int8 word, or of an int4 word the lower halves (i = 0) or the upper ones (1).
+template <class Word>
+OPST_INLINE Words fours_of(Words word, int i) {
+  if constexpr (Word::kBits == 8) return word;
+  return (i == 0 ? word : simd::shift_right<4>(word)) & simd::words_of(0x0f0f0f0f);
+}
+
 // -(offset + zero) * sum: takes off the excess of the unsigned products.
 template <class Word>
 OPST_INLINE I32 correction(const int32_t* zeros, int32_t sum) {

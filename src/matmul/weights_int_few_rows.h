@@ -31,18 +31,11 @@ OPST_INLINE void few_rows_words(int64_t count, const int8_t* a, int64_t a_stride
     __builtin_prefetch(words + kAheadWords);
     Words u[NV];
     OPST_UNROLL for (int v = 0; v < NV; ++v) u[v] = Words::load(words + v * F32::kLanes);
-    if constexpr (Word::kBits == 8) {
-      OPST_UNROLL for (int i = 0; i < MR; ++i) {
-        const Words s = four_bytes(a + i * a_stride);
-        OPST_UNROLL for (int v = 0; v < NV; ++v) acc[p][i][v] = simd::dot<255>(acc[p][i][v], u[v], s);
-      }
-    } else {
-      const Words mask = simd::words_of(0x0f0f0f0f);
-      OPST_UNROLL for (int i = 0; i < MR; ++i) {
-        const Words low = four_bytes(a + i * a_stride), high = four_bytes(a + i * a_stride + 4);
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      OPST_UNROLL for (int f = 0; f < kFoursPerWord<Word>; ++f) {
+        const Words s = four_bytes(a + i * a_stride + 4 * f);
         OPST_UNROLL for (int v = 0; v < NV; ++v) {
-          acc[p][i][v] = simd::dot<15>(acc[p][i][v], u[v] & mask, low);
-          acc[p][i][v] = simd::dot<15>(acc[p][i][v], simd::shift_right<4>(u[v]) & mask, high);
+          acc[p][i][v] = simd::dot<kMostOf<Word>>(acc[p][i][v], fours_of<Word>(u[v], f), s);
         }
       }
     }

@@ -9,8 +9,7 @@
 // Numerics   each value is rounded to f32; each sum is one chain of multiply-adds over ascending t
 #pragma once
 
-#include "matmul/panels.h"
-#include "tile/row_tiles.h"
+#include "matmul/many_rows.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
@@ -47,25 +46,16 @@ OPST_NOINLINE void decode_int_columns(const ProductPart& part, int64_t column, i
 template <class Word>
 void int_with_floats(const ProductPart& part) {
   const IntWeightPart& weight = part.ints;
-  const tile::RowTiles row_tiles(part.rows, kTileRows);
+  const FloatTiles<tile::ProductF32> tiles{part};
   clear_sums(part);
-  float ones[kTileRows];
-  for (float& factor : ones) factor = 1;
   for (int64_t g = 0; g < weight.groups; ++g) {
     for (int64_t first = 0; first < weight.group_values; first += part.k_block) {
       const int64_t left = weight.group_values - first;
       const int64_t count = left < part.k_block ? left : part.k_block;
+      const float* const x = static_cast<const float*>(part.x) + g * weight.group_values + first;
       for (int64_t column = 0; column < part.columns; column += kTileColumns) {
         decode_int_columns<Word>(part, column, g, first, count);
-        for (int64_t t = 0; t < row_tiles.count(); ++t) {
-          const auto [row, rows] = row_tiles[t];
-          const float* const x =
-              static_cast<const float*>(part.x) + row * part.x_stride + g * weight.group_values + first;
-          tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(rows)(
-              count, x, part.x_stride, static_cast<const float*>(part.scratch), kTileColumns,
-              part.sums + row * part.sums_stride + column, part.sums_stride, ones,
-              reinterpret_cast<const char*>(x + rows * part.x_stride));
-        }
+        tiles.add(column, count, x, [](int64_t, const char* next_x) OPST_INLINE_LAMBDA { return next_x; });
       }
     }
   }

@@ -130,11 +130,9 @@ OPST_INLINE IntTile tile_words(const ProductPart& part, int64_t column, int64_t 
     } else {
       uint32_t* to = static_cast<uint32_t*>(part.scratch) + j * F32::kLanes;
       out.words[j] = to;
-      const Words mask = simd::words_of(0x0f0f0f0f);
       for (int64_t w = 0; w < count; ++w, from += kIntPanelColumns, to += 2 * kTileColumns) {
-        const Words words = Words::load(from);
-        simd::store(words & mask, to);
-        simd::store(simd::shift_right<4>(words) & mask, to + kTileColumns);
+        const Words word = Words::load(from);
+        OPST_UNROLL for (int i = 0; i < 2; ++i) simd::store(fours_of<Word>(word, i), to + i * kTileColumns);
       }
     }
   }
