@@ -1,7 +1,7 @@
 // Blocks of activations, in fixed point or int8, times GGUF weights: few rows.
 //
-// Computes   sums[i, j] = sum over blocks of activations (activations_fixed.h, activations_int8.h) times quantised weights, for
-//            one row or two at a time: decoding, bound by reading the weight
+// Computes   sums[i, j] = sum over blocks of activations (activations.h) times quantised weights, for one row or two at a
+//            time: decoding, bound by reading the weight
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each two rows; at last for a single row
 //              for each panel (two rows: for each 2 vectors of columns)
@@ -11,7 +11,7 @@
 // Memory     weights stream once per two rows; x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
 //            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
 //            0.87)
-// Numerics   activations_fixed.h, activations_int8.h
+// Numerics   activations.h
 #pragma once
 
 #include "matmul/activations_int8_many_rows.h"
@@ -20,21 +20,6 @@
 namespace opst::OPST_ISA_NS::gemm {
 
 inline constexpr int64_t kBlockPrefetchBytes = 8192;
-
-// The planes of bytes of a block: one of int8, kFixedPlanes in fixed point.
-OPST_INLINE const int8_t* plane_of(const ActivationBlock& block, int) { return block.q; }
-OPST_INLINE const int8_t* plane_of(const FixedBlock& block, int plane) { return block.q[plane]; }
-OPST_INLINE int32_t sum_of(const ActivationBlock& block, int half, int) { return block.sums[half]; }
-OPST_INLINE int32_t sum_of(const FixedBlock& block, int half, int plane) { return block.sums[half][plane]; }
-// Of the values of a run with one scale: all of the block, or a half.
-template <int kPart, class Block>
-OPST_INLINE int32_t sum_of_run(const Block& block, int half, int plane) {
-  return kPart == 32 ? sum_of(block, 0, plane) + sum_of(block, 1, plane) : sum_of(block, half, plane);
-}
-template <class Block>
-inline constexpr int kPlanes = 1;
-template <>
-inline constexpr int kPlanes<FixedBlock> = kFixedPlanes;
 
 // sum of planes[p] * 256^p
 OPST_INLINE F32 join_planes(const I32 (&planes)[1]) { return to_f32(planes[0]); }
@@ -46,7 +31,7 @@ OPST_INLINE F32 join_planes(const I32 (&planes)[kFixedPlanes]) {
 // their own, or the latency of the products would show.
 template <class Shape, class Block, int MR, int NV>
 struct RunTotals {
-  static constexpr int kGroups = Shape::kPart / 8, P = kPlanes<Block>, kSums = MR * NV == 1 ? 2 : 1;
+  static constexpr int kGroups = Shape::kPart / 8, P = Block::kPlanes, kSums = MR * NV == 1 ? 2 : 1;
   simd::DotSum<Shape::kMost> sums[kSums][MR][NV][P];
 
   OPST_INLINE void begin(const Block* a, int64_t a_stride, int half) {
@@ -64,7 +49,7 @@ struct RunTotals {
   OPST_INLINE void add(const Block* a, int64_t a_stride, int half, int v, int g, EvenOdd q) {
     OPST_UNROLL for (int i = 0; i < MR; ++i) {
       OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
-        const int8_t* const eight = plane_of(a[i * a_stride], plane) + half * 16 + g * 8;
+        const int8_t* const eight = a[i * a_stride].q[plane] + half * 16 + g * 8;
         sums[0][i][v][plane].add(q.even, four_bytes(eight), g * 2 / kSums);
         sums[kSums - 1][i][v][plane].add(q.odd, four_bytes(eight + 4), g * 2 / kSums + (kSums == 1 ? 1 : 0));
       }

@@ -1,6 +1,6 @@
 // int8 activations in blocks of 32, times GGUF weights: many rows. Int8 and int4 weights: weights_int_many_rows.h.
 //
-// Computes   sums[i, j] = sum over blocks of int8 activations times quantised weights (activations_int8.h)
+// Computes   sums[i, j] = sum over blocks of int8 activations times quantised weights (activations.h)
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each run of k_block values of k
 //              for each 2 vectors of columns: unpack [k_block / 4][columns] words of four bytes once
@@ -11,7 +11,7 @@
 //              a tile   [6][16] blocks    4.5 KB   L1
 //              x        [192][18] blocks  162 KB   L2, read again for each 2 vectors of columns
 //              sums     [192][64] f32      48 KB   L2
-// Numerics   activations_int8.h; a sum rests in memory between runs of k and loses nothing there
+// Numerics   activations.h; a sum rests in memory between runs of k and loses nothing there
 #pragma once
 
 #include "matmul/decode.h"
@@ -22,7 +22,7 @@ namespace opst::OPST_ISA_NS::gemm {
 // Rows of a register tile, whose f32 sums and integer totals fill the registers.
 inline constexpr int kInt8TileRows = F32::kLanes == 16 ? 6 : 2;
 
-// A format as the register tile sees it (activations_int8.h): values per scale, offset, largest u, whether there is an m.
+// A format as the register tile sees it (activations.h): values per scale, offset, largest u, whether there is an m.
 // Formats with the same shape share one tile.
 template <int part, int offset, int most, bool minimum>
 struct Int8Shape {
@@ -73,6 +73,12 @@ OPST_NOINLINE void unpack_columns(const ProductPart& part, const UnpackedColumns
   }
 }
 
+// The sum of a plane's values of a run with one scale: all of the block, or a half.
+template <int kPart, class Block>
+OPST_INLINE int32_t sum_of_run(const Block& block, int half, int plane) {
+  return kPart == 32 ? block.sums[0][plane] + block.sums[1][plane] : block.sums[half][plane];
+}
+
 // sums [MR][kTileColumns] += MR rows of blocks * the unpacked columns.
 template <class Shape, int MR>
 OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t blocks, const ActivationBlock* a,
@@ -89,8 +95,7 @@ OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t block
     OPST_UNROLL for (int p = 0; p < kActivationBlock / Shape::kPart; ++p) {
       I32 total[MR][NV];
       OPST_UNROLL for (int i = 0; i < MR; ++i) {
-        const int32_t* const q_sums = a[i * a_stride].sums;
-        const int32_t sum = Shape::kPart == 32 ? q_sums[0] + q_sums[1] : q_sums[p];
+        const int32_t sum = sum_of_run<Shape::kPart>(a[i * a_stride], p, 0);
         OPST_UNROLL for (int j = 0; j < NV; ++j) {
           total[i][j] = Shape::kOffset == 0 ? I32::zero() : I32::set1(-Shape::kOffset * sum);
         }
@@ -99,7 +104,7 @@ OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t block
         Words u[NV];
         OPST_UNROLL for (int j = 0; j < NV; ++j) u[j] = Words::load(bytes + j * F32::kLanes);
         OPST_UNROLL for (int i = 0; i < MR; ++i) {
-          const Words s = four_bytes(a[i * a_stride].q + Shape::kPart * p + 4 * w);
+          const Words s = four_bytes(a[i * a_stride].q[0] + Shape::kPart * p + 4 * w);
           OPST_UNROLL for (int j = 0; j < NV; ++j) total[i][j] = simd::dot<Shape::kMost>(total[i][j], u[j], s);
         }
       }
@@ -168,16 +173,16 @@ OPST_INLINE void quantise_block(const float* x, int64_t x_stride, ActivationBloc
   OPST_UNROLL for (int i = 0; i < kBlockVecs; ++i) {
     F32 q = F32::zero();
     if (nonzero) q = min(max(round(v[i] / F32::set1(scale)), F32::set1(-127.0f)), F32::set1(127.0f));
-    simd::store_i8(q, out->q + i * F32::kLanes);
+    simd::store_i8(q, out->q[0] + i * F32::kLanes);
     half[i * 2 / kBlockVecs] = half[i * 2 / kBlockVecs] + q;
   }
-  simd::even_odd(out->q);
-  simd::even_odd(out->q + 16);
+  simd::even_odd(out->q[0]);
+  simd::even_odd(out->q[0] + 16);
   const float sum0 = simd::hsum(half[0]), sum1 = simd::hsum(half[1]);
   out->scale = finite ? scale : __builtin_nanf("");
   out->scaled_sum = out->scale * (sum0 + sum1);
-  out->sums[0] = static_cast<int32_t>(sum0);
-  out->sums[1] = static_cast<int32_t>(sum1);
+  out->sums[0][0] = static_cast<int32_t>(sum0);
+  out->sums[1][0] = static_cast<int32_t>(sum1);
 }
 
 inline void quantise_row(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out) {
