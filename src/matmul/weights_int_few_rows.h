@@ -1,8 +1,6 @@
 // int8 and int4 weights (weights_int.h) times rows of int8: a few rows, bound by reading the weight.
 //
-// Computes   S[i, j, g] = sum over group g of k of x[i, t] * q[j, t],   q = u - offset (- zero[j, g])
-//            sums       S + int_bias[j] as i32, or times scale[j] as f32: one group
-//                       sum over g of S * scale[j, g] as f32: more groups
+// Computes   sums as weights_int_many_rows.h
 // Shapes     x [rows, k] int8; weight: packed panels of u (weights_int.h); sums [rows, columns]
 // Loop nest  for each panel; for each group; over k: load words, per row one dot product (int4: two)
 // Memory     weights stream once, fetched 4 KB ahead; x stays in L1
@@ -13,18 +11,23 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
-// total[i][v] += words [count] of one group and panel * MR rows.
+// total = the first sums of a group and panel + MR rows * its words.
 template <class Word, int MR>
-OPST_INLINE void few_rows_words(int64_t count, const int8_t* a, int64_t a_stride, const uint32_t* words,
+OPST_INLINE void few_rows_words(const ProductPart& part, int64_t panel, int64_t group,
                                 I32 (&total)[MR][kVecsPerPanel]) {
   constexpr int NV = kVecsPerPanel;
   // Independent sums hide the latency of the dot product.
   constexpr int kParts = MR * NV >= 6 ? 1 : MR * NV >= 3 ? 2 : 4;
   constexpr int64_t kAheadWords = 4096 / 4;
+  const int64_t count = part.ints.group_words, a_stride = part.x_stride;
+  const uint32_t* words = part.ints.words + (panel * part.ints.groups + group) * count * kIntPanelColumns;
+  const int8_t* a = static_cast<const int8_t*>(part.x) + group * count * Word::kValues;
   I32 acc[kParts][MR][NV];
   OPST_UNROLL for (int p = 0; p < kParts; ++p) {
     OPST_UNROLL for (int i = 0; i < MR; ++i) {
-      OPST_UNROLL for (int v = 0; v < NV; ++v) acc[p][i][v] = p == 0 ? total[i][v] : I32::zero();
+      OPST_UNROLL for (int v = 0; v < NV; ++v) {
+        acc[p][i][v] = p == 0 ? first_sums<Word>(part, i, group, panel * NV + v) : I32::zero();
+      }
     }
   }
   const auto step = [&](int p) OPST_INLINE_LAMBDA {
@@ -59,21 +62,15 @@ template <class Word, int MR>
 OPST_NOINLINE void int_few_rows(const ProductPart& part) {
   constexpr int NV = kVecsPerPanel;
   const IntWeightPart& weight = part.ints;
-  const auto* const a = static_cast<const int8_t*>(part.x);
-  const int64_t group_bytes = 4 * kFoursPerWord<Word> * weight.group_words;
   for (int64_t column = 0; column < part.columns; column += kIntPanelColumns) {
     const int64_t panel = column / kIntPanelColumns;
-    const uint32_t* words = weight.words + panel * weight.groups * weight.group_words * kIntPanelColumns;
     F32 sums[MR][NV];
     I32 total[MR][NV];
     OPST_UNROLL for (int i = 0; i < MR; ++i) {
       OPST_UNROLL for (int v = 0; v < NV; ++v) sums[i][v] = F32::zero(), total[i][v] = I32::zero();
     }
-    for (int64_t g = 0; g < weight.groups; ++g, words += weight.group_words * kIntPanelColumns) {
-      OPST_UNROLL for (int i = 0; i < MR; ++i) {
-        OPST_UNROLL for (int v = 0; v < NV; ++v) total[i][v] = first_sums<Word>(part, i, g, panel * NV + v);
-      }
-      few_rows_words<Word, MR>(weight.group_words, a + g * group_bytes, part.x_stride, words, total);
+    for (int64_t g = 0; g < weight.groups; ++g) {
+      few_rows_words<Word, MR>(part, panel, g, total);
       OPST_UNROLL for (int v = 0; v < NV; ++v) {
         const F32 scale = F32::load(weight.scales + (panel * weight.groups + g) * kIntPanelColumns + v * F32::kLanes);
         OPST_UNROLL for (int i = 0; i < MR; ++i) {

@@ -31,7 +31,7 @@ struct IntTile {
   // the products at k = 2048.
   const char* out;
   int64_t out_stride;
-  const float* scales[kTileVecs];  // of the tile's vectors, behind the last run of a group; null: sums stay integers
+  const float* scales[kTileVecs];  // of the group; the first one null: sums stay integers, as before the last run of k
   // More than one group:
   const int32_t* zeros[kTileVecs];  // null: all 0
   const int32_t* x_sums;            // of the tile's first row
@@ -115,7 +115,8 @@ OPST_INLINE void accumulate_rows(const ProductPart& part, const IntTile& block, 
              part.sums + rows.first * part.sums_stride + column, part.sums_stride);
 }
 
-// `count` words of a group, from word `first` of it on, for two vectors of columns; four-bit ones are unpacked.
+// `count` words of a group, from word `first` of it on, for two vectors of columns; four-bit ones are unpacked. Scales and
+// zeros of the group.
 template <class Word>
 OPST_INLINE IntTile tile_words(const ProductPart& part, int64_t column, int64_t group, int64_t first, int64_t count) {
   const IntWeightPart& weight = part.ints;
@@ -123,6 +124,8 @@ OPST_INLINE IntTile tile_words(const ProductPart& part, int64_t column, int64_t 
   IntTile out = {};
   for (int j = 0; j < kTileVecs; ++j) {
     const int64_t vec = clamped_vec(part, column + j * F32::kLanes);
+    out.scales[j] = vector_of(weight.scales, weight.groups, vec) + group * kIntPanelColumns;
+    if (weight.zeros != nullptr) out.zeros[j] = vector_of(weight.zeros, weight.groups, vec) + group * kIntPanelColumns;
     const uint32_t* from =
         vector_of(weight.words, panel_words, vec) + (group * weight.group_words + first) * kIntPanelColumns;
     if constexpr (Word::kBits == 8) {
@@ -166,13 +169,11 @@ void int_many_whole(const ProductPart& part) {
       const int64_t next_column = last ? 0 : column + kTileColumns, next_word = last ? w + count : w;
       const char* next[kTileVecs];
       for (int j = 0; j < kTileVecs; ++j) {
-        next[j] = reinterpret_cast<const char*>(
-            vector_of(weight.words, weight.group_words, clamped_vec(part, next_column + j * F32::kLanes)) +
-            next_word * kIntPanelColumns);
-        if (last_block && !part.int_sums) {
-          block.scales[j] = vector_of(weight.scales, 1, clamped_vec(part, column + j * F32::kLanes));
-        }
+        const int64_t vec = clamped_vec(part, next_column + j * F32::kLanes);
+        next[j] = reinterpret_cast<const char*>(vector_of(weight.words, weight.group_words, vec) +
+                                                next_word * kIntPanelColumns);
       }
+      if (!last_block || part.int_sums) block.scales[0] = nullptr;
       const int64_t share = block.fours / 4 * 64, stream = count * 64;
       int64_t fetched = 0;
       const bool fetches_out = last_block && part.out != nullptr;
@@ -201,13 +202,6 @@ void int_many_groups(const ProductPart& part) {
       IntTile block = tile_words<Word>(part, column, g, 0, weight.group_words);
       block.next = block.out = reinterpret_cast<const char*>(block.words[0]);
       block.x_sums_stride = weight.groups;
-      for (int j = 0; j < kTileVecs; ++j) {
-        const int64_t vec = clamped_vec(part, column + j * F32::kLanes);
-        block.scales[j] = vector_of(weight.scales, weight.groups, vec) + g * kIntPanelColumns;
-        if (weight.zeros != nullptr) {
-          block.zeros[j] = vector_of(weight.zeros, weight.groups, vec) + g * kIntPanelColumns;
-        }
-      }
       for (int64_t t = 0; t < row_tiles.count(); ++t) {
         const tile::RowTile rows = row_tiles[t];
         block.x_sums = part.x_sums + rows.first * weight.groups + g;
