@@ -1,5 +1,5 @@
-// Activations in blocks of 32, int8 or in fixed point, times GGUF weights. (Int8 and int4 weights are another product:
-// weights_int.h.) The one definition that every kernel follows, few rows or many, so that all of them give the same bits.
+// Activations in blocks of 32, int8 or in fixed point, times GGUF weights: the one definition that every kernel follows,
+// few rows or many, so that all of them give the same bits. (Int8 and int4 weights are another product: weights_int.h.)
 //
 // int8. Each row of x is cut into blocks of 32 consecutive values. A block becomes
 //   scale = max |x| / 127                                        one rounding to f32
@@ -17,8 +17,8 @@
 //   sum   = fma(scale * (sum of q), m, sum)                      where there is an m; the product is rounded once
 // and at last the bias is added. (The generic level has no fma: product and sum round.)
 //
-// Fixed point: as accurate as multiply-adds in f32, and so quick that reading the weight bounds it. For one or two rows. A
-// block becomes
+// Fixed point: as accurate as multiply-adds in f32, and so quick that reading the weight bounds it. For one or two rows.
+// A block becomes
 //   scale = a power of two, the smallest for which every X is at most 0x7f7f7f = 8355711, the largest number of three
 //           signed bytes, in magnitude
 //   X     = x / scale, rounded to the nearest integer, = q[2] * 65536 + q[1] * 256 + q[0], -128 <= q <= 127
@@ -40,8 +40,8 @@ inline constexpr int kActivationBlock = 32, kFixedPlanes = 3;
 inline constexpr int kFixedMost = 0x7f7f7f;
 inline constexpr float kFixedSmallest = 0x1p-100f, kFixedLargest = 0x1p120f;
 
-// Value 8 g + 2 i of the block is q[plane][8 g + i], value 8 g + 2 i + 1 is q[plane][8 g + 4 + i], for i < 4: the order in
-// which masking and shifting a word of eight 4-bit fields hands out its bytes.
+// Value 8 g + 2 i of the block is q[plane][8 g + i], value 8 g + 2 i + 1 is q[plane][8 g + 4 + i], for i < 4: the order
+// in which masking and shifting a word of eight 4-bit fields hands out its bytes.
 template <int planes>
 struct BlockOfPlanes {
   static constexpr int kPlanes = planes;

@@ -1,7 +1,7 @@
 // Blocks of activations, in fixed point or int8, times GGUF weights: few rows.
 //
-// Computes   sums[i, j] = sum over blocks of activations (activations.h) times quantised weights, for one row or two at a
-//            time: decoding, bound by reading the weight
+// Computes   sums[i, j] = sum over blocks of activations (activations.h) times quantised weights, for one row or two at
+//            a time: decoding, bound by reading the weight
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each two rows; at last for a single row
 //              for each panel (two rows: for each 2 vectors of columns)
@@ -27,8 +27,8 @@ OPST_INLINE F32 join_planes(const I32 (&planes)[kFixedPlanes]) {
   return fma(to_f32((planes[2] << 8) + planes[1]), F32::set1(256), to_f32(planes[0]));
 }
 
-// Totals of a run with one scale, for MR rows and NV vectors of columns. Where both are 1, even and odd values have sums of
-// their own, or the latency of the products would show.
+// Totals of a run with one scale, for MR rows and NV vectors of columns. Where both are 1, even and odd values have sums
+// of their own, or the latency of the products would show.
 template <class Shape, class Block, int MR, int NV>
 struct RunTotals {
   static constexpr int kGroups = Shape::kPart / 8, P = Block::kPlanes, kSums = MR * NV == 1 ? 2 : 1;

@@ -46,8 +46,8 @@ struct FloatTiles {
   const tile::ScaledAccumulate<Product> tall = tile::scaled_accumulate_for<Product, kTileVecs>(tiles.tallest());
   const tile::ScaledAccumulate<Product> low = tile::scaled_accumulate_for<Product, kTileVecs>(tiles.lowest());
 
-  // Sums of the columns from `column` on += rows of x * scratch [depth][kTileColumns]. ahead(t, next_x): the memory that
-  // tile t fetches, 16 bytes per word of k; next_x: the rows of the next tile.
+  // Sums of the columns from `column` on += rows of x * scratch [depth][kTileColumns]. ahead(t, next_x): the memory
+  // that tile t fetches, 16 bytes per word of k; next_x: the rows of the next tile.
   template <class Ahead>
   OPST_INLINE void add(int64_t column, int64_t depth, const typename Product::Word* x, const Ahead& ahead) const {
     float ones[Product::kTileRows];
@@ -63,8 +63,8 @@ struct FloatTiles {
   }
 };
 
-// What the register tiles of one run of k and 2 vectors of columns fetch: first the weights that are decoded next, which
-// come from memory, then the rows of x of the next tile.
+// What the register tiles of one run of k and 2 vectors of columns fetch: first the weights that are decoded next,
+// which come from memory, then the rows of x of the next tile.
 template <class Piece>
 struct Ahead {
   static constexpr int kMaxPanels = kTileColumns > kPanelColumns ? kTileColumns / kPanelColumns : 1;

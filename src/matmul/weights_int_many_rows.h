@@ -73,7 +73,7 @@ OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_s
   for (; k < block.fours; ++k) step(k);
 }
 
-// One group: sums += MR rows * the run, as integers; the last run of k leaves sums * scale as f32, where there are scales.
+// One group: sums += MR rows * the run, as integers; the last run of k leaves sums * scale as f32 (scales not null).
 // More groups: sums = fma(MR rows * the run - correction, scale, sums) as f32.
 template <class Word, bool kGroups, int MR>
 OPST_NOINLINE void int_accumulate(const IntTile& block, const int8_t* a, int64_t a_stride, float* sums,
@@ -115,8 +115,8 @@ OPST_INLINE void accumulate_rows(const ProductPart& part, const IntTile& block, 
              part.sums + rows.first * part.sums_stride + column, part.sums_stride);
 }
 
-// `count` words of a group, from word `first` of it on, for two vectors of columns; four-bit ones are unpacked. Scales and
-// zeros of the group.
+// `count` words of a group, from word `first` of it on, for two vectors of columns; four-bit ones are unpacked. Scales
+// and zeros of the group.
 template <class Word>
 OPST_INLINE IntTile tile_words(const ProductPart& part, int64_t column, int64_t group, int64_t first, int64_t count) {
   const IntWeightPart& weight = part.ints;
