@@ -12,7 +12,7 @@ extern const opst::extending::FormatKernels kFormatKernels;
 constinit const opst::extending::FormatKernels kFormatKernels = {
     .dequantize_row = quant::dequantize_row<opst::extending::BlockW5>,
     .few_rows = gemm::few_rows<Packed>,
-    .int8_columns = gemm::kInt8Columns,
+    .int8_columns = gemm::kTileColumns,
     .quantise_row = gemm::quantise_row,
     .int8_rows = gemm::int8_block_rows<Packed>};
 

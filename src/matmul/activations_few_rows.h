@@ -1,7 +1,7 @@
 // Blocks of activations, in fixed point or int8, times GGUF weights: few rows.
 //
-// Computes   sums[i, j] = sum over blocks of activations (activations_fixed.h, activations_int8.h) times quantised weights, for
-//            one row or two at a time: decoding, bound by reading the weight
+// Computes   sums[i, j] = sum over blocks of activations (activations.h) times quantised weights, for one row or two at
+//            a time: decoding, bound by reading the weight
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each two rows; at last for a single row
 //              for each panel (two rows: for each 2 vectors of columns)
@@ -11,33 +11,15 @@
 // Memory     weights stream once per two rows; x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
 //            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
 //            0.87)
-// Numerics   activations_fixed.h, activations_int8.h
+// Numerics   activations.h
 #pragma once
 
-#include "matmul/activations_fixed.h"
 #include "matmul/activations_int8_many_rows.h"
+#include "matmul/few_rows.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
-using opst::gemm::FixedBlock;
-using opst::gemm::kFixedPlanes;
-
 inline constexpr int64_t kBlockPrefetchBytes = 8192;
-
-// The planes of bytes of a block: one of int8, kFixedPlanes in fixed point.
-OPST_INLINE const int8_t* plane_of(const ActivationBlock& block, int) { return block.q; }
-OPST_INLINE const int8_t* plane_of(const FixedBlock& block, int plane) { return block.q[plane]; }
-OPST_INLINE int32_t sum_of(const ActivationBlock& block, int half, int) { return block.sums[half]; }
-OPST_INLINE int32_t sum_of(const FixedBlock& block, int half, int plane) { return block.sums[half][plane]; }
-// Of the values of a run with one scale: all of the block, or a half.
-template <int kPart, class Block>
-OPST_INLINE int32_t sum_of_run(const Block& block, int half, int plane) {
-  return kPart == 32 ? sum_of(block, 0, plane) + sum_of(block, 1, plane) : sum_of(block, half, plane);
-}
-template <class Block>
-inline constexpr int kPlanes = 1;
-template <>
-inline constexpr int kPlanes<FixedBlock> = kFixedPlanes;
 
 // sum of planes[p] * 256^p
 OPST_INLINE F32 join_planes(const I32 (&planes)[1]) { return to_f32(planes[0]); }
@@ -45,33 +27,63 @@ OPST_INLINE F32 join_planes(const I32 (&planes)[kFixedPlanes]) {
   return fma(to_f32((planes[2] << 8) + planes[1]), F32::set1(256), to_f32(planes[0]));
 }
 
-// MR rows times NV vectors of columns. Where both are 1, even and odd values have sums of their own, or the latency of
-// the products would show.
+// Totals of a run with one scale, for MR rows and NV vectors of columns. Where both are 1, even and odd values have sums
+// of their own, or the latency of the products would show.
+template <class Shape, class Block, int MR, int NV>
+struct RunTotals {
+  static constexpr int kGroups = Shape::kPart / 8, P = Block::kPlanes, kSums = MR * NV == 1 ? 2 : 1;
+  simd::DotSum<Shape::kMost> sums[kSums][MR][NV][P];
+
+  OPST_INLINE void begin(const Block* a, int64_t a_stride, int half) {
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
+        const int32_t sum = sum_of_run<Shape::kPart>(a[i * a_stride], half, plane);
+        OPST_UNROLL for (int v = 0; v < NV; ++v) {
+          sums[0][i][v][plane].begin(Shape::kOffset == 0 ? I32::zero() : I32::set1(-Shape::kOffset * sum));
+          if constexpr (kSums == 2) sums[1][i][v][plane].begin(I32::zero());
+        }
+      }
+    }
+  }
+  // Eight values of vector v, the group `g` of the run.
+  OPST_INLINE void add(const Block* a, int64_t a_stride, int half, int v, int g, EvenOdd q) {
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
+        const int8_t* const eight = a[i * a_stride].q[plane] + half * 16 + g * 8;
+        sums[0][i][v][plane].add(q.even, four_bytes(eight), g * 2 / kSums);
+        sums[kSums - 1][i][v][plane].add(q.odd, four_bytes(eight + 4), g * 2 / kSums + (kSums == 1 ? 1 : 0));
+      }
+    }
+  }
+  OPST_INLINE F32 joined(int i, int v) const {
+    I32 total[P];
+    OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
+      total[plane] = sums[0][i][v][plane].template total<kGroups * 2 / kSums>();
+      if constexpr (kSums == 2) total[plane] = total[plane] + sums[1][i][v][plane].template total<kGroups>();
+    }
+    return join_planes(total);
+  }
+};
+
+// MR rows times NV vectors of columns.
 template <class Piece, class Block, int MR, int NV>
 OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_row, int64_t column) {
-  using Of = Int8Piece<Piece>;
-  using Shape = typename Of::Shape;
-  constexpr int P = kPlanes<Block>, kSums = MR * NV == 1 ? 2 : 1;
-  constexpr int kParts = Piece::kValues / Shape::kPart, kGroups = Shape::kPart / 8;
+  using Shape = typename Int8Piece<Piece>::Shape;
+  using Totals = RunTotals<Shape, Block, MR, NV>;
+  constexpr int kParts = Piece::kValues / Shape::kPart;
   constexpr int64_t kFetchBytes = static_cast<int64_t>(sizeof(Piece)) / kParts;
   constexpr int64_t kAhead = (kBlockPrefetchBytes + sizeof(Piece) - 1) / sizeof(Piece);
   constexpr int64_t kPanels = NV > kVecsPerPanel ? NV / kVecsPerPanel : 1;
   const int64_t pieces = part.k / Piece::kValues;
-  const int64_t first_vec = column / F32::kLanes, last_vec = (part.columns - 1) / F32::kLanes;
   const Piece* stream[NV];
   int lane[NV];
-  OPST_UNROLL for (int v = 0; v < NV; ++v) {
-    // Beyond the end: the last vector once more, and nothing is stored.
-    const int64_t vec = first_vec + v < last_vec ? first_vec + v : last_vec;
-    stream[v] = panel_of<Piece>(part.panels, pieces, vec);
-    lane[v] = lane_of(vec);
-  }
+  find_vecs(part, column, stream, lane);
+  const Piece* const last = panel_of<Piece>(part, clamped_vec(part, part.columns)) + (pieces > 0 ? pieces - 1 : 0);
   const int64_t a_stride = part.x_stride;
   const Block* a = static_cast<const Block*>(part.x) + first_row * a_stride;
 
   F32 acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
-  const Piece* const last = panel_of<Piece>(part.panels, pieces, last_vec) + (pieces > 0 ? pieces - 1 : 0);
+  tile::clear_tile<tile::ProductF32, MR, NV>(acc);
   for (int64_t p = 0; p < pieces; ++p) {
     // At a panel's end the panels of the next NV vectors are fetched.
     const int64_t ahead = p + kAhead < pieces ? p + kAhead : p + kAhead + (kPanels - 1) * pieces;
@@ -83,41 +95,20 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
         const char* const line = reinterpret_cast<const char*>(fetched[v]) + s * kFetchBytes;
         OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(line + i);
       }
-      simd::DotSum<Shape::kMost> sums[kSums][MR][NV][P];
-      OPST_UNROLL for (int i = 0; i < MR; ++i) {
-        OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
-          const int32_t sum = sum_of_run<Shape::kPart>(a[i * a_stride], half, plane);
-          OPST_UNROLL for (int v = 0; v < NV; ++v) {
-            sums[0][i][v][plane].begin(Shape::kOffset == 0 ? I32::zero() : I32::set1(-Shape::kOffset * sum));
-            if constexpr (kSums == 2) sums[1][i][v][plane].begin(I32::zero());
-          }
-        }
-      }
-      OPST_UNROLL for (int g = 0; g < kGroups; ++g) {
+      Totals totals;
+      totals.begin(a, a_stride, half);
+      OPST_UNROLL for (int g = 0; g < Totals::kGroups; ++g) {
         OPST_UNROLL for (int v = 0; v < NV; ++v) {
-          const EvenOdd q = Of::q(stream[v][p], lane[v], s * kGroups + g);
-          OPST_UNROLL for (int i = 0; i < MR; ++i) {
-            OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
-              uint32_t fours[2];
-              __builtin_memcpy(fours, plane_of(a[i * a_stride], plane) + half * 16 + g * 8, sizeof(fours));
-              sums[0][i][v][plane].add(q.even, simd::words_of(fours[0]), g * 2 / kSums);
-              sums[kSums - 1][i][v][plane].add(q.odd, simd::words_of(fours[1]), g * 2 / kSums + (kSums == 1 ? 1 : 0));
-            }
-          }
+          totals.add(a, a_stride, half, v, g, bytes_of(stream[v][p], lane[v], s * Totals::kGroups + g));
         }
       }
       OPST_UNROLL for (int v = 0; v < NV; ++v) {
-        const F32 d = Of::scale(stream[v][p], lane[v], s);
+        const F32 d = scale_of(stream[v][p], lane[v], s);
         OPST_UNROLL for (int i = 0; i < MR; ++i) {
-          I32 total[P];
-          OPST_UNROLL for (int plane = 0; plane < P; ++plane) {
-            total[plane] = sums[0][i][v][plane].template total<kGroups * 2 / kSums>();
-            if constexpr (kSums == 2) total[plane] = total[plane] + sums[1][i][v][plane].template total<kGroups>();
-          }
-          acc[i][v] = fma(join_planes(total), d * F32::set1(a[i * a_stride].scale), acc[i][v]);
+          acc[i][v] = fma(totals.joined(i, v), d * F32::set1(a[i * a_stride].scale), acc[i][v]);
         }
         if constexpr (Shape::kMinimum) {
-          const F32 m = Of::minimum(stream[v][p], lane[v], s);
+          const F32 m = minimum_of(stream[v][p], lane[v], s);
           OPST_UNROLL for (int i = 0; i < MR; ++i) {
             acc[i][v] = fma(F32::set1(a[i * a_stride].scaled_sum), m, acc[i][v]);
           }
@@ -131,8 +122,7 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
 
 template <class Piece, class Block>
 void few_rows_blocks(const ProductPart& part) {
-  constexpr int NV = kVecsPerPanel, NV2 = 2;  // of one row: a panel at a time
-  static_assert(NV2 % NV == 0);
+  constexpr int NV = kVecsPerPanel, NV2 = NV > 2 ? NV : 2;  // of one row: a panel at a time
   // The first lines of the stream, which fetching ahead leaves out.
   const char* const panels = static_cast<const char*>(part.panels);
   const int64_t panel_bytes = part.k / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
@@ -140,7 +130,7 @@ void few_rows_blocks(const ProductPart& part) {
   // Another core has just written the blocks: all their lines are asked for at once, not one by one as they are needed.
   for (int64_t i = 0; i < part.rows; ++i) {
     const auto* const blocks = reinterpret_cast<const char*>(static_cast<const Block*>(part.x) + i * part.x_stride);
-    const int64_t bytes = part.k / opst::gemm::kActivationBlock * static_cast<int64_t>(sizeof(Block));
+    const int64_t bytes = part.k / kActivationBlock * static_cast<int64_t>(sizeof(Block));
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(blocks + b);
   }
   int64_t row = 0;
@@ -153,38 +143,29 @@ void few_rows_blocks(const ProductPart& part) {
 }
 
 // 2^(e - 1) <= x < 2^e for a normal x > 0.
-OPST_INLINE int exponent_of(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
-  return static_cast<int>(bits >> 23) - 126;
-}
+OPST_INLINE int exponent_of(float x) { return static_cast<int>(__builtin_bit_cast(uint32_t, x) >> 23) - 126; }
 OPST_INLINE float power_of_two(int exponent) {
-  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
+  return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
 }
 
 OPST_INLINE bool fix_block(const float* x, int64_t x_stride, FixedBlock* out) {
-  constexpr int kVecs = kBlockVecs;
-  F32 v[kVecs];
+  F32 v[kBlockVecs];
   float largest;
-  if (!load_block(x, x_stride, v, largest) || largest > opst::gemm::kFixedLargest) return false;
-  if (largest != 0 && largest < opst::gemm::kFixedSmallest) return false;
+  if (!load_block(x, x_stride, v, largest) || largest > kFixedLargest) return false;
+  if (largest != 0 && largest < kFixedSmallest) return false;
   // The exponent alone: largest * inverse lies between 2^22 and 2^23, where not every number has three signed bytes.
-  int exponent = 0;
-  if (largest != 0) exponent = exponent_of(largest);
-  if (largest * power_of_two(23 - exponent) > static_cast<float>(opst::gemm::kFixedMost)) ++exponent;
+  int exponent = largest != 0 ? exponent_of(largest) : 0;
+  if (largest * power_of_two(23 - exponent) > static_cast<float>(kFixedMost)) ++exponent;
   const float scale = power_of_two(exponent - 23);
   const F32 inverse = F32::set1(power_of_two(23 - exponent));
   F32 sums[2][kFixedPlanes] = {{F32::zero(), F32::zero(), F32::zero()}, {F32::zero(), F32::zero(), F32::zero()}};
-  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
+  OPST_UNROLL for (int i = 0; i < kBlockVecs; ++i) {
     I32 rest = simd::to_i32(round(v[i] * inverse));
     OPST_UNROLL for (int plane = 0; plane < kFixedPlanes; ++plane) {
       const I32 digit = simd::low_byte(rest);
       rest = simd::high_bytes(rest - digit);
       simd::store_i8(to_f32(digit), out->q[plane] + i * F32::kLanes);
-      sums[i * 2 / kVecs][plane] = sums[i * 2 / kVecs][plane] + to_f32(digit);
+      sums[i * 2 / kBlockVecs][plane] = sums[i * 2 / kBlockVecs][plane] + to_f32(digit);
     }
   }
   int64_t total = 0;

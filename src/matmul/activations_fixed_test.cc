@@ -1,4 +1,4 @@
-// One and two rows times a quantised weight: the definition in activations_fixed.h.
+// One and two rows times a quantised weight: the definition in activations.h.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,6 +1,6 @@
 // int8 activations in blocks of 32, times GGUF weights: many rows. Int8 and int4 weights: weights_int_many_rows.h.
 //
-// Computes   sums[i, j] = sum over blocks of int8 activations times quantised weights (activations_int8.h)
+// Computes   sums[i, j] = sum over blocks of int8 activations times quantised weights (activations.h)
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each run of k_block values of k
 //              for each 2 vectors of columns: unpack [k_block / 4][columns] words of four bytes once
@@ -11,30 +11,18 @@
 //              a tile   [6][16] blocks    4.5 KB   L1
 //              x        [192][18] blocks  162 KB   L2, read again for each 2 vectors of columns
 //              sums     [192][64] f32      48 KB   L2
-// Numerics   activations_int8.h; a sum rests in memory between runs of k and loses nothing there
+// Numerics   activations.h; a sum rests in memory between runs of k and loses nothing there
 #pragma once
 
 #include "matmul/decode.h"
-#include "matmul/few_rows.h"
-#include "simd/dot_i8.h"
 #include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
-using opst::gemm::ActivationBlock;
-using opst::gemm::kActivationBlock;
-using simd::I32;
-
 // Rows of a register tile, whose f32 sums and integer totals fill the registers.
-#if defined(__AVX512F__)
-inline constexpr int kInt8TileRows = 6;
-#else
-inline constexpr int kInt8TileRows = 2;
-#endif
-inline constexpr int kInt8TileVecs = 2;
-inline constexpr int kInt8Columns = kInt8TileVecs * F32::kLanes;
+inline constexpr int kInt8TileRows = F32::kLanes == 16 ? 6 : 2;
 
-// A format as the register tile sees it (activations_int8.h): values per scale, offset, largest u, whether there is an m.
+// A format as the register tile sees it (activations.h): values per scale, offset, largest u, whether there is an m.
 // Formats with the same shape share one tile.
 template <int part, int offset, int most, bool minimum>
 struct Int8Shape {
@@ -42,66 +30,60 @@ struct Int8Shape {
   static constexpr bool kMinimum = minimum;
 };
 
-// How a format's pieces become bytes, scales and minimums.
 template <class Piece>
 struct Int8Piece;
-
 template <class Block>
 struct Int8Piece<Piece<Block>> {
   using Shape = Int8Shape<Block::kPart, Block::kOffset, (1 << Block::kBits) - 1, Block::kMinimum != Minimum::none>;
-  static OPST_INLINE EvenOdd q(const Piece<Block>& piece, int lane, int group) {
-    return Group<Block::kBits>::bytes(piece, lane, group);
-  }
-  static OPST_INLINE F32 scale(const Piece<Block>& piece, int lane, int part) { return scale_of(piece, lane, part); }
-  static OPST_INLINE F32 minimum(const Piece<Block>& piece, int lane, int part) {
-    return minimum_of(piece, lane, part);
-  }
 };
 
 // Unpacked columns in scratch.
 struct UnpackedColumns {
-  uint32_t* bytes;  // [k_block / 4][kInt8Columns]
-  float* scales;    // [k_block / 16][kInt8Columns]
-  float* minimums;  // [k_block / 32][kInt8Columns]
+  uint32_t* bytes;  // [k_block / 4][kTileColumns]
+  float* scales;    // [k_block / 16][kTileColumns]
+  float* minimums;  // [k_block / 32][kTileColumns]
 };
 
-// Values k0 .. k0 + depth of kInt8TileVecs vectors of columns -> scratch.
+// Values k0 .. k0 + depth of kTileVecs vectors of columns -> scratch.
 template <class Piece>
 OPST_NOINLINE void unpack_columns(const ProductPart& part, const UnpackedColumns& to, int64_t column, int64_t k0,
                                   int64_t depth) {
-  using Of = Int8Piece<Piece>;
-  const int64_t pieces = part.k / Piece::kValues;
-  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
-  for (int v = 0; v < kInt8TileVecs; ++v) {
-    const int64_t wanted = column / F32::kLanes + v;
-    const int64_t vec = wanted < last_vec ? wanted : last_vec;
+  using Shape = typename Int8Piece<Piece>::Shape;
+  for (int v = 0; v < kTileVecs; ++v) {
+    const int64_t vec = clamped_vec(part, column + v * F32::kLanes);
     const int lane = lane_of(vec);
-    const Piece* piece = panel_of<Piece>(part.panels, pieces, vec) + k0 / Piece::kValues;
+    const Piece* piece = panel_of<Piece>(part, vec) + k0 / Piece::kValues;
     uint32_t* bytes = to.bytes + v * F32::kLanes;
     float* scales = to.scales + v * F32::kLanes;
     float* minimums = to.minimums + v * F32::kLanes;
     for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
-      for (int group = 0; group < Piece::kValues / 8; ++group, bytes += 2 * kInt8Columns) {
-        const EvenOdd q = Of::q(*piece, lane, group);
+      for (int group = 0; group < Piece::kValues / 8; ++group, bytes += 2 * kTileColumns) {
+        const EvenOdd q = bytes_of(*piece, lane, group);
         simd::store(q.even, bytes);
-        simd::store(q.odd, bytes + kInt8Columns);
+        simd::store(q.odd, bytes + kTileColumns);
       }
-      for (int s = 0; s < Piece::kValues / Of::Shape::kPart; ++s, scales += kInt8Columns) {
-        Of::scale(*piece, lane, s).store(scales);
-        if constexpr (Of::Shape::kMinimum) {
-          Of::minimum(*piece, lane, s).store(minimums);
-          minimums += kInt8Columns;
+      for (int s = 0; s < Piece::kValues / Shape::kPart; ++s, scales += kTileColumns) {
+        scale_of(*piece, lane, s).store(scales);
+        if constexpr (Shape::kMinimum) {
+          minimum_of(*piece, lane, s).store(minimums);
+          minimums += kTileColumns;
         }
       }
     }
   }
 }
 
-// sums [MR][kInt8Columns] += MR rows of blocks * the unpacked columns.
-template <class Of, int MR>
+// The sum of a plane's values of a run with one scale: all of the block, or a half.
+template <int kPart, class Block>
+OPST_INLINE int32_t sum_of_run(const Block& block, int half, int plane) {
+  return kPart == 32 ? block.sums[0][plane] + block.sums[1][plane] : block.sums[half][plane];
+}
+
+// sums [MR][kTileColumns] += MR rows of blocks * the unpacked columns.
+template <class Shape, int MR>
 OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t blocks, const ActivationBlock* a,
                                    int64_t a_stride, float* sums, int64_t sums_stride) {
-  constexpr int NV = kInt8TileVecs;
+  constexpr int NV = kTileVecs;
   const uint32_t* bytes = columns.bytes;
   const float* scales = columns.scales;
   const float* minimums = columns.minimums;
@@ -110,23 +92,20 @@ OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t block
     OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = F32::load(sums + i * sums_stride + j * F32::kLanes);
   }
   for (int64_t block = 0; block < blocks; ++block, ++a) {
-    OPST_UNROLL for (int p = 0; p < kActivationBlock / Of::kPart; ++p) {
+    OPST_UNROLL for (int p = 0; p < kActivationBlock / Shape::kPart; ++p) {
       I32 total[MR][NV];
       OPST_UNROLL for (int i = 0; i < MR; ++i) {
-        const int32_t* const q_sums = a[i * a_stride].sums;
-        const int32_t sum = Of::kPart == 32 ? q_sums[0] + q_sums[1] : q_sums[p];
+        const int32_t sum = sum_of_run<Shape::kPart>(a[i * a_stride], p, 0);
         OPST_UNROLL for (int j = 0; j < NV; ++j) {
-          total[i][j] = Of::kOffset == 0 ? I32::zero() : I32::set1(-Of::kOffset * sum);
+          total[i][j] = Shape::kOffset == 0 ? I32::zero() : I32::set1(-Shape::kOffset * sum);
         }
       }
-      OPST_UNROLL for (int w = 0; w < Of::kPart / 4; ++w, bytes += kInt8Columns) {
+      OPST_UNROLL for (int w = 0; w < Shape::kPart / 4; ++w, bytes += kTileColumns) {
         Words u[NV];
         OPST_UNROLL for (int j = 0; j < NV; ++j) u[j] = Words::load(bytes + j * F32::kLanes);
         OPST_UNROLL for (int i = 0; i < MR; ++i) {
-          uint32_t four;
-          __builtin_memcpy(&four, a[i * a_stride].q + Of::kPart * p + 4 * w, sizeof(four));
-          const Words s = simd::words_of(four);
-          OPST_UNROLL for (int j = 0; j < NV; ++j) total[i][j] = simd::dot<Of::kMost>(total[i][j], u[j], s);
+          const Words s = four_bytes(a[i * a_stride].q[0] + Shape::kPart * p + 4 * w);
+          OPST_UNROLL for (int j = 0; j < NV; ++j) total[i][j] = simd::dot<Shape::kMost>(total[i][j], u[j], s);
         }
       }
       OPST_UNROLL for (int j = 0; j < NV; ++j) {
@@ -134,55 +113,38 @@ OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t block
         OPST_UNROLL for (int i = 0; i < MR; ++i) {
           acc[i][j] = fma(to_f32(total[i][j]), d * F32::set1(a[i * a_stride].scale), acc[i][j]);
         }
-        if constexpr (Of::kMinimum) {
+        if constexpr (Shape::kMinimum) {
           const F32 m = F32::load(minimums + j * F32::kLanes);
           OPST_UNROLL for (int i = 0; i < MR; ++i) {
             acc[i][j] = fma(F32::set1(a[i * a_stride].scaled_sum), m, acc[i][j]);
           }
         }
       }
-      scales += kInt8Columns;
-      if constexpr (Of::kMinimum) minimums += kInt8Columns;
+      scales += kTileColumns;
+      if constexpr (Shape::kMinimum) minimums += kTileColumns;
     }
   }
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(sums + i * sums_stride + j * F32::kLanes);
-  }
-}
-
-using Int8BlockTile = void (*)(const UnpackedColumns&, int64_t, const ActivationBlock*, int64_t, float*, int64_t);
-template <class Of, int MR = kInt8TileRows>
-OPST_INLINE Int8BlockTile int8_block_tile_for(int rows) {
-  if constexpr (MR == 1) {
-    return int8_block_tile<Of, 1>;
-  } else {
-    return rows == MR ? int8_block_tile<Of, MR> : int8_block_tile_for<Of, MR - 1>(rows);
-  }
+  tile::store_tile<tile::ProductF32, MR, NV>(acc, sums, sums_stride);
 }
 
 template <class Piece>
 void int8_block_rows(const ProductPart& part) {
-  using Of = typename Int8Piece<Piece>::Shape;
+  using Shape = typename Int8Piece<Piece>::Shape;
   const auto* const a = static_cast<const ActivationBlock*>(part.x);
   UnpackedColumns unpacked = {static_cast<uint32_t*>(part.scratch), nullptr, nullptr};
-  unpacked.scales = reinterpret_cast<float*>(unpacked.bytes + part.k_block / 4 * kInt8Columns);
-  unpacked.minimums = unpacked.scales + part.k_block / 16 * kInt8Columns;
-  for (int64_t row = 0; row < part.rows; ++row) {
-    for (int64_t c = 0; c < part.columns; c += kInt8Columns) {
-      OPST_UNROLL for (int j = 0; j < kInt8TileVecs; ++j) {
-        F32::zero().store(part.sums + row * part.sums_stride + c + j * F32::kLanes);
-      }
-    }
-  }
+  unpacked.scales = reinterpret_cast<float*>(unpacked.bytes + part.k_block / 4 * kTileColumns);
+  unpacked.minimums = unpacked.scales + part.k_block / 16 * kTileColumns;
+  clear_sums(part);
   for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
     const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
-    for (int64_t column = 0; column < part.columns; column += kInt8Columns) {
+    for (int64_t column = 0; column < part.columns; column += kTileColumns) {
       unpack_columns<Piece>(part, unpacked, column, k0, depth);
       for (int64_t row = 0; row < part.rows; row += kInt8TileRows) {
         const int64_t rows = part.rows - row < kInt8TileRows ? part.rows - row : kInt8TileRows;
-        int8_block_tile_for<Of>(static_cast<int>(rows))(unpacked, depth / kActivationBlock,
-                                                        a + row * part.x_stride + k0 / kActivationBlock, part.x_stride,
-                                                        part.sums + row * part.sums_stride + column, part.sums_stride);
+        const auto add =
+            for_rows<kInt8TileRows>(rows, []<int MR>() OPST_INLINE_LAMBDA { return &int8_block_tile<Shape, MR>; });
+        add(unpacked, depth / kActivationBlock, a + row * part.x_stride + k0 / kActivationBlock, part.x_stride,
+            part.sums + row * part.sums_stride + column, part.sums_stride);
       }
     }
   }
@@ -202,26 +164,25 @@ OPST_INLINE bool load_block(const float* x, int64_t x_stride, F32 (&v)[kBlockVec
 }
 
 OPST_INLINE void quantise_block(const float* x, int64_t x_stride, ActivationBlock* out) {
-  constexpr int kVecs = kBlockVecs;
-  F32 v[kVecs];
+  F32 v[kBlockVecs];
   float largest;
   const bool finite = load_block(x, x_stride, v, largest);
   const float scale = largest / 127.0f;
   const bool nonzero = finite && scale > 0;
   F32 half[2] = {F32::zero(), F32::zero()};
-  OPST_UNROLL for (int i = 0; i < kVecs; ++i) {
+  OPST_UNROLL for (int i = 0; i < kBlockVecs; ++i) {
     F32 q = F32::zero();
     if (nonzero) q = min(max(round(v[i] / F32::set1(scale)), F32::set1(-127.0f)), F32::set1(127.0f));
-    simd::store_i8(q, out->q + i * F32::kLanes);
-    half[i * 2 / kVecs] = half[i * 2 / kVecs] + q;
+    simd::store_i8(q, out->q[0] + i * F32::kLanes);
+    half[i * 2 / kBlockVecs] = half[i * 2 / kBlockVecs] + q;
   }
-  simd::even_odd(out->q);
-  simd::even_odd(out->q + 16);
+  simd::even_odd(out->q[0]);
+  simd::even_odd(out->q[0] + 16);
   const float sum0 = simd::hsum(half[0]), sum1 = simd::hsum(half[1]);
   out->scale = finite ? scale : __builtin_nanf("");
   out->scaled_sum = out->scale * (sum0 + sum1);
-  out->sums[0] = static_cast<int32_t>(sum0);
-  out->sums[1] = static_cast<int32_t>(sum1);
+  out->sums[0][0] = static_cast<int32_t>(sum0);
+  out->sums[1][0] = static_cast<int32_t>(sum1);
 }
 
 inline void quantise_row(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out) {

@@ -1,4 +1,4 @@
-// int8 activations in blocks of 32 as activations_int8.h defines them, in plain loops.
+// int8 activations in blocks of 32 as activations.h defines them, in plain loops.
 #pragma once
 
 #include <algorithm>

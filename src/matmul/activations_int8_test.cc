@@ -1,4 +1,4 @@
-// matmul with activations rounded to int8 in blocks of 32: the definition in activations_int8.h.
+// matmul with activations rounded to int8 in blocks of 32: the definition in activations.h.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,11 +1,7 @@
-#include "matmul/activations_int8_many_rows.h"
-#include "matmul/kernels.h"
+#include "matmul/activations_few_rows.h"
 #include "matmul/weights_int_few_rows.h"
 #include "matmul/weights_int_floats.h"
 #include "matmul/weights_int_many_rows.h"
-#if defined(__AVX2__)
-#include "matmul/activations_few_rows.h"
-#endif
 
 namespace opst::OPST_ISA_NS::gemm {
 namespace {
@@ -15,36 +11,30 @@ namespace {
 constexpr int kLargest = 255;
 #elif defined(__AVX2__)
 constexpr int kLargest = 127;
+#else
+constexpr int kLargest = 0;
 #endif
 
-constexpr opst::gemm::ByteKernels all_kernels() {
-  opst::gemm::ByteKernels table = {
-    .int8_columns = kInt8Columns,
-    .int_columns = kIntColumns,
-    .activations_fixed = {},
-    .activations_int8_few_rows = {},
-    .activations_int8_many_rows = {},
-    .weights_int_few_rows = {int_few<WordI8>, int_few<WordI4>},
-    .weights_int_many_rows = {int_many<WordI8>, int_many<WordI4>},
-    .weights_int_floats = {int_with_floats<WordI8>, int_with_floats<WordI4>},
-    .quantise_row = quantise_row,
-#if defined(__AVX2__)
-    .fix_row = fix_row,
-#else
-    .fix_row = nullptr,
-#endif
-    .pack_int_row = pack_int_row
-  };
+constexpr ByteKernels all_kernels() {
+  ByteKernels table = {.int8_columns = kTileColumns,
+                       .int_columns = kTileColumns,
+                       .activations_fixed = {},
+                       .activations_int8_few_rows = {},
+                       .activations_int8_many_rows = {},
+                       .weights_int_few_rows = {int_few<WordI8>, int_few<WordI4>},
+                       .weights_int_many_rows = {int_many<WordI8>, int_many<WordI4>},
+                       .weights_int_floats = {int_with_floats<WordI8>, int_with_floats<WordI4>},
+                       .quantise_row = quantise_row,
+                       .fix_row = kLargest > 0 ? fix_row : nullptr,
+                       .pack_int_row = pack_int_row};
   QuantBlocks::each([&]<class Block>() {
     if constexpr (!kIsFloat<Block>) {
       constexpr int kFormat = static_cast<int>(Block::kFormat);
       table.activations_int8_many_rows[kFormat] = int8_block_rows<Piece<Block>>;
-#if defined(__AVX2__)
       if constexpr (Int8Piece<Piece<Block>>::Shape::kMost <= kLargest) {
-        table.activations_fixed[kFormat] = few_rows_blocks<Piece<Block>, opst::gemm::FixedBlock>;
-        table.activations_int8_few_rows[kFormat] = few_rows_blocks<Piece<Block>, opst::gemm::ActivationBlock>;
+        table.activations_fixed[kFormat] = few_rows_blocks<Piece<Block>, FixedBlock>;
+        table.activations_int8_few_rows[kFormat] = few_rows_blocks<Piece<Block>, ActivationBlock>;
       }
-#endif
     }
   });
   return table;
@@ -52,7 +42,7 @@ constexpr opst::gemm::ByteKernels all_kernels() {
 
 }  // namespace
 
-extern const opst::gemm::ByteKernels kByteKernels;
-constinit const opst::gemm::ByteKernels kByteKernels = all_kernels();
+extern const ByteKernels kByteKernels;
+constinit const ByteKernels kByteKernels = all_kernels();
 
 }  // namespace opst::OPST_ISA_NS::gemm

@@ -7,15 +7,11 @@
 // Numerics   f32; out is rounded once. silu as in rowwise swiglu: the same bits
 #pragma once
 
-#include "matmul/kernels.h"
+#include "matmul/panels.h"
 #include "simd/math.h"
 #include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::gemm {
-
-using opst::gemm::Finish;
-using opst::gemm::FloatType;
-using simd::F32;
 
 OPST_INLINE F32 silu(F32 y) { return y / (F32::set1(1) + simd::exp(F32::zero() - y)); }
 
@@ -46,11 +42,7 @@ struct SwigluSwapped {
 };
 
 template <class Activation>
-inline constexpr bool kTakesTwo = false;
-template <>
-inline constexpr bool kTakesTwo<Swiglu> = true;
-template <>
-inline constexpr bool kTakesTwo<SwigluSwapped> = true;
+inline constexpr bool kTakesTwo = __is_same(Activation, Swiglu) || __is_same(Activation, SwigluSwapped);
 
 // activation(sums * x_scales + bias) of rows [first, first + rows), from `to` on; may be the sums' own place.
 template <class Activation>
@@ -73,11 +65,7 @@ OPST_NOINLINE void activate(const Finish& part, int64_t first, int64_t rows, flo
         other = with_bias(tile::load_row<F32>(second, 1, i, n), second_bias, i);
       }
       const F32 value = Activation::of(with_bias(F32::load(y + i), bias, i), other);
-      if (n - i >= F32::kLanes) {
-        value.store(to + i);
-      } else {
-        value.store_n(to + i, n - i);
-      }
+      store_first(value, to + i, n - i);
     }
   }
 }
@@ -94,15 +82,12 @@ void store_row(const float* y, int64_t n, void* data, int64_t stride) {
   T* const out = static_cast<T*>(data);
   for (int64_t i = 0; i < n; i += F32::kLanes) {
     const F32 v = F32::load(y + i);
-    const int64_t left = n - i < F32::kLanes ? n - i : F32::kLanes;
-    if (stride == 1 && left == F32::kLanes) {
-      v.store(out + i);
-    } else if (stride == 1) {
-      v.store_n(out + i, left);
+    if (stride == 1) {
+      store_first(v, out + i, n - i);
     } else {
       T lanes[F32::kLanes];
       v.store(lanes);
-      for (int64_t j = 0; j < left; ++j) out[(i + j) * stride] = lanes[j];
+      for (int64_t j = 0; j < simd::clamp_lanes<F32>(n - i); ++j) out[(i + j) * stride] = lanes[j];
     }
   }
 }

@@ -8,20 +8,11 @@
 #pragma once
 
 #include "matmul/decode.h"
-#include "matmul/kernels.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
-using opst::gemm::ProductPart;
-
 // Vectors of columns at once: enough independent sums to hide the latency of the multiply-add, as far as registers go.
-#if defined(__AVX512F__)
-inline constexpr int kFewVecs = 4;
-inline constexpr int kFewMaxRows = 4;
-#else
-inline constexpr int kFewVecs = 4;
-inline constexpr int kFewMaxRows = 2;
-#endif
+inline constexpr int kFewVecs = 4, kFewMaxRows = F32::kLanes == 16 ? 4 : 2;
 inline constexpr int kFewColumns = kFewVecs * F32::kLanes;
 
 // How many bytes ahead in each panel's stream are fetched.
@@ -47,21 +38,14 @@ OPST_NOINLINE void few_rows_group(const ProductPart& part, int64_t first_row, in
   constexpr int64_t kFetchBytes = static_cast<int64_t>(sizeof(Piece)) * kScaled / Piece::kValues;
   constexpr int64_t kAhead = (kPrefetchBytes + sizeof(Piece) - 1) / sizeof(Piece);
   const int64_t pieces = part.k / Piece::kValues;
-  const int64_t first_vec = column / F32::kLanes;
-  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
   const Piece* stream[NV];
   int lane[NV];
-  OPST_UNROLL for (int v = 0; v < NV; ++v) {
-    // Beyond the end: the last vector once more, and nothing is stored.
-    const int64_t vec = first_vec + v < last_vec ? first_vec + v : last_vec;
-    stream[v] = panel_of<Piece>(part.panels, pieces, vec);
-    lane[v] = lane_of(vec);
-  }
+  find_vecs(part, column, stream, lane);
   const int64_t x_stride = part.x_stride;
   const auto* x = static_cast<const typename Product::Word*>(part.x) + first_row * x_stride;
 
   F32 acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = F32::zero(); }
+  tile::clear_tile<tile::ProductF32, MR, NV>(acc);
   for (int64_t p = 0; p < pieces; ++p) {
     // At a panel's end the panels of the next kFewVecs vectors are fetched: a panel of 576 inputs is no longer than
     // three times kPrefetchBytes.
@@ -95,19 +79,10 @@ void few_rows(const ProductPart& part) {
   for (int64_t column = 0; column < part.columns; column += kFewColumns) {
     int64_t row = 0;
     for (; row + kFewMaxRows <= part.rows; row += kFewMaxRows) few_rows_group<Piece, kFewMaxRows>(part, row, column);
-    switch (part.rows - row) {
-      case 1:
-        few_rows_group<Piece, 1>(part, row, column);
-        break;
-      case 2:
-        few_rows_group < Piece, kFewMaxRows<2 ? 1 : 2>(part, row, column);
-        break;
-      case 3:
-        few_rows_group < Piece, kFewMaxRows<3 ? 1 : 3>(part, row, column);
-        break;
-      default:
-        break;
-    }
+    if (row == part.rows) continue;
+    const auto group = for_rows<kFewMaxRows - 1>(
+        part.rows - row, []<int MR>() OPST_INLINE_LAMBDA { return &few_rows_group<Piece, MR>; });
+    group(part, row, column);
   }
 }
 

@@ -1,16 +1,14 @@
 #include "matmul/epilogue.h"
-#include "matmul/few_rows.h"
-#include "matmul/kernels.h"
 #include "matmul/many_rows.h"
 #include "matmul/pack_operands.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 namespace {
 
-constexpr opst::gemm::FloatKernels all_kernels() {
-  opst::gemm::FloatKernels table = {
+constexpr FloatKernels all_kernels() {
+  FloatKernels table = {
     .few_columns = kFewColumns,
-    .many_columns = kManyColumns,
+    .many_columns = kTileColumns,
     .few_rows = {},
     .many_rows = {},
 #if defined(__AVX512BF16__)
@@ -34,7 +32,7 @@ constexpr opst::gemm::FloatKernels all_kernels() {
 
 }  // namespace
 
-extern const opst::gemm::FloatKernels kFloatKernels;
-constinit const opst::gemm::FloatKernels kFloatKernels = all_kernels();
+extern const FloatKernels kFloatKernels;
+constinit const FloatKernels kFloatKernels = all_kernels();
 
 }  // namespace opst::OPST_ISA_NS::gemm

@@ -6,8 +6,7 @@
 
 #include <cstdint>
 
-#include "matmul/activations_fixed.h"
-#include "matmul/activations_int8.h"
+#include "matmul/activations.h"
 #include "matmul/weights_int.h"
 #include "opst/dtype.h"
 #include "quant/formats.h"

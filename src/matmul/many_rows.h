@@ -13,107 +13,96 @@
 #pragma once
 
 #include "matmul/few_rows.h"
-#include "tile/gemm_tile.h"
 #include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
-// Vectors of columns that are decoded at once: those of a register tile.
-inline constexpr int kManyVecs = tile::ProductF32::kTileVecs, kManyColumns = kManyVecs * F32::kLanes;
-
-// The pieces of the panel that holds vector `vec`, or of the last one.
+// Words k0 .. k0 + depth of kTileVecs vectors of columns -> scratch [depth][kTileColumns].
 template <class Piece>
-OPST_INLINE const Piece* pieces_of(const ProductPart& part, int64_t vec) {
-  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
-  return panel_of<Piece>(part.panels, part.k / Piece::kValues, vec < last_vec ? vec : last_vec);
-}
-
-// Words k0 .. k0 + depth of kManyVecs vectors of columns -> out [depth][kManyColumns].
-template <class Piece>
-OPST_NOINLINE void decode_columns(const ProductPart& part, int64_t column, int64_t k0, int64_t depth, float* out) {
-  const int64_t last_vec = (part.columns - 1) / F32::kLanes;
-  for (int v = 0; v < kManyVecs; ++v) {
-    const int64_t wanted = column / F32::kLanes + v;
-    const Piece* piece = pieces_of<Piece>(part, wanted) + k0 / Piece::kValues;
-    const int lane = lane_of(wanted < last_vec ? wanted : last_vec);
-    float* to = out + v * F32::kLanes;
+OPST_NOINLINE void decode_columns(const ProductPart& part, int64_t column, int64_t k0, int64_t depth) {
+  for (int v = 0; v < kTileVecs; ++v) {
+    const int64_t vec = clamped_vec(part, column + v * F32::kLanes);
+    const Piece* piece = panel_of<Piece>(part, vec) + k0 / Piece::kValues;
+    const int lane = lane_of(vec);
+    float* to = static_cast<float*>(part.scratch) + v * F32::kLanes;
     for (int64_t k = 0; k < depth; k += Piece::kValues, ++piece) {
       Decoder<Piece> decoder(piece, lane);
       for (int t0 = 0; t0 < Piece::kValues; t0 += Decoder<Piece>::kScaled) {
         decoder.begin_scale(t0);
         for (int t = t0; t < t0 + Decoder<Piece>::kScaled; t += Decoder<Piece>::kGroup) {
           decoder.begin_group(t);
-          OPST_UNROLL for (int j = 0; j < Decoder<Piece>::kGroup; ++j, to += kManyColumns) decoder.weight(j).store(to);
+          OPST_UNROLL for (int j = 0; j < Decoder<Piece>::kGroup; ++j, to += kTileColumns) decoder.weight(j).store(to);
         }
       }
     }
   }
 }
 
-// Addresses to fetch while the register tiles of one run of k and 2 vectors of columns are multiplied: first the
-// weights that are decoded next, which come from memory, then the rows of x of the next tile. A tile fetches 16 bytes
-// per word of k.
+// The register tiles of a part's rows.
+template <class Product>
+struct FloatTiles {
+  const ProductPart& part;
+  const tile::RowTiles tiles{part.rows, Product::kTileRows};
+  const tile::ScaledAccumulate<Product> tall = tile::scaled_accumulate_for<Product, kTileVecs>(tiles.tallest());
+  const tile::ScaledAccumulate<Product> low = tile::scaled_accumulate_for<Product, kTileVecs>(tiles.lowest());
+
+  // Sums of the columns from `column` on += rows of x * scratch [depth][kTileColumns]. ahead(t, next_x): the memory
+  // that tile t fetches, 16 bytes per word of k; next_x: the rows of the next tile.
+  template <class Ahead>
+  OPST_INLINE void add(int64_t column, int64_t depth, const typename Product::Word* x, const Ahead& ahead) const {
+    float ones[Product::kTileRows];
+    for (float& factor : ones) factor = 1;
+    for (int64_t t = 0; t < tiles.count(); ++t) {
+      const auto [row, rows] = tiles[t];
+      const auto* const of_tile = x + row * part.x_stride;
+      (tiles.is_tall(t) ? tall : low)(depth, of_tile, part.x_stride,
+                                      static_cast<const typename Product::WordB*>(part.scratch), kTileColumns,
+                                      part.sums + row * part.sums_stride + column, part.sums_stride, ones,
+                                      ahead(t, reinterpret_cast<const char*>(of_tile + rows * part.x_stride)));
+    }
+  }
+};
+
+// What the register tiles of one run of k and 2 vectors of columns fetch: first the weights that are decoded next,
+// which come from memory, then the rows of x of the next tile.
 template <class Piece>
 struct Ahead {
-  static constexpr int kMaxPanels = kManyColumns > kPanelColumns ? kManyColumns / kPanelColumns : 1;
+  static constexpr int kMaxPanels = kTileColumns > kPanelColumns ? kTileColumns / kPanelColumns : 1;
   const char* panel[kMaxPanels];
-  int64_t tiles_per_panel;
+  int64_t tile_bytes, tiles_per_panel;
 
-  // Of the words k0 .. k0 + depth of the columns from `column` on, fetched by tiles of `steps` words of k.
-  OPST_INLINE Ahead(const ProductPart& part, int64_t column, int64_t k0, int64_t depth, int64_t steps) {
-    const int64_t pieces = part.k / Piece::kValues;
+  // Of the words k0 .. k0 + depth of the columns from `column` on.
+  OPST_INLINE Ahead(const ProductPart& part, int64_t column, int64_t k0, int64_t depth) : tile_bytes(16 * depth) {
+    constexpr auto kPieceBytes = static_cast<int64_t>(sizeof(Piece));
     for (int i = 0; i < kMaxPanels; ++i) {
-      const int64_t index = column / kPanelColumns + i;
+      const int64_t pieces = (column / kPanelColumns + i) * (part.k / Piece::kValues) + k0 / Piece::kValues;
       // The address may lie beyond the weight; nothing is read there.
-      panel[i] = reinterpret_cast<const char*>(
-          reinterpret_cast<uintptr_t>(part.panels) +
-          static_cast<uintptr_t>((index * pieces + k0 / Piece::kValues) * static_cast<int64_t>(sizeof(Piece))));
+      panel[i] = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(part.panels) +
+                                               static_cast<uintptr_t>(pieces * kPieceBytes));
     }
-    const int64_t bytes = depth / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
-    tiles_per_panel = (bytes + 16 * steps - 1) / (16 * steps);
+    tiles_per_panel = (depth / Piece::kValues * kPieceBytes + tile_bytes - 1) / tile_bytes;
   }
-  OPST_INLINE const char* of_tile(int64_t t, int64_t steps, const void* next_x) const {
+  OPST_INLINE const char* operator()(int64_t t, const char* next_x) const {
     const int64_t i = t / tiles_per_panel;
-    if (i >= kMaxPanels) return static_cast<const char*>(next_x);
-    return panel[i] + (t - i * tiles_per_panel) * 16 * steps;
+    if (i >= kMaxPanels) return next_x;
+    return panel[i] + (t - i * tiles_per_panel) * tile_bytes;
   }
 };
 
 template <class Piece>
 void many_rows(const ProductPart& part) {
   using Product = typename Decoder<Piece>::Product;
-  using Word = typename Product::Word;
-  const int64_t sums_stride = part.sums_stride;
-  const Word* const x_words = static_cast<const Word*>(part.x);
-  float* const decoded = static_cast<float*>(part.scratch);
-  for (int64_t i = 0; i < part.rows; ++i) {
-    for (int64_t c = 0; c < part.columns; c += F32::kLanes) F32::zero().store(part.sums + i * sums_stride + c);
-  }
-  const tile::RowTiles tiles(part.rows, Product::kTileRows);
-  const auto tall = tile::scaled_accumulate_for<Product, kManyVecs>(tiles.tallest());
-  const auto low = tile::scaled_accumulate_for<Product, kManyVecs>(tiles.lowest());
-  float ones[Product::kTileRows];
-  for (float& factor : ones) factor = 1;
-
+  clear_sums(part);
+  const FloatTiles<Product> tiles{part};
   for (int64_t k0 = 0; k0 < part.k; k0 += part.k_block) {
     const int64_t depth = part.k - k0 < part.k_block ? part.k - k0 : part.k_block;
-    const Word* const x_block = x_words + k0 / part.k_block * part.x_block_stride;
-    for (int64_t column = 0; column < part.columns; column += kManyColumns) {
-      decode_columns<Piece>(part, column, k0, depth, decoded);
-      const bool last_columns = column + kManyColumns >= part.columns, last_block = k0 + depth >= part.k;
-      const Ahead<Piece> next(part, last_columns && !last_block ? 0 : column + kManyColumns,
-                              !last_columns ? k0
-                              : last_block  ? 0
-                                            : k0 + depth,
-                              depth, depth);
-      for (int64_t t = 0; t < tiles.count(); ++t) {
-        const auto [row, rows] = tiles[t];
-        const Word* const x = x_block + row * part.x_stride;
-        const char* const ahead = next.of_tile(t, depth, x + rows * part.x_stride);
-        (tiles.is_tall(t) ? tall : low)(depth, x, part.x_stride,
-                                        reinterpret_cast<const typename Product::WordB*>(decoded), kManyColumns,
-                                        part.sums + row * sums_stride + column, sums_stride, ones, ahead);
-      }
+    const auto* const x = static_cast<const typename Product::Word*>(part.x) + k0 / part.k_block * part.x_block_stride;
+    for (int64_t column = 0; column < part.columns; column += kTileColumns) {
+      decode_columns<Piece>(part, column, k0, depth);
+      const bool last_columns = column + kTileColumns >= part.columns, last_block = k0 + depth >= part.k;
+      const int64_t next_column = last_columns && !last_block ? 0 : column + kTileColumns;
+      const int64_t next_k = !last_columns ? k0 : last_block ? 0 : k0 + depth;
+      tiles.add(column, depth, x, Ahead<Piece>(part, next_column, next_k, depth));
     }
   }
 }

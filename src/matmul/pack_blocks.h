@@ -40,26 +40,22 @@ inline uint64_t eight_bytes(const uint8_t* p) {
 
 // ---- put: column `c` of a piece from one block
 
-// u of eight values, one to a byte: group `g` of a column. Upper bits of groups share a word, which the first one clears.
-template <int values>
-void put_group(PackedIntegers<4, values>& piece, int c, int g, uint64_t u) {
-  piece.words[g][c] = gather_nibbles(u);
-}
-template <int values>
-void put_group(PackedIntegers<5, values>& piece, int c, int g, uint64_t u) {
-  piece.words[g][c] = gather_nibbles(u);
-  piece.high[g / 4][c] = (g % 4 == 0 ? 0 : piece.high[g / 4][c]) | gather_nibbles(u >> 4) << g % 4;
-}
-template <int values>
-void put_group(PackedIntegers<6, values>& piece, int c, int g, uint64_t u) {
-  piece.words[g][c] = gather_nibbles(u);
-  piece.high[g / 2][c] = (g % 2 == 0 ? 0 : piece.high[g / 2][c]) | gather_nibbles(u >> 4) << g % 2 * 2;
-}
-template <int values>
-void put_group(PackedIntegers<8, values>& piece, int c, int g, uint64_t u) {
-  u ^= 0x8080808080808080;
-  piece.words[2 * g][c] = gather_even(u);
-  piece.words[2 * g + 1][c] = gather_even(u >> 8);
+// u of eight values, one to a byte: group `g` of a column.
+template <int bits, int values>
+void put_group(PackedIntegers<bits, values>& piece, int c, int g, uint64_t u) {
+  if constexpr (bits == 8) {
+    u ^= 0x8080808080808080;
+    piece.words[2 * g][c] = gather_even(u);
+    piece.words[2 * g + 1][c] = gather_even(u >> 8);
+  } else {
+    piece.words[g][c] = gather_nibbles(u);
+  }
+  // Upper bits of groups share a word, which the first one clears.
+  if constexpr (bits == 5 || bits == 6) {
+    constexpr int kUpper = bits - 4, kShare = 4 / kUpper;
+    uint32_t& high = piece.high[g / kShare][c];
+    high = (g % kShare == 0 ? 0 : high) | gather_nibbles(u >> 4) << g % kShare * kUpper;
+  }
 }
 
 template <class Block>
@@ -100,36 +96,31 @@ void put(Piece<Block>& piece, int c, const Block& block) {
 // Field `i` of `bits` bits.
 inline int field(uint32_t word, int i, int bits) { return static_cast<int>(word >> (i * bits) & ((1u << bits) - 1)); }
 
-template <int values>
-int integer_of(const PackedIntegers<4, values>& piece, int c, int t) {
-  return field(piece.words[t / 8][c], t % 8, 4);
-}
-template <int values>
-int integer_of(const PackedIntegers<5, values>& piece, int c, int t) {
-  const int high = field(piece.high[t / 32][c], t % 8, 4) >> t / 8 % 4 & 1;
-  return field(piece.words[t / 8][c], t % 8, 4) + 16 * high;
-}
-template <int values>
-int integer_of(const PackedIntegers<6, values>& piece, int c, int t) {
-  const int high = field(piece.high[t / 16][c], t % 8, 4) >> t / 8 % 2 * 2 & 3;
-  return field(piece.words[t / 8][c], t % 8, 4) + 16 * high;
-}
-template <int values>
-int integer_of(const PackedIntegers<8, values>& piece, int c, int t) {
-  return field(piece.words[t / 8 * 2 + t % 2][c], t % 8 / 2, 8) ^ 128;
+template <int bits, int values>
+int integer_of(const PackedIntegers<bits, values>& piece, int c, int t) {
+  if constexpr (bits == 8) {
+    return field(piece.words[t / 8 * 2 + t % 2][c], t % 8 / 2, 8) ^ 128;
+  } else {
+    int q = field(piece.words[t / 8][c], t % 8, 4);
+    if constexpr (bits > 4) {
+      constexpr int kUpper = bits - 4, kShare = 4 / kUpper;
+      const int four = field(piece.high[t / 8 / kShare][c], t % 8, 4);
+      q += 16 * (four >> t / 8 % kShare * kUpper & ((1 << kUpper) - 1));
+    }
+    return q;
+  }
 }
 
 // The integer that multiplies d (which = 0) or m (1) in a part.
-template <bool minimum>
-int factor_of(const PackedScales<Scales::one, minimum, 1>&, int, int, int) {
-  return 1;
-}
-template <int parts>
-int factor_of(const PackedScales<Scales::int8, false, parts>& piece, int c, int, int part) {
-  return piece.scales[part][c];
-}
-inline int factor_of(const PackedScales<Scales::six, true, 8>& piece, int c, int which, int part) {
-  return field(piece.scale_words[which][c], part, 4) + 16 * field(piece.scale_high[which][c], part, 2);
+template <class Block>
+int factor_of(const Piece<Block>& piece, int c, int which, int part) {
+  if constexpr (Block::kScales == Scales::six) {
+    return field(piece.scale_words[which][c], part, 4) + 16 * field(piece.scale_high[which][c], part, 2);
+  } else if constexpr (Block::kScales == Scales::int8) {
+    return piece.scales[part][c];
+  } else {
+    return 1;
+  }
 }
 
 template <class Block>

@@ -7,13 +7,10 @@
 // Numerics   widening is exact; a panel keeps the type of its source
 #pragma once
 
-#include "matmul/packed_layout.h"
-#include "simd/vec.h"
+#include "matmul/panels.h"
+#include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::gemm {
-
-using opst::gemm::kPanelColumns;
-using simd::F32;
 
 // kLanes elements from `p` on, `stride` apart, those from n on 0. Any alignment.
 template <class T>
@@ -56,9 +53,9 @@ void pack_panel(const void* first, int64_t output_stride, int64_t input_stride, 
       if (k - t >= kLanes) {
         OPST_UNROLL for (int i = 0; i < kLanes; ++i) square[i].store(to + (t + i) * kPanelColumns + c);
       } else {
-        float spilled[kLanes][kLanes];
-        for (int i = 0; i < kLanes; ++i) square[i].store(spilled[i]);
-        for (int64_t i = 0; i < k - t; ++i) F32::load(spilled[i]).store(to + (t + i) * kPanelColumns + c);
+        OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
+          if (t + i < k) square[i].store(to + (t + i) * kPanelColumns + c);
+        }
       }
     }
   }
@@ -90,9 +87,7 @@ inline void pack_bf16_panel(const void* first, int64_t output_stride, int64_t in
         }
         simd::transpose(square);
         OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
-          float words_out[kLanes];
-          square[i].store(words_out);
-          __builtin_memcpy(to + (w + i) * kPanelColumns + c, words_out, sizeof(words_out));
+          square[i].store(reinterpret_cast<float*>(to + (w + i) * kPanelColumns + c));
         }
       }
     }
@@ -116,17 +111,10 @@ void widen_rows(const void* first, int64_t row_stride, int64_t column_stride, in
                 int64_t out_stride) {
   constexpr int kLanes = F32::kLanes;
   const T* const from = static_cast<const T*>(first);
-  const auto part = [](int64_t left) OPST_INLINE_LAMBDA { return left < kLanes ? left : kLanes; };
   if (column_stride == 1) {
     for (int64_t i = 0; i < rows; ++i) {
       for (int64_t t = 0; t < columns; t += kLanes) {
-        const int64_t n = part(columns - t);
-        const T* const p = from + i * row_stride + t;
-        if (n == kLanes) {
-          F32::load(p).store(out + i * out_stride + t);
-        } else {
-          F32::load_n(p, n).store_n(out + i * out_stride + t, n);
-        }
+        store_first(tile::load_row<F32>(from + i * row_stride, 1, t, columns), out + i * out_stride + t, columns - t);
       }
     }
     return;
@@ -140,10 +128,9 @@ void widen_rows(const void* first, int64_t row_stride, int64_t column_stride, in
                         : F32::zero();
       }
       simd::transpose(square);
-      const int64_t n = part(columns - t);
-      float spilled[kLanes][kLanes];
-      OPST_UNROLL for (int j = 0; j < kLanes; ++j) square[j].store(spilled[j]);
-      for (int64_t j = 0; j < part(rows - i); ++j) F32::load(spilled[j]).store_n(out + (i + j) * out_stride + t, n);
+      OPST_UNROLL for (int j = 0; j < kLanes; ++j) {
+        if (i + j < rows) store_first(square[j], out + (i + j) * out_stride + t, columns - t);
+      }
     }
   }
 }

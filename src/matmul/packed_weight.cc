@@ -12,7 +12,7 @@
 #include "matmul/plan.h"
 #include "opst/matmul.h"
 #include "quant/formats.h"
-#include "quant/quant_check.h"
+#include "quant/matrices.h"
 
 namespace opst {
 namespace {

@@ -8,7 +8,7 @@
 #include "machine/context_impl.h"
 #include "matmul/call.h"
 #include "opst/matmul.h"
-#include "quant/int_matrix.h"
+#include "quant/matrices.h"
 
 namespace opst {
 

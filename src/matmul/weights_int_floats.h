@@ -9,18 +9,17 @@
 // Numerics   each value is rounded to f32; each sum is one chain of multiply-adds over ascending t
 #pragma once
 
-#include "matmul/weights_int_panels.h"
-#include "tile/row_tiles.h"
+#include "matmul/many_rows.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
-// Values [first, first + count) of a group, (q - zero) * scale as f32 -> decoded [count][kIntColumns].
+// Values [first, first + count) of a group, (q - zero) * scale as f32 -> decoded [count][kTileColumns].
 template <class Word>
 OPST_NOINLINE void decode_int_columns(const ProductPart& part, int64_t column, int64_t group, int64_t first,
                                       int64_t count) {
   const IntWeightPart& weight = part.ints;
   for (int j = 0; j < kTileVecs; ++j) {
-    const int64_t vec = clamped_vec(column + j * F32::kLanes, part.columns);
+    const int64_t vec = clamped_vec(part, column + j * F32::kLanes);
     const int64_t number = group * kIntPanelColumns;
     const F32 scale = F32::load(vector_of(weight.scales, weight.groups, vec) + number);
     F32 zero = F32::set1(static_cast<float>(Word::kOffset));
@@ -37,7 +36,7 @@ OPST_NOINLINE void decode_int_columns(const ProductPart& part, int64_t column, i
         if (t >= count) break;
         const int bit = Word::kBits == 8 ? 8 * i : 8 * (i % 4) + 4 * (i / 4);
         ((simd::to_f32(simd::as_ints(word >> bit & mask)) - zero) * scale).store(to);
-        to += kIntColumns;
+        to += kTileColumns;
         ++t;
       }
     }
@@ -47,25 +46,16 @@ OPST_NOINLINE void decode_int_columns(const ProductPart& part, int64_t column, i
 template <class Word>
 void int_with_floats(const ProductPart& part) {
   const IntWeightPart& weight = part.ints;
-  const tile::RowTiles row_tiles(part.rows, kTileRows);
+  const FloatTiles<tile::ProductF32> tiles{part};
   clear_sums(part);
-  float ones[kTileRows];
-  for (float& factor : ones) factor = 1;
   for (int64_t g = 0; g < weight.groups; ++g) {
     for (int64_t first = 0; first < weight.group_values; first += part.k_block) {
       const int64_t left = weight.group_values - first;
       const int64_t count = left < part.k_block ? left : part.k_block;
-      for (int64_t column = 0; column < part.columns; column += kIntColumns) {
+      const float* const x = static_cast<const float*>(part.x) + g * weight.group_values + first;
+      for (int64_t column = 0; column < part.columns; column += kTileColumns) {
         decode_int_columns<Word>(part, column, g, first, count);
-        for (int64_t t = 0; t < row_tiles.count(); ++t) {
-          const auto [row, rows] = row_tiles[t];
-          const float* const x =
-              static_cast<const float*>(part.x) + row * part.x_stride + g * weight.group_values + first;
-          tile::scaled_accumulate_for<tile::ProductF32, kTileVecs>(rows)(
-              count, x, part.x_stride, static_cast<const float*>(part.scratch), kIntColumns,
-              part.sums + row * part.sums_stride + column, part.sums_stride, ones,
-              reinterpret_cast<const char*>(x + rows * part.x_stride));
-        }
+        tiles.add(column, count, x, [](int64_t, const char* next_x) OPST_INLINE_LAMBDA { return next_x; });
       }
     }
   }

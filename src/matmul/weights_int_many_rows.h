@@ -16,15 +16,13 @@
 //            f32 multiply-adds over ascending groups, so a row's bits do not depend on the others
 #pragma once
 
-#include "matmul/weights_int_panels.h"
+#include "matmul/panels.h"
 #include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
-using opst::gemm::kIntFours;
-
 // A run of words of the tile's vectors: four bytes w of vector j at words[j] + w * step.
-struct IntTileWords {
+struct IntTile {
   const uint32_t* words[kTileVecs];
   int64_t step;
   int64_t fours;
@@ -33,12 +31,16 @@ struct IntTileWords {
   // the products at k = 2048.
   const char* out;
   int64_t out_stride;
-  const float* scales[kTileVecs];  // of the tile's vectors, behind the last run of k; null: sums stay integers
+  const float* scales[kTileVecs];  // of the group; the first one null: sums stay integers, as before the last run of k
+  // More than one group:
+  const int32_t* zeros[kTileVecs];  // null: all 0
+  const int32_t* x_sums;            // of the tile's first row
+  int64_t x_sums_stride;
 };
 
 // acc += MR rows of `fours` words of four bytes * the run.
 template <int kMost, int MR>
-OPST_INLINE void int_tile(const IntTileWords& block, const int8_t* a, int64_t a_stride, I32 (&acc)[MR][kTileVecs]) {
+OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_stride, I32 (&acc)[MR][kTileVecs]) {
   const uint32_t* b[kTileVecs];
   OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) b[j] = block.words[j];
   const int64_t step_words = block.step;
@@ -71,17 +73,24 @@ OPST_INLINE void int_tile(const IntTileWords& block, const int8_t* a, int64_t a_
   for (; k < block.fours; ++k) step(k);
 }
 
-// sums += MR rows * the run. The last run of k leaves sums * scale as f32, where there are scales.
-template <int kMost, int MR>
-OPST_NOINLINE void int_accumulate(const IntTileWords& block, const int8_t* a, int64_t a_stride, float* sums,
+// One group: sums += MR rows * the run, as integers; the last run of k leaves sums * scale as f32 (scales not null).
+// More groups: sums = fma(MR rows * the run - correction, scale, sums) as f32.
+template <class Word, bool kGroups, int MR>
+OPST_NOINLINE void int_accumulate(const IntTile& block, const int8_t* a, int64_t a_stride, float* sums,
                                   int64_t sums_stride) {
   auto* const totals = reinterpret_cast<int32_t*>(sums);
   I32 acc[MR][kTileVecs];
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) acc[i][j] = I32::load(totals + i * sums_stride + j * F32::kLanes);
+    OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) {
+      if constexpr (kGroups) {
+        acc[i][j] = correction<Word>(block.zeros[j], block.x_sums[i * block.x_sums_stride]);
+      } else {
+        acc[i][j] = I32::load(totals + i * sums_stride + j * F32::kLanes);
+      }
+    }
   }
-  int_tile<kMost, MR>(block, a, a_stride, acc);
-  if (block.scales[0] == nullptr) {
+  add_int_tile<kMostOf<Word>, MR>(block, a, a_stride, acc);
+  if (!kGroups && block.scales[0] == nullptr) {
     OPST_UNROLL for (int i = 0; i < MR; ++i) {
       OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) acc[i][j].store(totals + i * sums_stride + j * F32::kLanes);
     }
@@ -90,65 +99,33 @@ OPST_NOINLINE void int_accumulate(const IntTileWords& block, const int8_t* a, in
   OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) {
     const F32 scale = F32::load(block.scales[j]);
     OPST_UNROLL for (int i = 0; i < MR; ++i) {
-      (to_f32(acc[i][j]) * scale).store(sums + i * sums_stride + j * F32::kLanes);
-    }
-  }
-}
-
-// Scaled sums of one of several groups: sums = fma(product - correction, scale, sums).
-struct IntTileGroup {
-  const int32_t* x_sums;  // of the tile's first row
-  int64_t x_sums_stride;
-  const float* scales[kTileVecs];
-  const int32_t* zeros[kTileVecs];
-};
-template <class Word, int MR>
-OPST_NOINLINE void int_accumulate_scaled(const IntTileWords& block, const IntTileGroup& group, const int8_t* a,
-                                         int64_t a_stride, float* sums, int64_t sums_stride) {
-  I32 acc[MR][kTileVecs];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) {
-      acc[i][j] = correction<Word>(group.zeros[j], group.x_sums[i * group.x_sums_stride]);
-    }
-  }
-  int_tile<kMostOf<Word>, MR>(block, a, a_stride, acc);
-  OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) {
-    const F32 scale = F32::load(group.scales[j]);
-    OPST_UNROLL for (int i = 0; i < MR; ++i) {
       float* const at = sums + i * sums_stride + j * F32::kLanes;
-      fma(to_f32(acc[i][j]), scale, F32::load(at)).store(at);
+      const F32 sum = to_f32(acc[i][j]);
+      (kGroups ? fma(sum, scale, F32::load(at)) : sum * scale).store(at);
     }
   }
 }
 
-using IntAccumulate = void (*)(const IntTileWords&, const int8_t*, int64_t, float*, int64_t);
-template <int kMost, int MR = kTileRows>
-OPST_INLINE IntAccumulate int_accumulate_for(int64_t rows) {
-  if constexpr (MR == 1) {
-    return int_accumulate<kMost, 1>;
-  } else {
-    return rows == MR ? int_accumulate<kMost, MR> : int_accumulate_for<kMost, MR - 1>(rows);
-  }
-}
-using IntAccumulateScaled = void (*)(const IntTileWords&, const IntTileGroup&, const int8_t*, int64_t, float*, int64_t);
-template <class Word, int MR = kTileRows>
-OPST_INLINE IntAccumulateScaled int_accumulate_scaled_for(int64_t rows) {
-  if constexpr (MR == 1) {
-    return int_accumulate_scaled<Word, 1>;
-  } else {
-    return rows == MR ? int_accumulate_scaled<Word, MR> : int_accumulate_scaled_for<Word, MR - 1>(rows);
-  }
+template <class Word, bool kGroups>
+OPST_INLINE void accumulate_rows(const ProductPart& part, const IntTile& block, tile::RowTile rows, int64_t column,
+                                 int64_t first_byte) {
+  const auto accumulate =
+      for_rows<kTileRows>(rows.rows, []<int MR>() OPST_INLINE_LAMBDA { return &int_accumulate<Word, kGroups, MR>; });
+  accumulate(block, static_cast<const int8_t*>(part.x) + rows.first * part.x_stride + first_byte, part.x_stride,
+             part.sums + rows.first * part.sums_stride + column, part.sums_stride);
 }
 
-// `count` words of a group, from word `first` of it on, for two vectors of columns; four-bit ones are unpacked.
+// `count` words of a group, from word `first` of it on, for two vectors of columns; four-bit ones are unpacked. Scales
+// and zeros of the group.
 template <class Word>
-OPST_INLINE IntTileWords tile_words(const ProductPart& part, int64_t column, int64_t group, int64_t first,
-                                    int64_t count) {
+OPST_INLINE IntTile tile_words(const ProductPart& part, int64_t column, int64_t group, int64_t first, int64_t count) {
   const IntWeightPart& weight = part.ints;
   const int64_t panel_words = weight.groups * weight.group_words;
-  IntTileWords out = {};
+  IntTile out = {};
   for (int j = 0; j < kTileVecs; ++j) {
-    const int64_t vec = clamped_vec(column + j * F32::kLanes, part.columns);
+    const int64_t vec = clamped_vec(part, column + j * F32::kLanes);
+    out.scales[j] = vector_of(weight.scales, weight.groups, vec) + group * kIntPanelColumns;
+    if (weight.zeros != nullptr) out.zeros[j] = vector_of(weight.zeros, weight.groups, vec) + group * kIntPanelColumns;
     const uint32_t* from =
         vector_of(weight.words, panel_words, vec) + (group * weight.group_words + first) * kIntPanelColumns;
     if constexpr (Word::kBits == 8) {
@@ -156,15 +133,13 @@ OPST_INLINE IntTileWords tile_words(const ProductPart& part, int64_t column, int
     } else {
       uint32_t* to = static_cast<uint32_t*>(part.scratch) + j * F32::kLanes;
       out.words[j] = to;
-      const Words mask = simd::words_of(0x0f0f0f0f);
-      for (int64_t w = 0; w < count; ++w, from += kIntPanelColumns, to += 2 * kIntColumns) {
-        const Words words = Words::load(from);
-        simd::store(words & mask, to);
-        simd::store(simd::shift_right<4>(words) & mask, to + kIntColumns);
+      for (int64_t w = 0; w < count; ++w, from += kIntPanelColumns, to += 2 * kTileColumns) {
+        const Words word = Words::load(from);
+        OPST_UNROLL for (int i = 0; i < 2; ++i) simd::store(fours_of<Word>(word, i), to + i * kTileColumns);
       }
     }
   }
-  out.step = Word::kBits == 8 ? kIntPanelColumns : kIntColumns;
+  out.step = Word::kBits == 8 ? kIntPanelColumns : kTileColumns;
   out.fours = count * kFoursPerWord<Word>;
   return out;
 }
@@ -173,14 +148,12 @@ OPST_INLINE IntTileWords tile_words(const ProductPart& part, int64_t column, int
 template <class Word>
 void int_many_whole(const ProductPart& part) {
   const IntWeightPart& weight = part.ints;
-  const auto* const a = static_cast<const int8_t*>(part.x);
   const tile::RowTiles row_tiles(part.rows, kTileRows);
   for (int64_t row = 0; row < part.rows; ++row) {
     auto* const sums = reinterpret_cast<int32_t*>(part.sums + row * part.sums_stride);
-    for (int64_t c = 0; c < part.columns; c += kIntColumns) {
-      for (int j = 0; j < kTileVecs; ++j) {
-        const int64_t at = c + j * F32::kLanes;
-        first_sums<Word>(part, row, 0, clamped_vec(at, part.columns)).store(sums + at);
+    for (int64_t c = 0; c < part.columns; c += kTileColumns) {
+      for (int64_t at = c; at < c + kTileColumns; at += F32::kLanes) {
+        first_sums<Word>(part, row, 0, clamped_vec(part, at)).store(sums + at);
       }
     }
   }
@@ -189,31 +162,29 @@ void int_many_whole(const ProductPart& part) {
   do {  // once where k is 0: sums become floats in the last run
     const int64_t count = weight.group_words - w < kBlockWords ? weight.group_words - w : kBlockWords;
     const bool last_block = w + count == weight.group_words;
-    for (int64_t column = 0; column < part.columns; column += kIntColumns) {
-      IntTileWords block = tile_words<Word>(part, column, 0, w, count);
+    for (int64_t column = 0; column < part.columns; column += kTileColumns) {
+      IntTile block = tile_words<Word>(part, column, 0, w, count);
       // The next columns' words come from farther than L2. Each tile of rows fetches its share of them.
-      const bool last = column + kIntColumns >= part.columns;
-      const int64_t next_column = last ? 0 : column + kIntColumns, next_word = last ? w + count : w;
+      const bool last = column + kTileColumns >= part.columns;
+      const int64_t next_column = last ? 0 : column + kTileColumns, next_word = last ? w + count : w;
       const char* next[kTileVecs];
       for (int j = 0; j < kTileVecs; ++j) {
-        next[j] = reinterpret_cast<const char*>(
-            vector_of(weight.words, weight.group_words, clamped_vec(next_column + j * F32::kLanes, part.columns)) +
-            next_word * kIntPanelColumns);
-        if (last_block && !part.int_sums) {
-          block.scales[j] = vector_of(weight.scales, 1, clamped_vec(column + j * F32::kLanes, part.columns));
-        }
+        const int64_t vec = clamped_vec(part, next_column + j * F32::kLanes);
+        next[j] = reinterpret_cast<const char*>(vector_of(weight.words, weight.group_words, vec) +
+                                                next_word * kIntPanelColumns);
       }
+      if (!last_block || part.int_sums) block.scales[0] = nullptr;
       const int64_t share = block.fours / 4 * 64, stream = count * 64;
       int64_t fetched = 0;
       const bool fetches_out = last_block && part.out != nullptr;
       for (int64_t t = 0; t < row_tiles.count(); ++t) {
-        const auto [row, rows] = row_tiles[t];
+        const tile::RowTile rows = row_tiles[t];
         block.next = fetched < stream ? next[0] + fetched : next[kTileVecs - 1] + (fetched - stream);
         fetched += share;
-        block.out = fetches_out ? part.out + column * part.out_column_bytes + row * part.out_row_bytes : block.next;
+        block.out =
+            fetches_out ? part.out + column * part.out_column_bytes + rows.first * part.out_row_bytes : block.next;
         block.out_stride = fetches_out ? part.out_row_bytes : 0;
-        int_accumulate_for<kMostOf<Word>>(rows)(block, a + row * part.x_stride + w * Word::kValues, part.x_stride,
-                                                part.sums + row * part.sums_stride + column, part.sums_stride);
+        accumulate_rows<Word, false>(part, block, rows, column, w * Word::kValues);
       }
     }
     w += kBlockWords;
@@ -223,28 +194,18 @@ void int_many_whole(const ProductPart& part) {
 template <class Word>
 void int_many_groups(const ProductPart& part) {
   const IntWeightPart& weight = part.ints;
-  const auto* const a = static_cast<const int8_t*>(part.x);
   const tile::RowTiles row_tiles(part.rows, kTileRows);
   clear_sums(part);
   const int64_t group_bytes = 4 * kFoursPerWord<Word> * weight.group_words;
   for (int64_t g = 0; g < weight.groups; ++g) {
-    for (int64_t column = 0; column < part.columns; column += kIntColumns) {
-      IntTileWords block = tile_words<Word>(part, column, g, 0, weight.group_words);
+    for (int64_t column = 0; column < part.columns; column += kTileColumns) {
+      IntTile block = tile_words<Word>(part, column, g, 0, weight.group_words);
       block.next = block.out = reinterpret_cast<const char*>(block.words[0]);
-      IntTileGroup group = {part.x_sums + g, weight.groups, {}, {}};
-      for (int j = 0; j < kTileVecs; ++j) {
-        const int64_t vec = clamped_vec(column + j * F32::kLanes, part.columns);
-        group.scales[j] = vector_of(weight.scales, weight.groups, vec) + g * kIntPanelColumns;
-        if (weight.zeros != nullptr) {
-          group.zeros[j] = vector_of(weight.zeros, weight.groups, vec) + g * kIntPanelColumns;
-        }
-      }
+      block.x_sums_stride = weight.groups;
       for (int64_t t = 0; t < row_tiles.count(); ++t) {
-        const auto [row, rows] = row_tiles[t];
-        IntTileGroup of_tile = group;
-        of_tile.x_sums += row * weight.groups;
-        int_accumulate_scaled_for<Word>(rows)(block, of_tile, a + row * part.x_stride + g * group_bytes, part.x_stride,
-                                              part.sums + row * part.sums_stride + column, part.sums_stride);
+        const tile::RowTile rows = row_tiles[t];
+        block.x_sums = part.x_sums + rows.first * weight.groups + g;
+        accumulate_rows<Word, true>(part, block, rows, column, g * group_bytes);
       }
     }
   }

@@ -1,6 +1,6 @@
 // The formats of quantised weights (opst/quant_format.h): one struct each, and one list of them. A struct holds a block
-// as it lies in a GGUF file, and states what its bytes mean; names, sizes, dequantisation, packing and every product
-// follow from the struct. Plain data for kernels.
+// as it lies in a GGUF file, and states what its bytes mean; sizes, dequantisation, packing and every product follow
+// from the struct. Plain data for kernels.
 //
 // A block of one value is a float x. Any other is
 //
@@ -74,36 +74,27 @@ OPST_FORMAT_INLINE void add_fifth_bits(const uint8_t (&high)[4], uint8_t* u) {
   for (int i = 0; i < 32; ++i) u[i] = joined_bits(u[i], static_cast<int>(bits >> i & 1u));
 }
 
-struct BlockF32 {
-  static constexpr QuantFormat kFormat = QuantFormat::f32;
-  static constexpr const char* kName = "f32";
+template <QuantFormat format, DType type, class T>
+struct FloatBlock {
+  static constexpr QuantFormat kFormat = format;
+  static constexpr DType kType = type;
   static constexpr int kValues = 1;
-  static constexpr DType kType = DType::f32;
-  float x;
+  T x;
 };
+using BlockF32 = FloatBlock<QuantFormat::f32, DType::f32, float>;
+using BlockF16 = FloatBlock<QuantFormat::f16, DType::f16, f16>;
+using BlockBf16 = FloatBlock<QuantFormat::bf16, DType::bf16, bf16>;
 
-struct BlockF16 {
-  static constexpr QuantFormat kFormat = QuantFormat::f16;
-  static constexpr const char* kName = "f16";
-  static constexpr int kValues = 1;
-  static constexpr DType kType = DType::f16;
-  f16 x;
-};
-
-struct BlockBf16 {
-  static constexpr QuantFormat kFormat = QuantFormat::bf16;
-  static constexpr const char* kName = "bf16";
-  static constexpr int kValues = 1;
-  static constexpr DType kType = DType::bf16;
-  bf16 x;
-};
-
-struct BlockQ8_0 {
-  static constexpr QuantFormat kFormat = QuantFormat::q8_0;
-  static constexpr const char* kName = "q8_0";
-  static constexpr int kValues = 32, kPart = 32, kBits = 8, kOffset = 128;
+// The constants of 32 values with one scale.
+template <QuantFormat format, int bits, int offset, Minimum minimum>
+struct BlockOf32 {
+  static constexpr QuantFormat kFormat = format;
+  static constexpr int kValues = 32, kPart = 32, kBits = bits, kOffset = offset;
   static constexpr Scales kScales = Scales::one;
-  static constexpr Minimum kMinimum = Minimum::none;
+  static constexpr Minimum kMinimum = minimum;
+};
+
+struct BlockQ8_0 : BlockOf32<QuantFormat::q8_0, 8, 128, Minimum::none> {
   f16 d;
   int8_t q[32];
   OPST_FORMAT_INLINE void integers(int, uint8_t* u) const {
@@ -111,35 +102,20 @@ struct BlockQ8_0 {
   }
 };
 
-struct BlockQ4_1 {
-  static constexpr QuantFormat kFormat = QuantFormat::q4_1;
-  static constexpr const char* kName = "q4_1";
-  static constexpr int kValues = 32, kPart = 32, kBits = 4, kOffset = 0;
-  static constexpr Scales kScales = Scales::one;
-  static constexpr Minimum kMinimum = Minimum::added;
+struct BlockQ4_0 : BlockOf32<QuantFormat::q4_0, 4, 8, Minimum::none> {
+  f16 d;
+  uint8_t q[16];
+  OPST_FORMAT_INLINE void integers(int, uint8_t* u) const { split_halves(q, u); }
+};
+
+struct BlockQ4_1 : BlockOf32<QuantFormat::q4_1, 4, 0, Minimum::added> {
   f16 d;
   f16 m;
   uint8_t q[16];
   OPST_FORMAT_INLINE void integers(int, uint8_t* u) const { split_halves(q, u); }
 };
 
-struct BlockQ4_0 {
-  static constexpr QuantFormat kFormat = QuantFormat::q4_0;
-  static constexpr const char* kName = "q4_0";
-  static constexpr int kValues = 32, kPart = 32, kBits = 4, kOffset = 8;
-  static constexpr Scales kScales = Scales::one;
-  static constexpr Minimum kMinimum = Minimum::none;
-  f16 d;
-  uint8_t q[16];
-  OPST_FORMAT_INLINE void integers(int, uint8_t* u) const { split_halves(q, u); }
-};
-
-struct BlockQ5_0 {
-  static constexpr QuantFormat kFormat = QuantFormat::q5_0;
-  static constexpr const char* kName = "q5_0";
-  static constexpr int kValues = 32, kPart = 32, kBits = 5, kOffset = 16;
-  static constexpr Scales kScales = Scales::one;
-  static constexpr Minimum kMinimum = Minimum::none;
+struct BlockQ5_0 : BlockOf32<QuantFormat::q5_0, 5, 16, Minimum::none> {
   f16 d;
   uint8_t high[4];
   uint8_t q[16];
@@ -149,12 +125,7 @@ struct BlockQ5_0 {
   }
 };
 
-struct BlockQ5_1 {
-  static constexpr QuantFormat kFormat = QuantFormat::q5_1;
-  static constexpr const char* kName = "q5_1";
-  static constexpr int kValues = 32, kPart = 32, kBits = 5, kOffset = 0;
-  static constexpr Scales kScales = Scales::one;
-  static constexpr Minimum kMinimum = Minimum::added;
+struct BlockQ5_1 : BlockOf32<QuantFormat::q5_1, 5, 0, Minimum::added> {
   f16 d;
   f16 m;
   uint8_t high[4];
@@ -169,7 +140,6 @@ struct BlockQ5_1 {
 // 2 (i / 32) + 1 of high[32 h + i % 32].
 struct BlockQ6_K {
   static constexpr QuantFormat kFormat = QuantFormat::q6_k;
-  static constexpr const char* kName = "q6_k";
   static constexpr int kValues = 256, kPart = 16, kBits = 6, kOffset = 32;
   static constexpr Scales kScales = Scales::int8;
   static constexpr Minimum kMinimum = Minimum::none;
@@ -188,7 +158,6 @@ struct BlockQ6_K {
 // Value 32 s + i: half s % 2 of q[32 (s / 2) + i].
 struct BlockQ4_K {
   static constexpr QuantFormat kFormat = QuantFormat::q4_k;
-  static constexpr const char* kName = "q4_k";
   static constexpr int kValues = 256, kPart = 32, kBits = 4, kOffset = 0;
   static constexpr Scales kScales = Scales::six;
   static constexpr Minimum kMinimum = Minimum::subtracted;
@@ -204,7 +173,6 @@ struct BlockQ4_K {
 // As q4_k, with a fifth bit of value 32 s + i: bit s of high[i].
 struct BlockQ5_K {
   static constexpr QuantFormat kFormat = QuantFormat::q5_k;
-  static constexpr const char* kName = "q5_k";
   static constexpr int kValues = 256, kPart = 32, kBits = 5, kOffset = 0;
   static constexpr Scales kScales = Scales::six;
   static constexpr Minimum kMinimum = Minimum::subtracted;

@@ -1,6 +1,5 @@
 // int8 and int4 with scales beside them: quantize, dequantize, dynamic_quant.
 #include <algorithm>
-#include <string>
 
 #include "core/elements.h"
 #include "core/guarded.h"
@@ -8,9 +7,7 @@
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
 #include "opst/quant.h"
-#include "quant/int_matrix.h"
-#include "quant/kernels.h"
-#include "quant/quant_check.h"
+#include "quant/matrices.h"
 
 namespace opst {
 namespace {
@@ -32,23 +29,15 @@ void for_each_row(Context& context, int64_t count, int64_t values, const Row& ro
   });
 }
 
-void check_groups(ShapeCheck& check, const char* scales, int64_t cols, int64_t groups, int64_t bits) {
-  check.require(groups >= 1 && cols % groups == 0, [&] {
-    return std::string(scales) + " has " + std::to_string(groups) +
-           " groups, which do not divide cols = " + std::to_string(cols);
-  });
+void check_groups(ShapeCheck& check, int64_t cols, int64_t groups, int bits) {
+  check.require(groups >= 1 && cols % groups == 0, "scales has ", groups, " groups, which do not divide cols = ", cols);
   if (!check.ok()) return;
-  check.require(bits == 8 || cols / groups % 2 == 0, [&] {
-    return std::string(scales) + " has groups of " + std::to_string(cols / groups) +
-           " values, but those of int4 must fill whole bytes";
-  });
+  check.require(bits == 8 || cols / groups % 2 == 0, "scales has groups of ", cols / groups,
+                " values, but those of int4 must fill whole bytes");
 }
 
-void check_half(ShapeCheck& check, const char* q, int64_t bytes, int64_t cols) {
-  check.require(bytes * 2 == cols, [&] {
-    return std::string(q) + " has " + std::to_string(bytes) + " bytes a row, but " + std::to_string(cols) +
-           " values of int4 fill half as many";
-  });
+void check_half(ShapeCheck& check, int64_t bytes, int64_t cols) {
+  check.require(bytes * 2 == cols, "q has ", bytes, " bytes a row, but ", cols, " values of int4 fill half as many");
 }
 
 }  // namespace
@@ -61,11 +50,8 @@ IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix) {
   if (matrix.zeros) check.tensor("zeros", *matrix.zeros).dtype({DType::i8}).dims({"rows", "groups"});
   IntMatrixSizes sizes;
   if (!check.ok()) return sizes;
-  sizes.rows = check["rows"];
-  sizes.cols = bytes ? check["cols"] : 2 * check["bytes"];
-  sizes.groups = check["groups"];
-  sizes.bits = bytes ? 8 : 4;
-  check_groups(check, "scales", sizes.cols, sizes.groups, sizes.bits);
+  sizes = {check["rows"], bytes ? check["cols"] : 2 * check["bytes"], check["groups"], bytes ? 8 : 4};
+  check_groups(check, sizes.cols, sizes.groups, sizes.bits);
   return sizes;
 }
 
@@ -85,10 +71,9 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
       check.output("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
       if (options.zeros) check.output("zeros", *options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
     }
-    if (!check.ok()) return check.status();
     const int64_t rows = check["rows"], cols = check["cols"], groups = check["groups"];
-    if (!bytes) check_half(check, "q", check["bytes"], cols);
-    check_groups(check, "scales", cols, groups, bytes ? 8 : 4);
+    if (!bytes) check_half(check, check["bytes"], cols);
+    check_groups(check, cols, groups, bytes ? 8 : 4);
     if (!check.ok()) return check.status();
 
     // No columns: nothing reads scales that are given, while scales that are asked for are written (0) below.
@@ -104,8 +89,6 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
             {.x = static_cast<const char*>(x.data) + (row * x.strides[0] + first * x.strides[1]) * size_bytes(x.dtype),
              .x_stride = x.strides[1],
              .count = count,
-             .smooth = nullptr,
-             .smooth_stride = 0,
              .bits = bytes ? 8 : 4,
              .scales_given = options.scales_given,
              .scale = at<float>(scales, row * scales.strides[0] + g * scales.strides[1]),
@@ -125,11 +108,8 @@ Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& resul
     ShapeCheck check("dequantize");
     const IntMatrixSizes sizes = check_int_matrix(check, matrix);
     check.output("out", result).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "columns"});
-    if (!check.ok()) return check.status();
-    check.require(check["columns"] == sizes.cols, [&] {
-      return "out dim 1 (cols) is " + std::to_string(check["columns"]) +
-             ", but the matrix has cols = " + std::to_string(sizes.cols);
-    });
+    const int64_t columns = check["columns"];
+    check.require(columns == sizes.cols, "out dim 1 (cols) is ", columns, ", but the matrix has cols = ", sizes.cols);
     if (!check.ok()) return check.status();
 
     if (sizes.cols == 0) return {};
@@ -162,8 +142,7 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
   return guarded([&]() -> Status {
     ShapeCheck check("dynamic_quant");
     const bool bytes = integers.dtype != DType::u8;
-    check.require(values.rank >= 1 && values.rank <= kMaxRank,
-                  [&] { return "x has rank " + std::to_string(values.rank) + ", but must have 1 to 5"; });
+    check.require(values.rank >= 1 && values.rank <= kMaxRank, "x has rank ", values.rank, ", but must have 1 to 5");
     if (!check.ok()) return check.status();
     const int leading = values.rank - 1;
     check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).leading_dims(leading, "k");
@@ -172,9 +151,8 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
     if (!bytes) out.unit_inner_stride();
     out.leading_dims(leading, bytes ? "k" : "bytes");
     check.output("scales", scales).dtype({DType::f32}).leading_dims(leading, nullptr);
-    if (!check.ok()) return check.status();
     const int64_t k = check["k"];
-    if (!bytes) check_half(check, "q", check["bytes"], k);
+    if (!bytes) check_half(check, check["bytes"], k);
     if (!check.ok()) return check.status();
 
     const ConstTensor x = normal_strides(values);
@@ -187,9 +165,7 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
               .smooth = options.smooth_scales ? static_cast<const float*>(options.smooth_scales->data) : nullptr,
               .smooth_stride = options.smooth_scales ? options.smooth_scales->strides[0] : 0,
               .bits = bytes ? 8 : 4,
-              .scales_given = false,
               .scale = at<float>(scales, row_offset(scales, row, leading)),
-              .zero = nullptr,
               .q = at<int8_t>(q, row_offset(q, row, leading)),
               .q_stride = q.strides[leading]});
     });

@@ -14,8 +14,7 @@
 
 namespace opst::OPST_ISA_NS::quant {
 
-using opst::quant::DequantizeGroup;
-using opst::quant::QuantizeGroup;
+using namespace opst::quant;
 using simd::F32;
 
 template <class T>
@@ -59,11 +58,8 @@ OPST_NOINLINE void quantize_group(const QuantizeGroup& group) {
     }
     const float smallest = -simd::hmax(F32::zero() - low), largest = simd::hmax(high);
     const bool finite = simd::hsum(not_finite) == 0;
-    if (group.zero == nullptr) {
-      scale = (-smallest > largest ? -smallest : largest) / most;
-    } else {
-      scale = largest / (2 * most + 1) - smallest / (2 * most + 1);
-    }
+    scale = group.zero != nullptr ? largest / (2 * most + 1) - smallest / (2 * most + 1)
+                                  : (-smallest > largest ? -smallest : largest) / most;
     usable = finite && scale > 0;
     if (!finite) scale = __builtin_nanf("");
     *group.scale = scale;
@@ -86,7 +82,7 @@ OPST_NOINLINE void quantize_group(const QuantizeGroup& group) {
       const F32 quotient = round(group_values<T>(group, t) / divisor);
       q = min(max(select(quotient == quotient, quotient, F32::zero()) + zeros, bottom), top);
     }
-    store_integers(group, t, group.count - t < F32::kLanes ? group.count - t : F32::kLanes, q);
+    store_integers(group, t, simd::clamp_lanes<F32>(group.count - t), q);
   }
 }
 
@@ -95,7 +91,7 @@ OPST_NOINLINE void dequantize_group(const DequantizeGroup& group) {
   const F32 scale = F32::set1(group.scale), zero = F32::set1(static_cast<float>(group.zero));
   T* const out = static_cast<T*>(group.out);
   for (int64_t t = 0; t < group.count; t += F32::kLanes) {
-    const int64_t n = group.count - t < F32::kLanes ? group.count - t : F32::kLanes;
+    const int64_t n = simd::clamp_lanes<F32>(group.count - t);
     int8_t lanes[F32::kLanes] = {};
     if (group.bits == 8) {
       for (int64_t i = 0; i < n; ++i) lanes[i] = group.q[(t + i) * group.q_stride];

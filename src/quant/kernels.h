@@ -17,12 +17,12 @@ struct QuantizeGroup {
   const void* x;
   int64_t x_stride;
   int64_t count;
-  const float* smooth;  // null: none
-  int64_t smooth_stride;
-  int bits;           // 8, or 4: two values to a byte, and count is even
-  bool scales_given;  // *scale and *zero are read; else written
+  const float* smooth = nullptr;  // null: none
+  int64_t smooth_stride = 0;
+  int bits;                   // 8, or 4: two values to a byte, and count is even
+  bool scales_given = false;  // *scale and *zero are read; else written
   float* scale;
-  int8_t* zero;  // null: symmetric
+  int8_t* zero = nullptr;  // null: symmetric
   int8_t* q;
   int64_t q_stride;  // 8 bits only
 };

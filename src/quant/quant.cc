@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <iterator>
 #include <string_view>
 
 #include "core/guarded.h"
@@ -11,8 +12,7 @@
 #include "machine/context_impl.h"
 #include "machine/levels.h"
 #include "quant/formats.h"
-#include "quant/kernels.h"
-#include "quant/quant_check.h"
+#include "quant/matrices.h"
 
 namespace opst {
 
@@ -20,27 +20,38 @@ OPST_KERNELS_BY_LEVEL(OPST_FLOAT_LEVELS, quant, Kernels, kKernels, kernels)
 
 namespace {
 
-struct FormatInfo {
-  const char* name = nullptr;
-  int64_t block_values = 0;
-  int64_t block_bytes = 0;
-};
-constexpr std::array<FormatInfo, kNumQuantFormats> kFormats = [] {
-  std::array<FormatInfo, kNumQuantFormats> formats;
-  QuantBlocks::each([&]<class Block>() {
-    formats[static_cast<size_t>(Block::kFormat)] = {Block::kName, Block::kValues, sizeof(Block)};
-  });
-  return formats;
-}();
-static_assert(std::all_of(kFormats.begin(), kFormats.end(), [](const FormatInfo& f) { return f.name != nullptr; }));
+// In the order of QuantFormat.
+constexpr const char* kNames[] = {"f32", "f16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q6_k", "q4_k", "q5_k", "bf16"};
+static_assert(std::size(kNames) == kNumQuantFormats);
 
-// Null for a value that is no enumerator.
-const FormatInfo* info_of(QuantFormat format) {
+struct BlockSize {
+  int64_t values = 0, bytes = 0;
+};
+constexpr std::array<BlockSize, kNumQuantFormats> kBlockSizes = [] {
+  std::array<BlockSize, kNumQuantFormats> sizes;
+  QuantBlocks::each([&]<class Block>() {
+    sizes[static_cast<size_t>(Block::kFormat)] = {Block::kValues, sizeof(Block)};
+  });
+  return sizes;
+}();
+static_assert(std::all_of(kBlockSizes.begin(), kBlockSizes.end(),
+                          [](const BlockSize& size) { return size.bytes > 0; }));
+
+// Zeros for a value that is no enumerator.
+constexpr BlockSize block_size(QuantFormat format) {
   const auto i = static_cast<size_t>(format);
-  return i < kFormats.size() ? &kFormats[i] : nullptr;
+  return i < kBlockSizes.size() ? kBlockSizes[i] : BlockSize{};
 }
-std::string unknown(QuantFormat format) {
-  return "format is " + std::to_string(static_cast<int>(format)) + ", which is no QuantFormat";
+
+// The bytes of a row of `cols` values. Checks that it is whole blocks; `name`: the matrix in messages, "": none.
+Size check_row(ShapeCheck& check, const char* name, QuantFormat format, int64_t cols) {
+  const auto [values, bytes] = block_size(format);
+  check.require(values > 0, name, *name ? "'s " : "", "format is ", static_cast<int>(format),
+                ", which is no QuantFormat");
+  if (!check.ok()) return 0;
+  check.require(cols >= 0 && cols % values == 0, name, *name ? " " : "", "cols is ", cols, ", but ", to_string(format),
+                " has blocks of ", values, " values");
+  return check.ok() ? Size(cols / values) * bytes : Size(0);
 }
 
 // Values per task: some tens of microseconds.
@@ -52,8 +63,7 @@ void run(Context& context, const QuantMatrix& matrix, const Tensor& result, int6
          const SourceRow& source_row) {
   if (count == 0 || matrix.cols == 0) return;
   const Tensor out = normal_strides(result);
-  const quant::DequantizeRow dequantize_row =
-      quant::kernels(context.machine().isa).dequantize_row[static_cast<int>(matrix.format)];
+  const auto dequantize_row = quant::kernels(context.machine().isa).dequantize_row[static_cast<int>(matrix.format)];
   const int64_t bytes = matrix.cols / block_values(matrix.format) * block_bytes(matrix.format);
   const int64_t rows_per_task = std::max<int64_t>(1, kTaskValues / matrix.cols);
   context.impl().pool.parallel_for(ceil_div(count, rows_per_task), [&](int64_t task, int) {
@@ -67,10 +77,9 @@ void run(Context& context, const QuantMatrix& matrix, const Tensor& result, int6
 
 // Dimension `dim` of out, bound as `name`, has the matrix's size.
 void check_size(ShapeCheck& check, int dim, const char* name, int64_t expected) {
-  check.require(check[name] == expected, [&] {
-    return "out dim " + std::to_string(dim) + " (" + name + ") is " + std::to_string(check[name]) +
-           ", but the matrix has " + name + " = " + std::to_string(expected);
-  });
+  const int64_t size = check[name];
+  check.require(size == expected, "out dim ", dim, " (", name, ") is ", size, ", but the matrix has ", name, " = ",
+                expected);
 }
 
 // The matrix's bytes, so that an output which overlaps them is found.
@@ -80,15 +89,12 @@ ConstTensor bytes_of(const QuantMatrix& matrix) {
 
 }  // namespace
 
-const char* to_string(QuantFormat format) {
-  const FormatInfo* const info = info_of(format);
-  return info != nullptr ? info->name : "unknown";
-}
+const char* to_string(QuantFormat format) { return name_of(format, kNames); }
 
 std::optional<QuantFormat> parse_quant_format(const std::string& name) {
   const auto same_letter = [](char a, char b) { return std::tolower(static_cast<unsigned char>(a)) == b; };
-  for (size_t i = 0; i < kFormats.size(); ++i) {
-    const std::string_view format = kFormats[i].name;
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    const std::string_view format = kNames[i];
     if (std::equal(name.begin(), name.end(), format.begin(), format.end(), same_letter)) {
       return static_cast<QuantFormat>(i);
     }
@@ -96,70 +102,37 @@ std::optional<QuantFormat> parse_quant_format(const std::string& name) {
   return std::nullopt;
 }
 
-int64_t block_values(QuantFormat format) {
-  const FormatInfo* const info = info_of(format);
-  return info != nullptr ? info->block_values : 0;
-}
-int64_t block_bytes(QuantFormat format) {
-  const FormatInfo* const info = info_of(format);
-  return info != nullptr ? info->block_bytes : 0;
-}
+int64_t block_values(QuantFormat format) { return block_size(format).values; }
+int64_t block_bytes(QuantFormat format) { return block_size(format).bytes; }
 
 Result<int64_t> row_bytes(QuantFormat format, int64_t cols) {
   return guarded([&]() -> Result<int64_t> {
-    const FormatInfo* const info = info_of(format);
-    if (info == nullptr) return Status::invalid_argument("row_bytes: " + unknown(format));
-    const FormatInfo& block = *info;
-    if (cols < 0 || cols % block.block_values != 0) {
-      return Status::invalid_argument("row_bytes: cols is " + std::to_string(cols) + ", but " + block.name +
-                                      " has blocks of " + std::to_string(block.block_values) + " values");
-    }
-    const Size bytes = Size(cols / block.block_values) * block.block_bytes;
-    if (!bytes.within_limit()) {
-      return Status::invalid_argument("row_bytes: cols is " + std::to_string(cols) +
-                                      ", and such a row has more bytes than the limit of 2^56");
-    }
+    ShapeCheck check("row_bytes");
+    const Size bytes = check_row(check, "", format, cols);
+    check.require(bytes.within_limit(), "cols is ", cols, ", and such a row has more bytes than the limit of 2^56");
+    if (!check.ok()) return check.status();
     return bytes.value();
   });
 }
 
 void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& matrix) {
-  check.require(matrix.rows >= 0,
-                [&] { return std::string(name) + " rows is " + std::to_string(matrix.rows) + ", but must be >= 0"; });
-  const FormatInfo* const info = info_of(matrix.format);
-  check.require(info != nullptr, [&] { return std::string(name) + "'s " + unknown(matrix.format); });
-  if (!check.ok()) return;
-  const FormatInfo& block = *info;
-  check.require(matrix.cols >= 0 && matrix.cols % block.block_values == 0, [&] {
-    return std::string(name) + " cols is " + std::to_string(matrix.cols) + ", but " + block.name + " has blocks of " +
-           std::to_string(block.block_values) + " values";
-  });
+  const auto [format, rows, cols, data, size_bytes] = matrix;
+  check.require(rows >= 0, name, " rows is ", rows, ", but must be >= 0");
+  const Size row = check_row(check, name, format, cols);
   if (!check.ok()) return;
   // One row at least must be within the limit: sizes of a matrix without rows are multiplied as well.
-  const Size row = Size(matrix.cols / block.block_values) * block.block_bytes;
-  const int64_t bytes = (row * matrix.rows).value();
-  const auto shape = [&] {
-    return std::string("[") + std::to_string(matrix.rows) + ", " + std::to_string(matrix.cols) + "]";
-  };
-  check.require((row * std::max<int64_t>(matrix.rows, 1)).within_limit() && Size(matrix.rows).within_limit(),
-                [&] { return std::string(name) + " " + shape() + " has more rows or bytes than the limit of 2^56"; });
-  if (!check.ok()) return;
-  check.require(matrix.size_bytes >= bytes, [&] {
-    return std::string(name) + " has " + std::to_string(matrix.size_bytes) + " bytes, but " + block.name + " " +
-           shape() + " needs " + std::to_string(bytes);
-  });
-  check.require(bytes == 0 || matrix.data != nullptr,
-                [&] { return std::string(name) + " has null data, but shape " + shape(); });
+  check.require((row * std::max<int64_t>(rows, 1)).within_limit() && Size(rows).within_limit(), name, " [", rows, ", ",
+                cols, "] has more rows or bytes than the limit of 2^56");
+  const int64_t bytes = (row * rows).value();
+  check.require(size_bytes >= bytes, name, " has ", size_bytes, " bytes, but ", to_string(format), " [", rows, ", ",
+                cols, "] needs ", bytes);
+  check.require(bytes == 0 || data != nullptr, name, " has null data, but shape [", rows, ", ", cols, "]");
 }
 
 void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_rows) {
-  if (!check.ok()) return;
-  for (int64_t i = 0; i < distinct(rows, 0); ++i) {
+  for (int64_t i = 0; check.ok() && i < distinct(rows, 0); ++i) {
     const int64_t row = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
-    if (row >= 0 && row < num_rows) continue;
-    check.require(false, std::string("rows[") + std::to_string(i) + "] is " + std::to_string(row) +
-                             ", but the matrix has " + std::to_string(num_rows) + " rows");
-    return;
+    check.require(row >= 0 && row < num_rows, "rows[", i, "] is ", row, ", but the matrix has ", num_rows, " rows");
   }
 }
 

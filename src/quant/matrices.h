@@ -1,10 +1,17 @@
-// Shared by every operator that reads an IntMatrix: the check of its tensors, and its elements.
+// Shared by every operator that reads a QuantMatrix or an IntMatrix: their checks, elements, and the room's kernels.
 #pragma once
 
 #include "core/shape_check.h"
 #include "opst/quant.h"
+#include "quant/kernels.h"
 
 namespace opst {
+
+// Checks sizes, whole blocks, enough bytes, data. `name` stands for the matrix in messages.
+void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& matrix);
+
+// Indices of rows: a failure names the first one outside [0, num_rows).
+void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_rows);
 
 struct IntMatrixSizes {
   int64_t rows = 0, cols = 0, groups = 0;
@@ -42,5 +49,10 @@ class IntRow {
   const float* scales_;
   const int8_t* zeros_;
 };
+
+namespace quant {
+// The table of the highest level of this room that `isa` includes.
+const Kernels& kernels(Isa isa);
+}  // namespace quant
 
 }  // namespace opst
