@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -78,19 +77,20 @@ const char* to_string(Activation activation);
 enum class ActivationType : uint8_t { exact, int8 };
 const char* to_string(ActivationType type);
 
-// All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides.
+// All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides; one without data is absent.
 struct MatmulOptions {
-  std::optional<ConstTensor> bias = {};  // [n]
+  ConstTensor bias = {};  // [n]
   Activation activation = Activation::none;
-  std::optional<ConstTensor> residual = {};  // out's shape; the very same view as out, or no overlap with it
+  ConstTensor residual = {};  // out's shape; the very same view as out, or no overlap with it
   ActivationType activations = ActivationType::exact;
   // One or two rows times a quantised weight are multiplied in fixed point (24 bits a value, one scale for 32 values)
   // where the instruction set level makes that faster: as accurate, but with other bits than more rows give. True: the
   // same bits for any number of rows.
   bool batch_invariant = false;
   // Given: out is i8, and each of its rows is quantised by its own scale, as dynamic_quant (quant.h) does; the scales
-  // [m] f32 go here. out may then not be a residual.
-  std::optional<Tensor> out_scales = {};
+  // [m] f32 go here. out may then not be a residual. Absent only as Tensor{}: scales of m = 0 rows are given without
+  // data, by their rank.
+  Tensor out_scales = {};
 };
 
 // y[i, j] = sum_t x[i, t] * weight[j, t] + bias[j];   out = residual + activation(y)
@@ -122,11 +122,11 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
 Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
-// Gradients of sum(grad_out * (x . weight^T + bias)). Absent ones are not computed.
+// Gradients of sum(grad_out * (x . weight^T + bias)). One without data is absent: not computed.
 struct MatmulGradients {
-  std::optional<Tensor> x = {};       // [m, k] = grad_out . weight
-  std::optional<Tensor> weight = {};  // [n, k] = grad_out^T . x
-  std::optional<Tensor> bias = {};    // [n]    = sum of grad_out over its rows
+  Tensor x = {};       // [m, k] = grad_out . weight
+  Tensor weight = {};  // [n, k] = grad_out^T . x
+  Tensor bias = {};    // [n]    = sum of grad_out over its rows
 };
 
 //   grad_out  [m, n], x [m, k], weight [n, k]: f32, bf16 or f16 each, or all f64; any strides
@@ -178,13 +178,13 @@ class PackedIntWeight {
 
 struct IntMatmulOptions {
   // [m] f32: x is i8 and stands for x * x_scales, as dynamic_quant makes it. Absent: 1.
-  std::optional<ConstTensor> x_scales = {};
+  ConstTensor x_scales = {};
   // [n]: f32, bf16 or f16, added to the scaled sums; or, with x i8 and one group, i32, added to the sums.
-  std::optional<ConstTensor> bias = {};
+  ConstTensor bias = {};
   // As in MatmulOptions, of an out that is not i32.
   Activation activation = Activation::none;
-  std::optional<ConstTensor> residual = {};
-  std::optional<Tensor> out_scales = {};
+  ConstTensor residual = {};
+  Tensor out_scales = {};
 };
 
 // matmul with an int8 or int4 weight. With S[i, j, g] = sum over t in group g of x[i, t] * (q[j, t] - zero[j, g]):
@@ -197,14 +197,14 @@ struct IntMatmulOptions {
 // Numerics: each S is exact; a total with an i32 bias that leaves 32 bits wraps modulo 2^32, as that of
 // torch._int_mm(x, q) + bias does. With x i8 and float out each S is rounded to f32 and joins one chain of
 // multiply-adds over ascending groups (one group: a single product), then x_scales and bias follow, each rounded to
-// f32, activation and residual likewise, and out is rounded once. With float x each value is rounded to f32, and each sum is one chain of multiply-adds
-// over ascending t.
+// f32, activation and residual likewise, and out is rounded once. With float x each value is rounded to f32, and each
+// sum is one chain of multiply-adds over ascending t.
 // A row's bits depend neither on the other rows nor on the threads.
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options = {});
 
-// Which kernel multiplies, named as its source in src/matmul.
+// Which kernel multiplies.
 enum class MatmulPath : uint8_t {
   few_rows,                    // weights are decoded in registers, once per few rows of x
   many_rows,                   // weights are decoded to scratch, once per task

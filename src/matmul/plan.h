@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/int_math.h"
+#include "matmul/kernels.h"
 #include "opst/matmul.h"
 
 namespace opst::gemm {
@@ -17,7 +19,13 @@ enum class XForm : uint8_t {
   bytes,         // [m][x_stride] int8 in groups that are filled up to whole words, and [m][groups] their sums
 };
 
+constexpr int64_t element_bytes(XForm form) {
+  constexpr size_t kBytes[] = {sizeof(float), sizeof(float), sizeof(ActivationBlock), sizeof(FixedBlock), 1};
+  return static_cast<int64_t>(kBytes[static_cast<size_t>(form)]);
+}
+
 struct Plan : MatmulPlan {
+  Product kernel = nullptr;  // of the path; null: f64
   int64_t m = 0, width = 0;  // of out
   bool two_halves = false;   // swiglu: column j of out needs columns j and width + j of the weight
   XForm x = XForm::in_place;
@@ -27,12 +35,12 @@ struct Plan : MatmulPlan {
   int64_t pack_rows = 0;    // rows of x per packing task
   int64_t group_bytes = 0;  // of a row in the form bytes
   int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
-  // Memory that the workers share.
+  // Bytes of the pieces of memory that the workers share, each without what an Arena adds to it.
   int64_t weight_bytes = 0;    // an unpacked weight, packed
   int64_t wide_out_bytes = 0;  // out as f32, where it is quantised afterwards
   int64_t bias_bytes = 0, x_scales_bytes = 0;
   int64_t x_bytes = 0, x_sums_bytes = 0;
-  // Memory of each worker, in this order. While x is packed it holds widened rows.
+  // Likewise of each worker's own pieces, in this order; widened rows are those of x that are being packed.
   int64_t decoded_bytes_per_worker = 0, sums_bytes_per_worker = 0, second_bytes_per_worker = 0;
   int64_t widened_bytes_per_worker = 0;
 };
@@ -46,8 +54,9 @@ int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads);
 
 bool takes_two_halves(Activation activation);
 
-// Inputs of a packed weight, the filling included, and the bytes of one output's inputs.
+// Inputs of a packed weight, the filling included; the bytes of one output's inputs, and of the whole.
 int64_t packed_inputs(QuantFormat format, int64_t k);
 int64_t packed_column_bytes(QuantFormat format, int64_t k);
+Size packed_bytes(QuantFormat format, int64_t n, int64_t k);
 
 }  // namespace opst::gemm
