@@ -209,18 +209,6 @@ void multiply_f64(Context& context, Activation activation, const Operands& o) {
 
 }  // namespace
 
-Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out) {
-  return multiply(context,
-                  {.m = out.shape[0],
-                   .n = out.shape[1],
-                   .k = x.shape[1],
-                   .x_dtype = x.dtype,
-                   .unit_stride_x = x.strides[1] == 1,
-                   .weight = MatmulWeight::unpacked,
-                   .format = weight_format(weight.dtype)},
-                  {.x = x, .weight = weight, .out = out});
-}
-
 Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands) {
   const int threads = context.impl().pool.num_threads();
   const Plan plan = make_plan(problem, context.machine(), threads);

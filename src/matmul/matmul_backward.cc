@@ -8,7 +8,9 @@
 namespace opst {
 namespace {
 
-// Columns per task of the bias's gradient: a cache line of each row.
+constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16}, kF64 = {DType::f64};
+
+// Columns per task of the bias's gradient: some cache lines of each row.
 constexpr int64_t kBiasColumns = 64;
 
 // out[j] = sum over i of grad_out[i, j], rows in ascending order, in f32.
@@ -46,18 +48,25 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
     ShapeCheck check("matmul_backward");
     check.tensor("grad_out", grad_out).dtype({DType::f32, DType::bf16, DType::f16, DType::f64}).dims({"m", "n"});
     const bool is_f64 = grad_out.dtype == DType::f64;
-    const auto check_dtype = [&](ShapeCheck::TensorCheck tensor) -> ShapeCheck::TensorCheck {
-      return is_f64 ? tensor.dtype({DType::f64}) : tensor.dtype({DType::f32, DType::bf16, DType::f16});
-    };
-    if (gradients.weight) check_dtype(check.tensor("x", x)).dims({"m", "k"});
-    if (gradients.x) check_dtype(check.tensor("weight", weight)).dims({"n", "k"});
-    if (gradients.x) check_dtype(check.output("gradients.x", gradients.x)).dims({"m", "k"});
-    if (gradients.weight) check_dtype(check.output("gradients.weight", gradients.weight)).dims({"n", "k"});
-    if (gradients.bias) check_dtype(check.output("gradients.bias", gradients.bias)).dims({"n"});
+    const auto types = is_f64 ? kF64 : kFloats;
+    if (gradients.weight) check.tensor("x", x).dtype(types).dims({"m", "k"});
+    if (gradients.x) check.tensor("weight", weight).dtype(types).dims({"n", "k"});
+    if (gradients.x) check.output("gradients.x", gradients.x).dtype(types).dims({"m", "k"});
+    if (gradients.weight) check.output("gradients.weight", gradients.weight).dtype(types).dims({"n", "k"});
+    if (gradients.bias) check.output("gradients.bias", gradients.bias).dtype(types).dims({"n"});
     if (!check.ok()) return check.status();
 
-    const auto product = [&](const ConstTensor& a, const ConstTensor& b, const Tensor& out) {
-      return gemm::multiply(context, normal_strides(a), normal_strides(b), normal_strides(out));
+    const auto product = [&](ConstTensor a, const ConstTensor& b, const Tensor& out) {
+      make_strides_normal(a);
+      return gemm::multiply(context,
+                            {.m = out.shape[0],
+                             .n = out.shape[1],
+                             .k = a.shape[1],
+                             .x_dtype = a.dtype,
+                             .unit_stride_x = a.strides[1] == 1,
+                             .weight = MatmulWeight::unpacked,
+                             .format = gemm::weight_format(b.dtype)},
+                            {.x = a, .weight = normal_strides(b), .out = normal_strides(out)});
     };
     if (gradients.x) {
       const Status status = product(grad_out, weight.transposed(0, 1), gradients.x);
@@ -67,8 +76,7 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
       const Status status = product(grad_out.transposed(0, 1), x.transposed(0, 1), gradients.weight);
       if (!status.ok()) return status;
     }
-    if (gradients.bias && is_f64) sum_rows_f64(grad_out, gradients.bias);
-    if (gradients.bias && !is_f64) sum_rows(context, grad_out, gradients.bias);
+    if (gradients.bias) is_f64 ? sum_rows_f64(grad_out, gradients.bias) : sum_rows(context, grad_out, gradients.bias);
     return {};
   });
 }

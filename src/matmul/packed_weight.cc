@@ -22,46 +22,6 @@ void with_format(QuantFormat format, const Body& body) {
   });
 }
 
-// Panels per task: a source that lies as [k, n] is read in runs of so many times 16 elements.
-constexpr int64_t kPanelsPerTask = 4;
-
-}  // namespace
-
-namespace gemm {
-
-void pack_float_weight(Context& context, const ConstTensor& weight, void* panels) {
-  const int64_t n = weight.shape[0], k = weight.shape[1];
-  if (k == 0) return;  // however many outputs
-  const auto pack_panel = float_kernels(context.machine().isa).pack_panel[float_index(weight.dtype)];
-  const int64_t panel_bytes = kPanelColumns * packed_column_bytes(weight_format(weight.dtype), k);
-  const int64_t num_panels = ceil_div(n, kPanelColumns);
-  context.impl().pool.parallel_for(ceil_div(num_panels, kPanelsPerTask), [&](int64_t task, int) {
-    for (int64_t panel = task * kPanelsPerTask; panel < std::min(num_panels, (task + 1) * kPanelsPerTask); ++panel) {
-      const int64_t first = panel * kPanelColumns;
-      pack_panel(static_cast<const char*>(weight.data) + first * weight.strides[0] * size_bytes(weight.dtype),
-                 weight.strides[0], weight.strides[1], std::min<int64_t>(kPanelColumns, n - first), k,
-                 static_cast<char*>(panels) + panel * panel_bytes);
-    }
-  });
-}
-
-}  // namespace gemm
-
-Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& weight) {
-  return guarded([&]() -> Result<PackedWeight> {
-    ShapeCheck check("PackedWeight::pack");
-    check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
-    if (!check.ok()) return check.status();
-    const QuantFormat format = gemm::weight_format(weight.dtype);
-    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, check["n"], check["k"]));
-    if (!buffer.ok()) return buffer.status();
-    gemm::pack_float_weight(context, normal_strides(weight), buffer.value().data());
-    return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
-  });
-}
-
-namespace {
-
 template <class Block>
 void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out) {
   const int64_t pieces = ceil_div(weight.cols, Piece<Block>::kValues);
@@ -82,19 +42,38 @@ void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out)
   });
 }
 
-// The panels of a checked matrix.
-void pack_matrix(Context& context, const QuantMatrix& weight, void* panels) {
-  with_format(weight.format, [&]<class Block>() {
-    if constexpr (kIsFloat<Block>) {
-      gemm::pack_float_weight(context, ConstTensor::contiguous(Block::kType, {weight.rows, weight.cols}, weight.data),
-                              panels);
-    } else {
-      pack_blocks<Block>(context, weight, static_cast<Piece<Block>*>(panels));
+}  // namespace
+
+void gemm::pack_float_weight(Context& context, const ConstTensor& weight, void* panels) {
+  const int64_t n = weight.shape[0], k = weight.shape[1];
+  if (k == 0) return;  // however many outputs
+  // Panels per task: a source that lies as [k, n] is read in runs of so many times 16 elements.
+  constexpr int64_t kPanelsPerTask = 4;
+  const auto pack_panel = float_kernels(context.machine().isa).pack_panel[float_index(weight.dtype)];
+  const int64_t panel_bytes = kPanelColumns * packed_column_bytes(weight_format(weight.dtype), k);
+  const int64_t num_panels = ceil_div(n, kPanelColumns);
+  context.impl().pool.parallel_for(ceil_div(num_panels, kPanelsPerTask), [&](int64_t task, int) {
+    for (int64_t panel = task * kPanelsPerTask; panel < std::min(num_panels, (task + 1) * kPanelsPerTask); ++panel) {
+      const int64_t first = panel * kPanelColumns;
+      pack_panel(static_cast<const char*>(weight.data) + first * weight.strides[0] * size_bytes(weight.dtype),
+                 weight.strides[0], weight.strides[1], std::min<int64_t>(kPanelColumns, n - first), k,
+                 static_cast<char*>(panels) + panel * panel_bytes);
     }
   });
 }
 
-}  // namespace
+Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& weight) {
+  return guarded([&]() -> Result<PackedWeight> {
+    ShapeCheck check("PackedWeight::pack");
+    check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
+    if (!check.ok()) return check.status();
+    const QuantFormat format = gemm::weight_format(weight.dtype);
+    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, check["n"], check["k"]));
+    if (!buffer.ok()) return buffer.status();
+    gemm::pack_float_weight(context, normal_strides(weight), buffer.value().data());
+    return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
+  });
+}
 
 Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& weight) {
   return pack(context, std::span(&weight, 1));
@@ -122,7 +101,14 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
     if (!buffer.ok()) return buffer.status();
     char* panels = static_cast<char*>(buffer.value().data());
     for (const QuantMatrix& part : parts) {
-      pack_matrix(context, part, panels);
+      with_format(format, [&]<class Block>() {
+        if constexpr (kIsFloat<Block>) {
+          const auto matrix = ConstTensor::contiguous(Block::kType, {part.rows, part.cols}, part.data);
+          gemm::pack_float_weight(context, matrix, panels);
+        } else {
+          pack_blocks<Block>(context, part, reinterpret_cast<Piece<Block>*>(panels));
+        }
+      });
       panels += part.rows * gemm::packed_column_bytes(format, part.cols);
     }
     return PackedWeight(format, rows, parts[0].cols, std::move(buffer.value()));

@@ -1,12 +1,8 @@
 // plan_matmul: from a problem and a machine to a path, tasks and memory. Beside each number, the limit that sets it.
-#include "matmul/plan.h"
-
 #include <algorithm>
 #include <string>
 
-#include "core/int_math.h"
 #include "core/text.h"
-#include "machine/workspace.h"
 #include "matmul/call.h"
 
 namespace opst {
@@ -53,8 +49,7 @@ const char* without_plan(const MatmulProblem& p) {
 constexpr int64_t kFewTaskBytes = 32 << 10;
 // many_rows: a run of x, 256 x 512 words = 512 KB, sums 128 KB and decoded weights 64 KB stay in a 1 MB L2. Decoding
 // costs as much as three rows.
-constexpr int64_t kManyRows = 256;
-constexpr int64_t kMaxKBlock = 512;
+constexpr int64_t kManyRows = 256, kMaxKBlock = 512;
 // Columns of a task: x is read once per task. Below a width of kWideEnough fewer columns, or too few tasks would leave
 // threads waiting.
 constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
@@ -62,7 +57,6 @@ constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
 constexpr int64_t kPadding = 16;  // words
 // Rows of x per packing task: columns that lie next to each other are read in runs of so many.
 constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
-
 // A piece is the weight's share of a task of few rows in blocks. Small products give each worker one piece. A worker
 // reads ahead within its own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1
 // of 1536 x 576, two threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one
@@ -70,26 +64,20 @@ constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
 constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
 // Columns of a piece: a multiple of what the kernel of two rows takes at once.
 constexpr int64_t kPieceColumns = 2 * kPanelColumns;
-
 // activations_int8_many_rows: unpacking 64 columns costs as much as multiplying them with two or three rows.
 constexpr int64_t kInt8Rows = 192, kInt8Columns = 64;
 // Values of k unpacked at once: bytes and scales of two vectors of columns stay in L1.
 constexpr int64_t kInt8KBlock = 512;
-
 // weights_int_few_rows: weights of a task are a sixteenth of all, but neither so few that handing out tasks is noticed
 // nor so many that threads wait for the last one. Behind a task's end up to 4 KB are fetched that may be another
 // thread's.
-constexpr int64_t kIntFewTasks = 16;
-constexpr int64_t kLeastIntTaskBytes = 32 << 10, kMostIntTaskBytes = 256 << 10;
+constexpr int64_t kIntFewTasks = 16, kLeastIntTaskBytes = 32 << 10, kMostIntTaskBytes = 256 << 10;
 // weights_int_many_rows: the activations of a task's rows, at most kIntTaskRowBytes, stay in about half of a 1 MB L2.
-constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12;
-constexpr int64_t kIntTaskRowBytes = 560 << 10;
-constexpr int64_t kIntTaskColumns = 64;
+constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12, kIntTaskRowBytes = 560 << 10, kIntTaskColumns = 64;
 
 // `size` in the fewest equal shares of at most `most`: the size of one, rounded up to a multiple of `unit`.
 int64_t balanced(int64_t size, int64_t most, int64_t unit) {
-  if (size == 0) return unit;
-  return round_up(ceil_div(size, ceil_div(size, most)), unit);
+  return size == 0 ? unit : round_up(ceil_div(size, ceil_div(size, most)), unit);
 }
 
 constexpr int64_t float_bytes(Size count) { return (count * static_cast<int64_t>(sizeof(float))).value(); }
@@ -320,12 +308,10 @@ int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads) 
 
 Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) {
   Plan plan;
-  if (const char* const reason = without_plan(p)) {
-    plan.reason = reason;
-    return plan;
-  }
-  const Choice choice = choose(p, machine);
-  plan.path = choice.path, plan.product = choice.product, plan.kernel = choice.kernel, plan.reason = choice.reason;
+  plan.reason = without_plan(p);
+  if (plan.reason != nullptr) return plan;
+  const auto [path, product, kernel, cut, reason] = choose(p, machine);
+  plan.path = path, plan.product = product, plan.kernel = kernel, plan.reason = reason;
   plan.two_halves = takes_two_halves(p.activation);
   plan.m = p.m;
   plan.width = plan.two_halves ? p.n / 2 : p.n;
@@ -335,7 +321,7 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
   }
   plan.rows_per_task = p.m;
   plan.words = plan.k_block = p.k;
-  const int64_t unit = choice.cut(p, machine, std::max(1, num_threads), plan);
+  const int64_t unit = cut(p, machine, std::max(1, num_threads), plan);
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
   if (plan.path == f64) return plan;

@@ -1,4 +1,4 @@
-// Packing an int8 or int4 weight with scales. The layout: weights_int.h.
+// Packing an int8 or int4 weight with scales. The layout: packed_layout.h.
 #include <algorithm>
 
 #include "core/guarded.h"
@@ -18,13 +18,6 @@ struct Layout {
   int64_t n, groups, group_values, group_words;
   bool has_zeros;
 
-  Layout(int64_t n_, int64_t k, int64_t groups_, int bits, bool has_zeros_)
-      : n(n_),
-        groups(groups_),
-        group_values(k / groups_),
-        group_words(ceil_div(group_values, 32 / bits)),
-        has_zeros(has_zeros_) {}
-
   int64_t panels() const { return ceil_div(n, kIntPanelColumns); }
   int64_t panel_words() const { return groups * group_words * kIntPanelColumns; }
   int64_t panel_numbers() const { return groups * kIntPanelColumns; }
@@ -33,6 +26,10 @@ struct Layout {
   float* scales(void* data) const { return reinterpret_cast<float*>(words(data) + panels() * panel_words()); }
   int32_t* zeros(void* data) const { return reinterpret_cast<int32_t*>(scales(data) + panels() * panel_numbers()); }
 };
+
+Layout layout_of(int64_t n, int64_t k, int64_t groups, int bits, bool has_zeros) {
+  return {n, groups, k / groups, ceil_div(k / groups, 32 / bits), has_zeros};
+}
 
 // One panel: outputs [first, first + 16) of the weight, as far as there are any.
 void pack_panel(const IntMatrix& weight, int bits, const Layout& layout, int64_t panel, void* data) {
@@ -68,7 +65,7 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix&
     const IntMatrixSizes sizes = check_int_matrix(check, weight);
     if (!check.ok()) return check.status();
     const bool has_zeros{weight.zeros};
-    const Layout layout(sizes.rows, sizes.cols, sizes.groups, sizes.bits, has_zeros);
+    const Layout layout = layout_of(sizes.rows, sizes.cols, sizes.groups, sizes.bits, has_zeros);
     check.require(layout.group_values <= kMaxGroupValues, "a group of the weight has ", layout.group_values,
                   " values, but at most ", kMaxGroupValues, " can be summed");
     if (!check.ok()) return check.status();
@@ -96,7 +93,7 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTenso
 }
 
 gemm::IntWeightPart gemm::int_weight(const PackedIntWeight& weight) {
-  const Layout layout(weight.n(), weight.k(), weight.groups(), weight.bits(), weight.has_zeros());
+  const Layout layout = layout_of(weight.n(), weight.k(), weight.groups(), weight.bits(), weight.has_zeros());
   void* const data = const_cast<void*>(weight.data());
   return {.words = layout.words(data),
           .scales = layout.scales(data),
