@@ -67,13 +67,11 @@ enum class Activation : uint8_t {
 };
 const char* to_string(Activation activation);
 
-// How x meets a quantised weight.
+// How x meets a quantised weight. (f32, bf16 and f16 weights are multiplied exactly either way.)
 //   exact  as it is
 //   int8   each row rounded in blocks of 32: scale = max |x| / 127, q = round(x / scale) to nearest even; products with
 //          the weight's integers are summed exactly in each block, and scales applied once per block. Faster, with an
-//          error of at most half a scale in each x. A block with a value that is NaN or infinite makes its row of y
-//          NaN.
-// f32, bf16 and f16 weights are multiplied exactly either way.
+//          error of at most half a scale in each x. A block with a NaN or an infinity makes its row of y NaN.
 enum class ActivationType : uint8_t { exact, int8 };
 const char* to_string(ActivationType type);
 
@@ -83,9 +81,8 @@ struct MatmulOptions {
   Activation activation = Activation::none;
   ConstTensor residual = {};  // out's shape; the very same view as out, or no overlap with it
   ActivationType activations = ActivationType::exact;
-  // One or two rows times a quantised weight are multiplied in fixed point (24 bits a value, one scale for 32 values)
-  // where the instruction set level makes that faster: as accurate, but with other bits than more rows give. True: the
-  // same bits for any number of rows.
+  // True: the same bits for any number of rows. Else one or two rows meet a quantised weight in fixed point (24 bits a
+  // value, one scale for 32) where the instruction set level makes that faster: as accurate, but with other bits.
   bool batch_invariant = false;
   // Given: out is i8, and each of its rows is quantised by its own scale, as dynamic_quant (quant.h) does; the scales
   // [m] f32 go here. out may then not be a residual. Absent only as Tensor{}: scales of m = 0 rows are given without
@@ -104,15 +101,14 @@ struct MatmulOptions {
 //   bf16 x, bf16 weight  the pairwise dot instruction, where the context's Machine says so: an instruction adds two
 //                        products, and subnormal operands count as 0
 //   quantised weight     fixed point for one or two rows (options.batch_invariant); int8 (options.activations)
-// A row's bits depend neither on the other rows, nor on the number of threads; on the number of rows only as
-// options.batch_invariant tells. NaN and Inf of a row of x reach that row of out only.
+// A row's bits depend neither on the other rows nor on the threads, and on the number of rows only as batch_invariant
+// tells. NaN and Inf of a row of x reach that row of out only.
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
-// Tells the context that its next product of few rows will be with this weight, so that threads which wait for work in
-// the meantime fetch the beginning of their share of it. A hint, which changes nothing but time. The weight may be gone
-// by then.
+// A hint: the context's next product of few rows will be with this weight. Threads that wait for work in the meantime
+// fetch the beginning of their share of it. The weight may be gone by then.
 void read_ahead(Context& context, const PackedWeight& weight, Activation activation = Activation::none);
 
 // matmul with a weight that changes from call to call: it is packed into the context's workspace first.
@@ -131,9 +127,8 @@ struct MatmulGradients {
 
 //   grad_out  [m, n], x [m, k], weight [n, k]: f32, bf16 or f16 each, or all f64; any strides
 //   gradients f32, bf16 or f16 each (f64 where the inputs are); any strides; must not overlap an input or one another
-// x is needed for the weight's gradient only, weight for that of x only; the one that is not needed may be an empty
-// tensor (data = nullptr, rank 0). Sums run over n or m in ascending order as in matmul, so the bits do not depend on
-// the number of threads. Errors: as matmul.
+// x is needed for the weight's gradient only, weight for that of x only; what is not needed may be ConstTensor{}.
+// Sums run over n or m in ascending order as in matmul, for any number of threads. Errors: as matmul.
 Status matmul_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
                        const MatmulGradients& gradients);
 
@@ -143,9 +138,8 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
 // Errors: an index out of range is refused before anything is written.
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out);
 
-// An int8 or int4 weight [n, k] with scales, repacked; owns its memory: the bytes of its source, with n rounded up to a
-// multiple of 16 and each group to whole words of 4 bytes, and 4 (with zeros 8) bytes per scale. Like a PackedWeight,
-// it may be used with any Context.
+// An int8 or int4 weight [n, k] with scales, repacked, for any Context; owns its memory: the bytes of its source, with
+// n rounded up to a multiple of 16 and each group to whole words of 4 bytes, and 4 (with zeros 8) bytes per scale.
 class PackedIntWeight {
  public:
   PackedIntWeight() = default;
@@ -177,8 +171,7 @@ class PackedIntWeight {
 };
 
 struct IntMatmulOptions {
-  // [m] f32: x is i8 and stands for x * x_scales, as dynamic_quant makes it. Absent: 1.
-  ConstTensor x_scales = {};
+  ConstTensor x_scales = {};  // [m] f32: x is i8 and stands for x * x_scales, as dynamic_quant makes it. Absent: 1
   // [n]: f32, bf16 or f16, added to the scaled sums; or, with x i8 and one group, i32, added to the sums.
   ConstTensor bias = {};
   // As in MatmulOptions, of an out that is not i32.
@@ -255,7 +248,7 @@ struct MatmulPlan {
   int64_t rows_per_task = 0;
   int64_t columns_per_task = 0;  // of out
   int64_t row_tasks = 0, column_tasks = 0;
-  int64_t k_block = 0;  // inputs (of bf16_dot: pairs) decoded or unpacked at once; all, where that is in registers
+  int64_t k_block = 0;               // inputs (of bf16_dot: pairs) decoded at once; all, where that is in registers
   int64_t scratch_bytes_shared = 0;  // an unpacked weight's packed form, packed x, out before it is quantised
   int64_t scratch_bytes_per_worker = 0;
   const char* reason = "";  // why this path
