@@ -18,9 +18,8 @@ constexpr DTypes kIntX = {DType::i8, DType::f32, DType::bf16, DType::f16};
 constexpr DTypes kIntOut = {DType::i32, DType::f32, DType::bf16, DType::f16};
 constexpr DTypes kIntBias = {DType::f32, DType::bf16, DType::f16, DType::i32};
 
-// What a weight [n, k] may be multiplied with.
+// The types that a weight may be multiplied with.
 struct Partners {
-  int64_t n, k;
   DTypes x, bias, residual, out;
 };
 
@@ -28,10 +27,12 @@ bool is_known(Activation activation) { return activation <= Activation::swiglu_s
 // Whether out is quantised. The scales of no rows are given without data.
 bool is_given(const Tensor& out_scales) { return out_scales || out_scales.rank > 0; }
 
-// Checks x, its scales, bias, residual and out, beside a weight that has been checked.
-void check_operands(ShapeCheck& check, const Partners& partners, const ConstTensor& x, const Tensor& out,
-                    const MatmulOptions& options, const ConstTensor& x_scales = {}) {
-  const int64_t n = partners.n, k = partners.k;
+// Checks x, its scales, bias, residual and out, beside a weight that has been checked and whose part of the problem is
+// given; the whole problem.
+Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, const Partners& partners,
+                                     const ConstTensor& x, const Tensor& out, const MatmulOptions& options,
+                                     const ConstTensor& x_scales = {}) {
+  const int64_t n = problem.n;
   check.require(is_known(options.activation), "activation is ", static_cast<int>(options.activation),
                 ", which is no Activation");
   check.require(options.activations <= ActivationType::int8, "activations is ", static_cast<int>(options.activations),
@@ -52,33 +53,31 @@ void check_operands(ShapeCheck& check, const Partners& partners, const ConstTens
   } else {
     check.output("out", out).dtype(partners.out).dims({"m", width});
   }
-  if (!check.ok()) return;
+  if (!check.ok()) return check.status();
   const auto agrees = [&](const char* where, const char* name, int64_t expected) {
     const int64_t size = check[name];
     check.require(size == expected, where, " is ", size, ", but the weight has ", name, " = ", expected);
   };
-  agrees("x dim 1 (k)", "k", k);
-  if (!halves) return agrees("out dim 1 (n)", "n", n);
-  if (options.bias) agrees("bias dim 0 (n)", "n", n);
-  const char* const activation = to_string(options.activation);
-  const int64_t half_n = check["half_n"];
-  check.require(n % 2 == 0, "the weight has n = ", n, ", but ", activation, " needs two halves");
-  check.require(half_n == n / 2, "out dim 1 (half_n) is ", half_n, ", but the weight has n = ", n, ", of which ",
-                activation, " makes half");
-}
-
-// The problem of a checked call, but for its weight.
-MatmulProblem problem_of(const ConstTensor& x, int64_t n, int64_t k, const MatmulOptions& options) {
-  return {.m = x.shape[0],
-          .n = n,
-          .k = k,
-          .x_dtype = x.dtype,
-          .unit_stride_x = normal_strides(x).strides[1] == 1,
-          .activation = options.activation,
-          .activations = options.activations,
-          .batch_invariant = options.batch_invariant,
-          .has_bias = static_cast<bool>(options.bias),
-          .has_out_scales = is_given(options.out_scales)};
+  agrees("x dim 1 (k)", "k", problem.k);
+  if (!halves || options.bias) agrees(halves ? "bias dim 0 (n)" : "out dim 1 (n)", "n", n);
+  if (halves) {
+    const char* const activation = to_string(options.activation);
+    const int64_t half_n = check["half_n"];
+    check.require(n % 2 == 0, "the weight has n = ", n, ", but ", activation, " needs two halves");
+    check.require(half_n == n / 2, "out dim 1 (half_n) is ", half_n, ", but the weight has n = ", n, ", of which ",
+                  activation, " makes half");
+  }
+  if (!check.ok()) return check.status();
+  problem.m = x.shape[0];
+  problem.x_dtype = x.dtype;
+  problem.unit_stride_x = normal_strides(x).strides[1] == 1;
+  problem.activation = options.activation;
+  problem.activations = options.activations;
+  problem.batch_invariant = options.batch_invariant;
+  problem.has_bias = static_cast<bool>(options.bias);
+  problem.has_x_scales = static_cast<bool>(x_scales);
+  problem.has_out_scales = is_given(options.out_scales);
+  return problem;
 }
 
 Operands operands_of(const ConstTensor& x, const Tensor& out, const MatmulOptions& options) {
@@ -94,11 +93,8 @@ Result<MatmulProblem> check_call(const ConstTensor& x, const PackedWeight& weigh
                                  const MatmulOptions& options) {
   ShapeCheck check("matmul");
   check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-  check_operands(check, {weight.n(), weight.k(), kFloats, kFloats, kFloats, kFloats}, x, out, options);
-  if (!check.ok()) return check.status();
-  MatmulProblem problem = problem_of(x, weight.n(), weight.k(), options);
-  problem.format = weight.format();
-  return problem;
+  return check_operands(check, {.n = weight.n(), .k = weight.k(), .format = weight.format()},
+                        {kFloats, kFloats, kFloats, kFloats}, x, out, options);
 }
 
 Result<MatmulProblem> check_call(const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
@@ -108,14 +104,13 @@ Result<MatmulProblem> check_call(const ConstTensor& x, const ConstTensor& weight
       .dtype({DType::f32, DType::bf16, DType::f16, DType::f64})
       .dims({"weight_n", "weight_k"});
   if (!check.ok()) return check.status();
-  const int64_t n = check["weight_n"], k = check["weight_k"];
   const DTypes floats = weight.dtype == DType::f64 ? kF64 : kFloats;
-  check_operands(check, {n, k, floats, floats, floats, floats}, x, out, options);
-  if (!check.ok()) return check.status();
-  MatmulProblem problem = problem_of(x, n, k, options);
-  problem.weight = MatmulWeight::unpacked;
-  problem.format = weight_format(weight.dtype);
-  return problem;
+  return check_operands(check,
+                        {.n = check["weight_n"],
+                         .k = check["weight_k"],
+                         .weight = MatmulWeight::unpacked,
+                         .format = weight_format(weight.dtype)},
+                        {floats, floats, floats, floats}, x, out, options);
 }
 
 MatmulOptions shared_options(const IntMatmulOptions& options) {
@@ -130,10 +125,15 @@ Result<MatmulProblem> check_call(const ConstTensor& x, const PackedIntWeight& we
   ShapeCheck check("matmul");
   check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
   const bool integers = x.dtype == DType::i8, one_group = weight.groups() == 1;
-  const DTypes biases = integers && one_group ? kIntBias : kFloats;
-  const MatmulOptions shared = shared_options(options);
-  const Partners partners = {weight.n(), weight.k(), kIntX, biases, kFloats, integers ? kIntOut : kFloats};
-  check_operands(check, partners, x, out, shared, options.x_scales);
+  Result<MatmulProblem> problem =
+      check_operands(check,
+                     {.n = weight.n(),
+                      .k = weight.k(),
+                      .weight = MatmulWeight::integers,
+                      .bits = weight.bits(),
+                      .groups = weight.groups()},
+                     {kIntX, integers && one_group ? kIntBias : kFloats, kFloats, integers ? kIntOut : kFloats}, x, out,
+                     shared_options(options), options.x_scales);
   check.require(integers || !options.x_scales, "x_scales belong to an x of i8, but x is ", to_string(x.dtype));
   if (out.dtype == DType::i32) {
     check.require(one_group, "out is i32, but the weight has ", weight.groups(), " groups, each with its scales");
@@ -144,13 +144,7 @@ Result<MatmulProblem> check_call(const ConstTensor& x, const PackedIntWeight& we
                   to_string(options.activation));
     check.require(!options.residual, "out is i32, the bare sums, to which no residual is added");
   }
-  if (!check.ok()) return check.status();
-  MatmulProblem problem = problem_of(x, weight.n(), weight.k(), shared);
-  problem.weight = MatmulWeight::integers;
-  problem.bits = weight.bits();
-  problem.groups = weight.groups();
-  problem.has_x_scales = static_cast<bool>(options.x_scales);
-  return problem;
+  return check.ok() ? std::move(problem) : check.status();
 }
 
 // A call with a weight of any kind: `place` puts the weight among the operands.
