@@ -91,6 +91,7 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     SCOPED_TRACE(about(p, machine, plan));
     ASSERT_TRUE(covers(p.m, plan.rows_per_task, plan.row_tasks));
     ASSERT_TRUE(covers(plan.width, plan.columns_per_task, plan.column_tasks));
+    ASSERT_NE(plan.kernel, nullptr);
     ASSERT_EQ(plan.columns_per_task % 16, 0);
     ASSERT_EQ(plan.columns_per_task % columns_at_once(plan.path, machine.isa), 0);
     ASSERT_GE(plan.sums_stride, plan.columns_per_task);
