@@ -29,7 +29,7 @@ ROOMS = {
     "moe": {"core", "machine", "simd", "tile", "quant", "rowwise", "matmul"},
     "mc2": {"core", "machine", "tile", "matmul", "moe", "attention"},
     # The examples of docs/extending.md.
-    "extending": {"core", "machine", "simd", "tile", "quant", "matmul"},
+    "extending": {"core", "machine", "simd", "tile", "quant", "matmul", "attention"},
     # What tests share. Measuring the peak needs vectors and threads.
     "testing": {"core", "machine", "simd"},
     # Ordinary users of the public headers; the graph checks declared tensors and pages as the operators check theirs.
@@ -50,7 +50,7 @@ PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "con
 # Kernel code may also include these, which hold types and constants only.
 PLAIN_DATA = {"include/opst/dtype.h", "include/opst/page_layout.h", "include/opst/quant_format.h", "src/quant/formats.h"}
 # An example stands for what is written in another room.
-KERNEL_EXAMPLES = {"extending": {"quant", "matmul"}}
+KERNEL_EXAMPLES = {"extending": {"quant", "matmul", "attention"}}
 KERNEL_STD = {"cstdint", "cstddef", "cstring", "cfloat", "climits", "type_traits", "immintrin.h", "arm_neon.h"}
 
 # Vectors are written as Vec verbs everywhere else.

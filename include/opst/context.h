@@ -31,18 +31,9 @@ inline constexpr int kNumIsaLevels = 5;
 
 // The level to whose instructions `isa` adds its own. generic, the root of the tree, is its own base.
 constexpr Isa base_of(Isa isa) {
-  switch (isa) {
-    case Isa::avx512_bf16:
-      return Isa::avx512_vnni;
-    case Isa::avx512_vnni:
-      return Isa::avx512;
-    case Isa::avx512:
-      return Isa::avx2;
-    case Isa::avx2:
-    case Isa::generic:
-      break;
-  }
-  return Isa::generic;
+  if (isa == Isa::avx512_bf16) return Isa::avx512_vnni;
+  if (isa == Isa::avx512_vnni) return Isa::avx512;
+  return isa == Isa::avx512 ? Isa::avx2 : Isa::generic;
 }
 // Whether a processor of level `isa` runs the code of `level`. (Comparing the two numbers would call any level of
 // another architecture higher or lower.)

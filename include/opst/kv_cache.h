@@ -25,8 +25,8 @@
 
 namespace opst {
 
-// Whether pages of these sizes can be held in a layout: ok, or unsupported with the reason. block_size >= 1 always; a
-// layout that is no enumerator holds nothing. head_dim is that of the keys; 0: head_dim is not asked about.
+// Whether pages of these sizes can be held in a layout: ok, or unsupported with the reason. No layout holds blocks of
+// block_size < 1; a layout that is no enumerator holds nothing. head_dim: of the keys; 0: not asked about.
 Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head_dim = 0);
 
 // A contiguous cache over `data` in the shape of its layout: num_blocks * block_size * num_kv_heads * head_dim (or
@@ -49,7 +49,7 @@ struct ScatterOptions {
 // Any strides of key, value and slot_mapping; the caches overlap neither each other nor the inputs. Of several tokens
 // with one slot the last wins. Cache rows that no slot names keep their bytes. Errors: invalid_argument for shapes and
 // dtypes that disagree and for a slot outside the cache (the message names token, slot and capacity), unsupported for a
-// layout that cannot hold the blocks; nothing has been written then.
+// layout that cannot hold the blocks (supports; also block_size 0); nothing has been written then.
 Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const ConstTensor& value,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options = {});
@@ -132,14 +132,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
 //
 // A block has as many references as sequences hold it. Sequences that share a prefix share its blocks: fork() adds a
 // reference to each. Whoever is about to write a row calls prepare_write(): a shared block gives way to a private one,
-// into which the caller copies the rows (copy-on-write).
-//
-//   Result<BlockPool> pool = BlockPool::create(100);
-//   int64_t blocks[3];
-//   Status status = pool.value().allocate(blocks);                    // a sequence of three blocks
-//   status = pool.value().fork(blocks);                               // another one with the same past
-//   Result<BlockWrite> write = pool.value().prepare_write(blocks[2]); // the other one goes on
-//   // write.value().copy_from >= 0: copy that block to write.value().block (convert_pages does), and use the latter
+// into which the caller copies the rows (copy-on-write); docs/kv_cache.md has an example.
 //
 // A refused call changes nothing. Time: O(1) a block; only create() allocates memory, and touches none of it.
 struct BlockWrite {

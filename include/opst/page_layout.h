@@ -1,7 +1,6 @@
 // How the rows of a paged cache lie in memory (kv_cache.h has what is done with them).
 //
-// Plain data: kernel code includes this file, so it holds no inline function (dtype.h says why). Everything here is a
-// value without state of its own, which any number of threads may use at once.
+// Plain data: kernel code includes this file, so it holds no inline function (dtype.h says why).
 #pragma once
 
 #include <cstdint>
@@ -52,16 +51,12 @@ struct PageFormat {
   // (In norm the tensor's strides say it.)
   int64_t offset(int64_t row, int64_t d, int64_t row_elements) const;
 };
-// For what the layout cannot hold (kv_cache.h, supports) another one of its formats.
+// Of any arguments: a dtype that panel32 cannot hold has the format of f32, a layout that is no enumerator has norm's.
 const PageFormat& page_format(PageLayout layout, DType dtype, PageSide side);
 
 // The sizes of a cache, whatever its layout.
 struct PageSizes {
-  int64_t num_blocks = 0;
-  int64_t block_size = 0;
-  int64_t num_kv_heads = 0;
-  int64_t head_dim = 0;
-  int64_t value_head_dim = 0;
+  int64_t num_blocks = 0, block_size = 0, num_kv_heads = 0, head_dim = 0, value_head_dim = 0;
 };
 
 }  // namespace opst

@@ -29,19 +29,14 @@ inline Tensor mutable_view(const ConstTensor& tensor) {
 // Rounds x, a float or double, to the tensor's dtype: f64, f32, bf16 or f16. `offset` in elements.
 template <class Real>
 void store_element(const Tensor& tensor, int64_t offset, Real x) {
-  switch (tensor.dtype) {
-    case DType::f64:
-      static_cast<double*>(tensor.data)[offset] = static_cast<double>(x);
-      break;
-    case DType::f32:
-      static_cast<float*>(tensor.data)[offset] = static_cast<float>(x);
-      break;
-    case DType::bf16:
-      static_cast<bf16*>(tensor.data)[offset] = to_bf16(x);
-      break;
-    default:
-      static_cast<f16*>(tensor.data)[offset] = to_f16(x);
-      break;
+  if (tensor.dtype == DType::f64) {
+    static_cast<double*>(tensor.data)[offset] = static_cast<double>(x);
+  } else if (tensor.dtype == DType::f32) {
+    static_cast<float*>(tensor.data)[offset] = static_cast<float>(x);
+  } else if (tensor.dtype == DType::bf16) {
+    static_cast<bf16*>(tensor.data)[offset] = to_bf16(x);
+  } else {
+    static_cast<f16*>(tensor.data)[offset] = to_f16(x);
   }
 }
 

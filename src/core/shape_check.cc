@@ -12,73 +12,28 @@
 namespace opst {
 namespace {
 
-// Bytes from the first element's start to the last element's end; kMaxBytes where they are as many or more.
-int64_t span_bytes(const ConstTensor& tensor) {
-  Size span = 1;
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] == 0) return 0;
-    if (tensor.shape[i] > 1) span += Size(tensor.shape[i] - 1) * tensor.strides[i];
-  }
-  return (span * size_bytes(tensor.dtype)).value();
+bool is_empty(const ConstTensor& tensor) {
+  return std::find(tensor.shape, tensor.shape + tensor.rank, 0) != tensor.shape + tensor.rank;
 }
-
-bool has_elements(const ConstTensor& tensor) {
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] == 0) return false;
-  }
-  return true;
-}
-
-template <class T>
-void set_normal_strides(T& tensor) {
-  const bool empty = !has_elements(tensor);
-  int64_t row_major = 1;
-  for (int i = tensor.rank - 1; i >= 0; --i) {
-    if (empty) tensor.strides[i] = i == tensor.rank - 1 ? 1 : 0;
-    if (tensor.shape[i] == 1 && !empty) tensor.strides[i] = row_major;
-    row_major = tensor.strides[i] * tensor.shape[i];  // at most twice what the tensor spans
-  }
-}
-
-// Two names of dimensions, most of which differ in their first letter.
-bool same_name(const char* a, const char* b) { return *a == *b && std::strcmp(a, b) == 0; }
 
 // The size that a name like "8" demands.
 std::optional<int64_t> as_number(const char* name) {
   int64_t number = 0;
-  if (*name == '\0') return std::nullopt;
-  for (const char* c = name; *c != '\0'; ++c) {
-    if (*c < '0' || *c > '9') return std::nullopt;
-    number = number * 10 + (*c - '0');
-  }
+  const char* c = name;
+  for (; *c >= '0' && *c <= '9'; ++c) number = number * 10 + (*c - '0');
+  if (c == name || *c != '\0') return std::nullopt;
   return number;
-}
-
-// The dimensions that move: more than one index and a stride.
-struct Walk {
-  int count = 0;
-  int64_t sizes[kMaxRank];
-  int64_t strides_bytes[kMaxRank];
-};
-
-Walk walk(const ConstTensor& tensor) {
-  Walk result;
-  const int64_t element_bytes = size_bytes(tensor.dtype);
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] <= 1 || tensor.strides[i] == 0) continue;
-    result.sizes[result.count] = tensor.shape[i];
-    result.strides_bytes[result.count] = tensor.strides[i] * element_bytes;
-    ++result.count;
-  }
-  return result;
 }
 
 // Bytes that a view spans along strides that are no multiples of `period`. Modulo the period every element lies in
 // [start, start + this), start being the view's first address.
-int64_t span_within_period(const Walk& dims, int64_t element_bytes, int64_t period) {
+int64_t span_within_period(const ConstTensor& tensor, int64_t period) {
+  const int64_t element_bytes = size_bytes(tensor.dtype);
   int64_t span = element_bytes;
-  for (int i = 0; i < dims.count; ++i) {
-    if (dims.strides_bytes[i] % period != 0) span += (dims.sizes[i] - 1) * dims.strides_bytes[i];
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] <= 1) continue;
+    const int64_t stride_bytes = tensor.strides[i] * element_bytes;
+    if (stride_bytes % period != 0) span += (tensor.shape[i] - 1) * stride_bytes;
   }
   return span;
 }
@@ -117,72 +72,69 @@ inline Examined examine(const ConstTensor& tensor) {
   return {tensor.is_aligned() ? Fault::none : Fault::alignment, -1, span.value()};
 }
 
-// Follows the tensor's name.
+// The fault, for a message behind the tensor's name.
 std::string describe(const Examined& examined, const ConstTensor& tensor) {
-  const std::string dim = std::to_string(examined.dim);
-  // Not of a tensor whose rank is none.
-  const auto text = [&] { return std::string(" ").append(to_string(tensor)); };
+  const int dim = examined.dim;
   switch (examined.fault) {
     case Fault::none:
       break;
     case Fault::rank:
-      return " has rank " + std::to_string(tensor.rank) + ", but it must be from 0 to " + std::to_string(kMaxRank);
+      return text(" has rank ", tensor.rank, ", but it must be from 0 to ", kMaxRank);
     case Fault::dtype:
-      return " has dtype " + std::to_string(static_cast<int>(tensor.dtype)) + ", which is no DType";
+      return text(" has dtype ", static_cast<int>(tensor.dtype), ", which is no DType");
     case Fault::size:
-      return " dim " + dim + " is " + std::to_string(tensor.shape[examined.dim]) + ", but must be >= 0";
+      return text(" dim ", dim, " is ", tensor.shape[dim], ", but must be >= 0");
     case Fault::stride:
-      return " stride " + dim + " is " + std::to_string(tensor.strides[examined.dim]) + ", but must be >= 0";
+      return text(" stride ", dim, " is ", tensor.strides[dim], ", but must be >= 0");
     case Fault::bytes:
-      return text() + " has more bytes than the limit of 2^56, repeated elements counted";
+      return text(" ", to_string(tensor), " has more bytes than the limit of 2^56, repeated elements counted");
     case Fault::span:
-      return text() + " spans more bytes than the limit of 2^56";
+      return text(" ", to_string(tensor), " spans more bytes than the limit of 2^56");
     case Fault::data:
-      return " has null data, but " + std::to_string(tensor.num_elements()) + " elements:" + text();
+      return text(" has null data, but ", tensor.num_elements(), " elements: ", to_string(tensor));
     case Fault::alignment: {
       const int64_t bytes = size_bytes(tensor.dtype);
-      const auto beyond = reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes);
-      return text() + " lies " + std::to_string(beyond) + " beyond a multiple of " + std::to_string(bytes) +
-             " bytes, but elements must lie at multiples of their size";
+      return text(" ", to_string(tensor), " lies ",
+                  reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes), " beyond a multiple of ",
+                  bytes, " bytes, but elements must lie at multiples of their size");
     }
   }
   return "";
 }
 
-}  // namespace
-
-bool ShapeCheck::cross(const Seen& a, const Seen& b) {
-  const auto start_a = reinterpret_cast<uintptr_t>(a.tensor.data);
-  const auto start_b = reinterpret_cast<uintptr_t>(b.tensor.data);
-  return a.span_bytes > 0 && b.span_bytes > 0 && start_a + static_cast<uintptr_t>(a.span_bytes) > start_b &&
-         start_b + static_cast<uintptr_t>(b.span_bytes) > start_a;
+// Whether the ranges of addresses cross.
+bool cross(const ConstTensor& a, int64_t span_a, const ConstTensor& b, int64_t span_b) {
+  const auto start_a = reinterpret_cast<uintptr_t>(a.data), start_b = reinterpret_cast<uintptr_t>(b.data);
+  return span_a > 0 && span_b > 0 && start_a + static_cast<uintptr_t>(span_a) > start_b &&
+         start_b + static_cast<uintptr_t>(span_b) > start_a;
 }
 
-bool may_overlap(const ConstTensor& a, const ConstTensor& b) {
-  const int64_t span_a = span_bytes(a), span_b = span_bytes(b);
-  if (span_a == kMaxBytes || span_b == kMaxBytes) return true;
-  if (!ShapeCheck::cross({"", a, span_a}, {"", b, span_b})) return false;
-  const auto start_a = reinterpret_cast<uintptr_t>(a.data);
-  const auto start_b = reinterpret_cast<uintptr_t>(b.data);
-  // The ranges cross. Where both views repeat with a common period and use different parts of it, they are interleaved.
-  const Walk walk_a = walk(a);
-  const Walk walk_b = walk(b);
-  int64_t strides[2 * kMaxRank];
-  int num_strides = 0;
-  for (int i = 0; i < walk_a.count; ++i) strides[num_strides++] = walk_a.strides_bytes[i];
-  for (int i = 0; i < walk_b.count; ++i) strides[num_strides++] = walk_b.strides_bytes[i];
-  const auto distance = static_cast<int64_t>(start_b - start_a);
-  for (int i = 0; i < num_strides; ++i) {
-    for (int j = 0; j <= i; ++j) {
-      const int64_t period = std::gcd(strides[i], strides[j]);
-      const int64_t part_a = span_within_period(walk_a, size_bytes(a.dtype), period);
-      const int64_t part_b = span_within_period(walk_b, size_bytes(b.dtype), period);
-      // Where b's part starts in the period that begins with a's.
-      const int64_t offset = (distance % period + period) % period;
-      if (part_a <= offset && offset + part_b <= period) return false;
+// Whether two views whose ranges cross repeat with a common period and use different parts of it.
+bool interleaved(const ConstTensor& a, const ConstTensor& b) {
+  int64_t strides[2 * kMaxRank];  // in bytes, of all dimensions with more than one index and a stride
+  int count = 0;
+  for (const ConstTensor* const t : {&a, &b}) {
+    for (int i = 0; i < t->rank; ++i) {
+      if (t->shape[i] > 1 && t->strides[i] != 0) strides[count++] = t->strides[i] * size_bytes(t->dtype);
     }
   }
-  return true;
+  const auto distance = static_cast<int64_t>(reinterpret_cast<uintptr_t>(b.data) - reinterpret_cast<uintptr_t>(a.data));
+  for (int i = 0; i < count; ++i) {
+    for (int j = 0; j <= i; ++j) {
+      const int64_t period = std::gcd(strides[i], strides[j]);
+      const int64_t part_a = span_within_period(a, period), part_b = span_within_period(b, period);
+      // Where b's part starts in the period that begins with a's.
+      const int64_t offset = (distance % period + period) % period;
+      if (part_a <= offset && offset + part_b <= period) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+bool may_overlap(const ConstTensor& a, const ConstTensor& b) {
+  return cross(a, examine(a).span_bytes, b, examine(b).span_bytes) && !interleaved(a, b);
 }
 
 bool is_sound(const ConstTensor& tensor) { return examine(tensor).fault == Fault::none; }
@@ -190,8 +142,7 @@ bool is_sound(const ConstTensor& tensor) { return examine(tensor).fault == Fault
 bool may_alias_itself(const ConstTensor& tensor) {
   // Strides in ascending order must each step over all that the smaller ones reach.
   struct Step {
-    int64_t stride;
-    int64_t size;
+    int64_t stride, size;
   };
   Step steps[kMaxRank];
   int count = 0;
@@ -202,24 +153,20 @@ bool may_alias_itself(const ConstTensor& tensor) {
     for (; place > 0 && steps[place - 1].stride > tensor.strides[i]; --place) steps[place] = steps[place - 1];
     steps[place] = {tensor.strides[i], tensor.shape[i]};
   }
-  int64_t reach = 0;
-  for (int i = 0; i < count; ++i) {
-    if (steps[i].stride <= reach) return true;
-    int64_t extent = 0;
-    if (__builtin_mul_overflow(steps[i].size - 1, steps[i].stride, &extent) ||
-        __builtin_add_overflow(reach, extent, &reach)) {
-      return true;
-    }
+  Size reach = 0;
+  for (const auto& [stride, size] : std::span(steps, static_cast<size_t>(count))) {
+    if (stride <= reach.value()) return true;
+    reach += Size(size - 1) * stride;
   }
-  return false;
+  return !reach.within_limit();
 }
 
 bool same_view(const ConstTensor& a, const ConstTensor& b) {
   if (a.data != b.data || a.dtype != b.dtype || a.rank != b.rank || a.rank < 0 || a.rank > kMaxRank) return false;
   if (!std::equal(a.shape, a.shape + a.rank, b.shape)) return false;
-  const bool empty = !has_elements(a);
+  if (is_empty(a)) return true;
   for (int i = 0; i < a.rank; ++i) {
-    if (a.strides[i] != b.strides[i] && a.shape[i] != 1 && !empty) return false;
+    if (a.strides[i] != b.strides[i] && a.shape[i] != 1) return false;
   }
   return true;
 }
@@ -228,11 +175,21 @@ int64_t distinct(const ConstTensor& tensor, int dim) {
   return tensor.strides[dim] == 0 ? std::min<int64_t>(tensor.shape[dim], 1) : tensor.shape[dim];
 }
 
-void make_strides_normal(ConstTensor& tensor) { set_normal_strides(tensor); }
-void make_strides_normal(Tensor& tensor) { set_normal_strides(tensor); }
+template <class T>
+void make_strides_normal(T& tensor) {
+  const bool empty = is_empty(tensor);
+  int64_t row_major = 1;
+  for (int i = tensor.rank - 1; i >= 0; --i) {
+    if (empty) tensor.strides[i] = i == tensor.rank - 1 ? 1 : 0;
+    if (tensor.shape[i] == 1 && !empty) tensor.strides[i] = row_major;
+    row_major = tensor.strides[i] * tensor.shape[i];  // at most twice what the tensor spans
+  }
+}
+template void make_strides_normal(ConstTensor& tensor);
+template void make_strides_normal(Tensor& tensor);
 
-void ShapeCheck::fail(std::string message, StatusCode code) {
-  if (status_.ok()) status_ = Status(code, std::string(operator_name_) + ": " + std::move(message));
+void ShapeCheck::fail(const std::string& message, StatusCode code) {
+  if (status_.ok()) status_ = Status(code, text(operator_name_, ": ", message));
 }
 
 ShapeCheck& ShapeCheck::require(const Status& status) {
@@ -240,15 +197,11 @@ ShapeCheck& ShapeCheck::require(const Status& status) {
   return *this;
 }
 
-std::string ShapeCheck::declared_shape(const ConstTensor& tensor) const {
-  std::string shape;
-  for (int i = 0; names_ != nullptr && i < tensor.rank; ++i) shape += (i > 0 ? ", " : " [") + text(tensor.shape[i]);
-  return shape.empty() ? shape : shape + "]";
-}
-
 const ShapeCheck::Dimension* ShapeCheck::find(const char* name) const {
   for (int i = 0; i < num_dimensions_; ++i) {
-    if (same_name(dimensions_[i].name, name)) return &dimensions_[i];
+    const Dimension& dimension = dimensions_[i];
+    // Most names differ in their first letter.
+    if (*dimension.name == *name && std::strcmp(dimension.name, name) == 0) return &dimension;
   }
   return nullptr;
 }
@@ -257,9 +210,9 @@ template <class Where>
 void ShapeCheck::bind(const char* name, const char* tensor, int64_t size, const Where& where) {
   if (const Dimension* const bound = find(name)) {
     if (bound->size == size) return;
-    fail(where() + " " + text(size) + ", but " + bound->tensor + " set " + name + " = " + text(bound->size));
+    fail(text(where, " ", shown(size), ", but ", bound->tensor, " set ", name, " = ", shown(bound->size)));
   } else if (num_dimensions_ == kMaxDimensions) {
-    fail(where() + " one name more than a check holds");
+    fail(text(where, " one name more than a check holds"));
   } else {
     dimensions_[num_dimensions_++] = {name, tensor, size};
   }
@@ -276,7 +229,7 @@ const char* ShapeCheck::setter(const char* name) const {
 }
 
 ShapeCheck& ShapeCheck::holds(const char* tensor, const char* name, int64_t size) {
-  if (ok()) bind(name, tensor, size, [&] { return std::string(tensor) + " holds " + name + " ="; });
+  if (ok()) bind(name, tensor, size, [&] { return text(tensor, " holds ", name, " ="); });
   return *this;
 }
 
@@ -287,7 +240,7 @@ ShapeCheck::TensorCheck ShapeCheck::tensor(const char* name, const ConstTensor& 
   if (examined.fault != Fault::none) {
     fail(name + describe(examined, tensor));
   } else if (num_seen_ == kMaxTensors) {
-    fail(std::string(name) + " is one tensor more than a check holds");
+    fail(text(name, " is one tensor more than a check holds"));
   } else {
     new (&seen_[num_seen_++].seen) Seen{name, tensor, examined.span_bytes};
   }
@@ -301,16 +254,15 @@ ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& 
   if (may_alias_itself(tensor)) {
     std::string strides;
     for (int i = 0; i < tensor.rank; ++i) strides += (i > 0 ? ", " : "") + std::to_string(tensor.strides[i]);
-    fail(std::string(name) + " " + to_string(tensor) + " has strides [" + strides +
-         "], with which elements share addresses, but every element of an output needs its own");
-    return result;
+    fail(text(name, " ", to_string(tensor), " has strides [", strides,
+              "], with which elements share addresses, but every element of an output needs its own"));
   }
-  for (int i = 0; i < num_before; ++i) {
+  const int64_t span_bytes = seen_[num_before].seen.span_bytes;
+  for (int i = 0; i < num_before && ok(); ++i) {
     const Seen& before = seen_[i].seen;
-    if (cross(seen_[num_before].seen, before) && may_overlap(tensor, before.tensor)) {
-      fail(std::string(name) + " " + to_string(tensor) + " overlaps " + before.name + " " + to_string(before.tensor) +
-           " in memory, but an output must not");
-      break;
+    if (cross(tensor, span_bytes, before.tensor, before.span_bytes) && !interleaved(tensor, before.tensor)) {
+      fail(text(name, " ", to_string(tensor), " overlaps ", before.name, " ", to_string(before.tensor),
+                " in memory, but an output must not"));
     }
   }
   return result;
@@ -328,20 +280,23 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::leading_dims(int num_leading, 
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* const> names) {
   if (!check_->ok()) return *this;
   if (static_cast<size_t>(tensor_.rank) != names.size()) {
-    std::string expected;
+    // A declared tensor has its sizes in the message too: " [rows, 32]".
+    std::string shape, expected;
+    for (int i = 0; check_->names_ != nullptr && i < tensor_.rank; ++i) {
+      shape += (i > 0 ? ", " : " [") + check_->shown(tensor_.shape[i]);
+    }
     for (const char* name : names) expected += (expected.empty() ? "" : ", ") + std::string(name);
-    check_->fail(name_ + check_->declared_shape(tensor_) + " has rank " + std::to_string(tensor_.rank) + ", but [" +
-                 expected + "] has rank " + std::to_string(names.size()));
+    check_->fail(text(name_, shape, shape.empty() ? "" : "]", " has rank ", tensor_.rank, ", but [", expected,
+                      "] has rank ", names.size()));
     return *this;
   }
   for (int dim = 0; dim < tensor_.rank && check_->ok(); ++dim) {
     const char* const name = names[static_cast<size_t>(dim)];
     const int64_t size = tensor_.shape[dim];
-    const auto where = [&] { return std::string(name_) + " dim " + std::to_string(dim); };
     if (const std::optional<int64_t> number = as_number(name)) {
-      if (size != *number) check_->fail(where() + " is " + check_->text(size) + ", but must be " + name);
+      if (size != *number) check_->fail(text(name_, " dim ", dim, " is ", check_->shown(size), ", but must be ", name));
     } else {
-      check_->bind(name, name_, size, [&] { return where() + " (" + name + ") is"; });
+      check_->bind(name, name_, size, [&] { return text(name_, " dim ", dim, " (", name, ") is"); });
     }
   }
   return *this;
@@ -350,22 +305,19 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* con
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dtype(std::initializer_list<DType> allowed) {
   if (!check_->ok() || std::find(allowed.begin(), allowed.end(), tensor_.dtype) != allowed.end()) return *this;
   std::string list;
-  size_t i = 0;
-  for (DType dtype : allowed) {
-    if (i > 0) list += i + 1 == allowed.size() ? " or " : ", ";
-    list += to_string(dtype);
-    ++i;
+  for (const DType* dtype = allowed.begin(); dtype != allowed.end(); ++dtype) {
+    if (!list.empty()) list += dtype + 1 == allowed.end() ? " or " : ", ";
+    list += to_string(*dtype);
   }
-  check_->fail(std::string(name_) + " is " + to_string(tensor_.dtype) + ", but must be " + list);
+  check_->fail(text(name_, " is ", to_string(tensor_.dtype), ", but must be ", list));
   return *this;
 }
 
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::unit_inner_stride() {
   if (!check_->ok() || tensor_.rank == 0) return *this;
   const int last = tensor_.rank - 1;
-  if (tensor_.shape[last] > 1 && tensor_.strides[last] != 1 && has_elements(tensor_)) {
-    check_->fail(std::string(name_) + " stride " + std::to_string(last) + " is " +
-                 std::to_string(tensor_.strides[last]) + ", but must be 1");
+  if (tensor_.shape[last] > 1 && tensor_.strides[last] != 1 && !is_empty(tensor_)) {
+    check_->fail(text(name_, " stride ", last, " is ", tensor_.strides[last], ", but must be 1"));
   }
   return *this;
 }

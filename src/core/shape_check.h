@@ -69,7 +69,7 @@ class ShapeCheck {
   // needed. A part that is costly, or that exists only where the condition fails, is a function that returns it.
   template <class... Parts>
   ShapeCheck& require(bool condition, const Parts&... parts) {
-    if (!condition) fail(opst::text(parts...));
+    if (!condition) fail(text(parts...));
     return *this;
   }
   // What another function says of the call: its code is kept, and its message follows "operator: " likewise.
@@ -79,9 +79,9 @@ class ShapeCheck {
   //   key_cache holds head_dim = 8, but key set head_dim = 16
   ShapeCheck& holds(const char* tensor, const char* name, int64_t size);
 
-  // A bound size; 0 for a name that is not bound (which only happens after a failure).
+  // A bound size; of a declared tensor it may be < 0. 0 for a name that no tensor has bound.
   int64_t operator[](const char* name) const;
-  // The tensor that bound a size; null for a name that is not bound.
+  // The tensor that bound a size; null for a name that no tensor has bound.
   const char* setter(const char* name) const;
 
   bool ok() const { return status_.ok(); }
@@ -98,15 +98,10 @@ class ShapeCheck {
     ConstTensor tensor;
     int64_t span_bytes;  // from the first element's start to the last one's end
   };
-  // Whether the ranges of addresses cross.
-  static bool cross(const Seen& a, const Seen& b);
-  friend bool may_overlap(const ConstTensor& a, const ConstTensor& b);
-  void fail(std::string message, StatusCode code = StatusCode::invalid_argument);
-  std::string text(int64_t size) const { return names_ != nullptr ? names_->text(size) : std::to_string(size); }
-  // " [rows, 32]" of a declared tensor, else nothing: a tensor of memory tells its rank alone.
-  std::string declared_shape(const ConstTensor& tensor) const;
+  void fail(const std::string& message, StatusCode code = StatusCode::invalid_argument);
+  std::string shown(int64_t size) const { return names_ != nullptr ? names_->text(size) : std::to_string(size); }
   const Dimension* find(const char* name) const;
-  // Binds the name, or compares what it is bound to. `where` begins the message: "key dim 3 (head_dim) is".
+  // Binds the name, or compares the size with the bound one. `where` gives the message's begin: "key dim 3 (head_dim) is".
   template <class Where>
   void bind(const char* name, const char* tensor, int64_t size, const Where& where);
 
@@ -130,8 +125,8 @@ class ShapeCheck {
 
 // Gives a tensor that has been checked other strides where strides mean nothing: in dimensions of one index those of a
 // row-major view; in a tensor without elements 0, and 1 in the last dimension.
-void make_strides_normal(ConstTensor& tensor);
-void make_strides_normal(Tensor& tensor);
+template <class T>  // Tensor or ConstTensor
+void make_strides_normal(T& tensor);
 template <class T>
 T normal_strides(T tensor) {
   make_strides_normal(tensor);
@@ -144,12 +139,13 @@ bool same_view(const ConstTensor& a, const ConstTensor& b);
 // element. A loop over the values of a tensor ends here: with strides of 0 its size may be 2^55 without any memory.
 int64_t distinct(const ConstTensor& tensor, int dim);
 
-// True where some address may belong to an element of both views. Exact for views that share no bytes and for views
-// interleaved with a common period (the q, k and v parts of one fused buffer); otherwise errs towards true.
+// True where some address may belong to an element of both views, which are sound but for their alignment. Exact for
+// views that share no bytes and for views interleaved with a common period (the q, k and v parts of one fused buffer);
+// otherwise errs towards true.
 bool may_overlap(const ConstTensor& a, const ConstTensor& b);
 // Whether ShapeCheck::tensor() takes it: its rank, dtype, sizes, strides and address, whatever its shape ought to be.
 bool is_sound(const ConstTensor& tensor);
-// True where two index tuples of the view may share an address.
+// True where two index tuples of a sound view may share an address.
 bool may_alias_itself(const ConstTensor& tensor);
 
 }  // namespace opst

@@ -2,9 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 
 #include "core/guarded.h"
+#include "core/shape_check.h"
+#include "core/text.h"
 
 namespace opst {
 namespace {
@@ -34,6 +39,41 @@ TEST(Status, CodesHaveNames) {
   EXPECT_STREQ(to_string(StatusCode::communication), "communication");
   EXPECT_STREQ(to_string(StatusCode::timeout), "timeout");
   EXPECT_STREQ(to_string(StatusCode::internal), "internal");
+}
+
+TEST(Text, JoinsPartsOfEveryKind) {
+  const std::string name = "key";
+  const char* const unit = " bytes";
+  EXPECT_EQ(text(), "");
+  EXPECT_EQ(text(name, std::string_view(" dim "), 3, ": ", int64_t{INT64_MIN}, unit, "; ", uint64_t{UINT64_MAX}),
+            "key dim 3: -9223372036854775808 bytes; 18446744073709551615");
+  EXPECT_EQ(text(0.5f, " ", -1e6, " ", true), std::to_string(0.5f) + " " + std::to_string(-1e6) + " 1");
+  // Functions give a part of any kind, other functions too.
+  EXPECT_EQ(text([] { return 7; }, [] { return " of "; }, [&] { return [&] { return name; }; }), "7 of key");
+}
+
+TEST(Text, AFunctionIsCalledForAFailureAlone) {
+  int calls = 0;
+  const auto part = [&] { return ++calls; };
+  ShapeCheck check("op");
+  check.require(true, "never seen", part);
+  EXPECT_EQ(calls, 0);
+  EXPECT_TRUE(check.ok());
+  check.require(false, "call ", part, " of ", 1);
+  EXPECT_EQ(calls, 1);
+  EXPECT_EQ(check.status().message(), "op: call 1 of 1");
+}
+
+TEST(NameOf, IsUnknownBeyondTheList) {
+  enum class Fruit : uint8_t { apple, pear };
+  enum class Signed : int8_t { minus = -1, zero };
+  EXPECT_STREQ(name_of(Fruit::apple, {"apple", "pear"}), "apple");
+  EXPECT_STREQ(name_of(Fruit::pear, {"apple", "pear"}), "pear");
+  for (const int beyond : {2, 3, 255}) EXPECT_STREQ(name_of(static_cast<Fruit>(beyond), {"apple", "pear"}), "unknown");
+  EXPECT_STREQ(name_of(Signed::zero, {"zero"}), "zero");
+  EXPECT_STREQ(name_of(Signed::minus, {"zero"}), "unknown");
+  for (const int beyond : {9, 255}) EXPECT_STREQ(to_string(static_cast<DType>(beyond)), "unknown");
+  for (const int beyond : {7, 255}) EXPECT_STREQ(to_string(static_cast<StatusCode>(beyond)), "unknown");
 }
 
 TEST(Result, HoldsAValueOrTheReason) {

@@ -3,78 +3,31 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <limits>
+#include <iterator>
 #include <new>
 #include <utility>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
+#include "core/text.h"
 
 namespace opst {
 
 int64_t size_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::i8:
-    case DType::u8:
-    case DType::boolean:
-      return 1;
-    case DType::bf16:
-    case DType::f16:
-      return 2;
-    case DType::f32:
-    case DType::i32:
-      return 4;
-    case DType::f64:
-    case DType::i64:
-      return 8;
-  }
-  return 0;
+  static constexpr int64_t kBytes[] = {4, 8, 2, 2, 1, 1, 4, 8, 1};  // in the order of DType
+  const auto index = static_cast<size_t>(dtype);
+  return index < std::size(kBytes) ? kBytes[index] : 0;
 }
 
 const char* to_string(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return "f32";
-    case DType::f64:
-      return "f64";
-    case DType::bf16:
-      return "bf16";
-    case DType::f16:
-      return "f16";
-    case DType::i8:
-      return "i8";
-    case DType::u8:
-      return "u8";
-    case DType::i32:
-      return "i32";
-    case DType::i64:
-      return "i64";
-    case DType::boolean:
-      return "bool";
-  }
-  return "unknown";
+  return name_of(dtype, {"f32", "f64", "bf16", "f16", "i8", "u8", "i32", "i64", "bool"});
 }
 
 std::string to_string(const ConstTensor& tensor) {
-  std::string text = to_string(tensor.dtype);
-  text += " [";
-  for (int i = 0; i < tensor.rank && i < kMaxRank; ++i) {
-    if (i > 0) text += ", ";
-    text += std::to_string(tensor.shape[i]);
-  }
-  return text + "]";
+  std::string shape;
+  for (int i = 0; i < tensor.rank && i < kMaxRank; ++i) shape += (i > 0 ? ", " : "") + std::to_string(tensor.shape[i]);
+  return text(to_string(tensor.dtype), " [", shape, "]");
 }
-
-namespace {
-
-template <bool kConst>
-typename BasicTensor<kConst>::Data advanced(typename BasicTensor<kConst>::Data data, int64_t elements, DType dtype) {
-  using Byte = std::conditional_t<kConst, const char, char>;
-  if (data == nullptr) return data;
-  return static_cast<Byte*>(data) + elements * size_bytes(dtype);
-}
-
-}  // namespace
 
 template <bool kConst>
 BasicTensor<kConst> BasicTensor<kConst>::contiguous(DType dtype, std::initializer_list<int64_t> shape, Data data) {
@@ -88,9 +41,7 @@ BasicTensor<kConst> BasicTensor<kConst>::contiguous(DType dtype, std::initialize
   for (int i = tensor.rank - 1; i >= 0; --i) {
     tensor.strides[i] = stride;
     // A shape too large for any memory saturates here; ShapeCheck refuses it with its name.
-    if (__builtin_mul_overflow(stride, std::max<int64_t>(tensor.shape[i], 1), &stride)) {
-      stride = std::numeric_limits<int64_t>::max();
-    }
+    if (__builtin_mul_overflow(stride, std::max<int64_t>(tensor.shape[i], 1), &stride)) stride = INT64_MAX;
   }
   return tensor;
 }
@@ -105,23 +56,19 @@ BasicTensor<kConst> BasicTensor<kConst>::transposed(int a, int b) const {
 
 template <bool kConst>
 BasicTensor<kConst> BasicTensor<kConst>::narrowed(int dim, int64_t begin, int64_t length) const {
+  using Byte = std::conditional_t<kConst, const char, char>;
   BasicTensor view = *this;
   view.shape[dim] = length;
-  view.data = advanced<kConst>(data, begin * strides[dim], dtype);
+  if (data != nullptr) view.data = static_cast<Byte*>(data) + begin * strides[dim] * opst::size_bytes(dtype);
   return view;
 }
 
 template <bool kConst>
 BasicTensor<kConst> BasicTensor<kConst>::selected(int dim, int64_t index) const {
-  BasicTensor view = *this;
-  view.data = advanced<kConst>(data, index * strides[dim], dtype);
+  BasicTensor view = narrowed(dim, index, 0);
   view.rank = rank - 1;
-  for (int i = dim; i < view.rank; ++i) {
-    view.shape[i] = shape[i + 1];
-    view.strides[i] = strides[i + 1];
-  }
-  view.shape[view.rank] = 0;
-  view.strides[view.rank] = 0;
+  for (int i = dim; i < view.rank; ++i) view.shape[i] = shape[i + 1], view.strides[i] = strides[i + 1];
+  view.shape[view.rank] = view.strides[view.rank] = 0;
   return view;
 }
 
@@ -132,7 +79,7 @@ bool BasicTensor<kConst>::is_contiguous() const {
   for (int i = rank - 1; i >= 0; --i) {
     if (shape[i] != 1 && strides[i] != expected) return false;
     // Beyond every stride that a checked tensor may have.
-    if (__builtin_mul_overflow(expected, shape[i], &expected)) expected = std::numeric_limits<int64_t>::max();
+    if (__builtin_mul_overflow(expected, shape[i], &expected)) expected = INT64_MAX;
   }
   return true;
 }
@@ -151,13 +98,10 @@ void* map_huge(int64_t bytes) {
   const auto mapped_bytes = static_cast<size_t>(bytes + kHugePageBytes);
   void* const base = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return nullptr;
-  const auto address = reinterpret_cast<uintptr_t>(base);
-  const uintptr_t aligned = (address + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-  const size_t head_bytes = aligned - address;
-  const size_t tail_bytes = static_cast<size_t>(kHugePageBytes) - head_bytes;
+  const size_t head_bytes = -reinterpret_cast<uintptr_t>(base) % kHugePageBytes;  // before the first huge page
   char* const data = static_cast<char*>(base) + head_bytes;
   if (head_bytes > 0) munmap(base, head_bytes);
-  if (tail_bytes > 0) munmap(data + bytes, tail_bytes);
+  munmap(data + bytes, kHugePageBytes - head_bytes);
   madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish: failure changes nothing but speed
   return data;
 }
@@ -175,13 +119,12 @@ void release(void* data, int64_t size_bytes) {
 Result<Buffer> Buffer::allocate(int64_t size_bytes) {
   if (size_bytes < 0) {
     return guarded([&] {
-      return Status::invalid_argument("Buffer::allocate: size_bytes is " + std::to_string(size_bytes) +
-                                      ", but must be >= 0");
+      return Status::invalid_argument(text("Buffer::allocate: size_bytes is ", size_bytes, ", but must be >= 0"));
     });
   }
   Buffer buffer;
   if (size_bytes == 0) return buffer;
-  if (size_bytes > std::numeric_limits<int64_t>::max() - 2 * kHugePageBytes) return Status::out_of_memory();
+  if (size_bytes > INT64_MAX - 2 * kHugePageBytes) return Status::out_of_memory();
   buffer.data_ = size_bytes >= kHugePageBytes ? map_huge(round_up(size_bytes, kHugePageBytes))
                                               : ::operator new (static_cast<size_t>(size_bytes),
                                                                 std::align_val_t{kAlignmentBytes}, std::nothrow);
@@ -202,10 +145,7 @@ Buffer::~Buffer() {
   if (!whole_) release(data_, size_bytes_);
 }
 
-Buffer::Buffer(Buffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      size_bytes_(std::exchange(other.size_bytes_, 0)),
-      whole_(std::move(other.whole_)) {}
+Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);

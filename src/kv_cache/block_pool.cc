@@ -1,6 +1,7 @@
 #include <string>
 
 #include "core/guarded.h"
+#include "core/text.h"
 #include "opst/kv_cache.h"
 
 namespace opst {
@@ -8,8 +9,7 @@ namespace opst {
 Result<BlockPool> BlockPool::create(int64_t num_blocks) {
   return guarded([&]() -> Result<BlockPool> {
     if (num_blocks < 0) {
-      return Status::invalid_argument(std::string("BlockPool: num_blocks is ") + std::to_string(num_blocks) +
-                                      ", but must be >= 0");
+      return Status::invalid_argument(text("BlockPool: num_blocks is ", num_blocks, ", but must be >= 0"));
     }
     BlockPool pool;
     if (static_cast<uint64_t>(num_blocks) > pool.free_.max_size()) return Status::out_of_memory();
@@ -29,22 +29,18 @@ int64_t BlockPool::references(int64_t block) const {
 }
 
 Status BlockPool::refuse(const char* call, size_t index, int64_t block) const {
-  const std::string what = std::string("BlockPool::") + call + ": block " + std::to_string(block) + " (number " +
-                           std::to_string(index) + ") ";
-  if (block < 0 || block >= num_blocks()) {
-    return Status::invalid_argument(what + "is none of num_blocks = " + std::to_string(num_blocks()));
-  }
-  return Status::invalid_argument(
-      what + (references(block) == 0 ? "is free"
-                                     : "comes more often than its references, " + std::to_string(references(block))));
+  const int64_t held = references(block);
+  const std::string why = block < 0 || block >= num_blocks_ ? text("is none of num_blocks = ", num_blocks_)
+                          : held == 0                       ? "is free"
+                                                            : text("comes more often than its references, ", held);
+  return Status::invalid_argument(text("BlockPool::", call, ": block ", block, " (number ", index, ") ", why));
 }
 
 Status BlockPool::allocate(std::span<int64_t> blocks) {
   return guarded([&]() -> Status {
     if (blocks.size() > static_cast<size_t>(num_free())) {
-      return {StatusCode::out_of_memory, std::string("BlockPool::allocate: ") + std::to_string(blocks.size()) +
-                                             " blocks asked for, but " + std::to_string(num_free()) + " of " +
-                                             std::to_string(num_blocks()) + " are free"};
+      return {StatusCode::out_of_memory, text("BlockPool::allocate: ", blocks.size(), " blocks asked for, but ",
+                                              num_free(), " of ", num_blocks_, " are free")};
     }
     make_room();  // only a copy of a pool has none
     for (int64_t& block : blocks) {

@@ -3,28 +3,23 @@
 
 #include <cstdint>
 
-namespace opst {
-namespace kv_cache {
+namespace opst::kv_cache {
 
-// num_rows rows of dim >= 1 elements. Element d of row i lies at  i * row_stride + d / step * word_stride + d % step,
-// all in elements. step is 1, or 2 for the pairs of a transposed page; dim is then even.
-struct RowsView {
+// Rows in memory. Element d of row i lies at  i * row_stride + d / step * word_stride + d % step  from `data`, all in
+// elements. step is 1, or 2 for the pairs of a transposed page; the number of elements is then even.
+struct Rows {
+  void* data;
   int64_t row_stride, word_stride, step;
 };
+// num_rows rows of dim >= 1 elements; `from` is only read.
 struct CopyRows {
   int64_t num_rows, dim;
-  const void* from;
-  RowsView from_view;
-  void* to;
-  RowsView to_view;
+  Rows from, to;
 };
 
 // Indexed by storage types: f32, bf16, f16. Equal types are copied as bits; others round once, to nearest even.
-inline constexpr int kNumTypes = 3;
 struct Kernels {
-  void (*copy_rows[kNumTypes][kNumTypes])(const CopyRows& rows);  // [from][to]
+  void (*copy_rows[3][3])(const CopyRows& rows);  // [from][to]
 };
 
-}  // namespace kv_cache
-
-}  // namespace opst
+}  // namespace opst::kv_cache

@@ -258,6 +258,8 @@ TEST(Scatter, NamesWhatIsWrong) {
             std::string::npos);
   EXPECT_EQ(message(k, v, s, kc.narrowed(1, 0, 0), vc.narrowed(1, 0, 0)),
             "scatter_pa_kv_cache: page layout norm: block_size is 0, but must be >= 1");
+  EXPECT_EQ(scatter_pa_kv_cache(context, k, v, s, kc.narrowed(1, 0, 0), vc.narrowed(1, 0, 0)).code(),
+            StatusCode::unsupported);
 }
 
 TEST(Scatter, NamesWhatIsWrongWithPanels) {

@@ -1,14 +1,17 @@
-// The pages of a cache, whatever their layout: check, and addresses of rows.
+// The pages of a cache, whatever their layout: their check, addresses of rows, and slots.
 //
 //   ShapeCheck check("scatter_pa_kv_cache");
 //   const PageSizes sizes = check_pages(check, layout, "key_cache", key_cache, "value_cache", value_cache);
 //   if (!check.ok()) return check.status();
 //   const Pages keys(layout, PageSide::key, key_cache);
-//   keys.at(block, row)      // the row's first element in head 0; the other heads and elements as heads_view() says
+//   keys.heads(block, row)       // num_kv_heads rows: the heads of one token
+//   keys.rows(block, row, head)  // even_rows(row, count) rows: the tokens of one head
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <span>
 
 #include "core/elements.h"
@@ -18,54 +21,90 @@
 
 namespace opst::kv_cache {
 
-// Checks a cache as a pair of inputs or (check_output_pages) outputs: a layout that can hold it, or unsupported; dtypes,
-// ranks and sizes that agree, strides that the layout allows. Binds the names of PageSizes. The result means nothing
-// where the check fails.
+inline constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
+inline constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i64};
+
+// Elements of a task: fewer are not worth handing out.
+inline constexpr int64_t kTaskElements = int64_t{1} << 14;
+
+// Checks a cache, a pair of inputs or outputs: a layout that can hold it, or unsupported; dtypes, ranks and sizes that
+// agree, strides that the layout allows. Binds the names of PageSizes. The result means nothing where the check fails.
 PageSizes check_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const ConstTensor& key,
-                      const char* value_name, const ConstTensor& value);
-PageSizes check_output_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const Tensor& key,
-                             const char* value_name, const Tensor& value);
+                      const char* value_name, const ConstTensor& value, bool are_outputs = false);
 
 inline std::span<const char* const> dims_of(const PageFormat& format) {
   return {format.dims, static_cast<size_t>(format.rank)};
 }
 
-// Addresses in one tensor of a checked cache.
+// Addresses in one tensor of a checked cache; written to only where the constructor was given a Tensor.
 class Pages {
  public:
   Pages(PageLayout layout, PageSide side, const ConstTensor& tensor);
 
-  // Element 0 of a row, head 0.
-  const char* at(int64_t block, int64_t row) const {
-    return data_ + element_bytes_ * (block * block_stride_ + row / group_ * group_stride_ + row % group_ * row_stride_);
+  Rows heads(int64_t block, int64_t row) const { return {at(block, row, 0), head_stride_, word_stride_, step_}; }
+  Rows rows(int64_t block, int64_t row, int64_t head) const {
+    return {at(block, row, head), group_ == 1 ? group_stride_ : row_stride_, word_stride_, step_};
   }
-  // Only where the constructor was given a Tensor, whose memory may be written.
-  char* writable_at(int64_t block, int64_t row) const { return const_cast<char*>(at(block, row)); }
-  // The heads of a row, seen as rows.
-  const RowsView& heads_view() const { return view_; }
-  int64_t head_offset_bytes(int64_t head) const { return element_bytes_ * head * view_.row_stride; }
-  // The rows of a head that lie at a fixed distance: even_rows(row, count) of them from `row` on, at most `count`.
-  RowsView rows_view() const {
-    return {
-        .row_stride = group_ == 1 ? group_stride_ : row_stride_, .word_stride = view_.word_stride, .step = view_.step};
-  }
+  // The rows from `row` on that lie at a fixed distance, at most `count`.
   int64_t even_rows(int64_t row, int64_t count) const {
-    return group_ == 1 || group_ - row % group_ > count ? count : group_ - row % group_;
+    return group_ == 1 ? count : std::min(count, group_ - row % group_);
   }
   int64_t dim() const { return dim_; }
-  DType dtype() const { return dtype_; }
 
  private:
-  const char* data_;
-  DType dtype_;
-  int64_t element_bytes_, dim_, block_stride_;
+  char* at(int64_t block, int64_t row, int64_t head) const {
+    return data_ + element_bytes_ * (block * block_stride_ + head * head_stride_ + row / group_ * group_stride_ +
+                                     row % group_ * row_stride_);
+  }
+
+  char* data_;
+  int64_t element_bytes_, dim_, block_stride_, head_stride_;
   // group_ rows lie row_stride_ apart: a panel of keys, a pair of values (PageFormat::panel_rows).
   int64_t group_, group_stride_, row_stride_;
-  RowsView view_;
+  int64_t word_stride_, step_;
 };
+
+// The heads of a token in a checked tensor [tokens, heads, dim] with normal_strides, and its tokens from `token` on of
+// one head. Written to only where the tensor is an output.
+template <class AnyTensor>
+Rows heads_of(const AnyTensor& tensor, int64_t token, int64_t head = 0) {
+  const int64_t offset = (token * tensor.strides[0] + head * tensor.strides[1]) * size_bytes(tensor.dtype);
+  char* const data = static_cast<char*>(const_cast<void*>(tensor.data)) + offset;
+  return {data, tensor.strides[1], tensor.strides[2], 1};
+}
+template <class AnyTensor>
+Rows tokens_of(const AnyTensor& tensor, int64_t token, int64_t head) {
+  return {heads_of(tensor, token, head).data, tensor.strides[0], tensor.strides[2], 1};
+}
 
 // The kernel that copies rows between two dtypes.
 using CopyRowsKernel = void (*)(const CopyRows& rows);
 CopyRowsKernel copy_rows_kernel(Isa isa, DType from, DType to);
+
+// Every slot is -1 or one of the cache's; called after the shapes' check.
+void check_slots(ShapeCheck& check, const ConstTensor& slot_mapping, const PageSizes& sizes);
+
+// Slots are dealt out in runs, and a task writes its slots in token order: so of several tokens with one slot the last
+// wins, whoever runs the tasks. Each task looks at every slot, so tasks are few.
+struct SlotTasks {
+  static constexpr int64_t kRunSlots = 16;
+  static constexpr int64_t kMaxTasks = 16;
+  int64_t block_size, count;
+
+  // `elements`: of all tokens, >= 0.
+  SlotTasks(const PageSizes& sizes, int64_t elements)
+      : block_size(sizes.block_size), count(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks)) {}
+
+  // write(token, block, row) for the slots of a task.
+  template <class Write>
+  void run(int64_t task, const ConstTensor& slot_mapping, const Write& write) const {
+    const int64_t tokens = slot_mapping.shape[0];
+    // Where all tokens have one slot (stride 0), the last wins.
+    for (int64_t t = tokens - distinct(slot_mapping, 0); t < tokens; ++t) {
+      const int64_t slot = index_at(slot_mapping, t);
+      if (slot >= 0 && slot / kRunSlots % count == task) write(t, slot / block_size, slot % block_size);
+    }
+  }
+};
 
 }  // namespace opst::kv_cache

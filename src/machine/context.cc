@@ -1,79 +1,80 @@
 #include "opst/context.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
-#include <cstring>
 #include <utility>
 
 #include "core/guarded.h"
+#include "core/text.h"
 #include "machine/context_impl.h"
 #include "machine/levels.h"
 
 namespace opst {
 namespace {
 
-Status refused(const std::string& what, const std::string& value, const std::string& expected) {
-  return Status::invalid_argument("Context::create: " + what + " is " + value + ", but must be " + expected);
+template <class... Parts>
+Status refused(const std::string& what, const std::string& value, const Parts&... expected) {
+  return Status::invalid_argument(text("Context::create: ", what, " is ", value, ", but must be ", expected...));
 }
 
-std::optional<std::string> environment(const char* name) {
-  const char* value = std::getenv(name);
-  if (value == nullptr || *value == '\0') return std::nullopt;
-  return std::string(value);
+// Empty where the variable is not set.
+std::string environment(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
 }
 
-std::string quoted(const std::string& text) { return "'" + text + "'"; }
+std::string quoted(const std::string& value) { return "'" + value + "'"; }
+
+// The number that `value` is, or that `separator` follows in it; 0 where there is none.
+int number_in(const std::string& value, char separator = '\0') {
+  int number = 0;
+  const char* const end = value.data() + value.size();
+  const auto [rest, error] = std::from_chars(value.data(), end, number);
+  return error == std::errc() && (rest == end || *rest == separator) ? number : 0;
+}
 
 Result<Isa> choose_isa(const ContextOptions& options) {
   const Isa best = detect_isa();
   if (options.isa) {
     if (!includes(best, *options.isa)) {
-      return refused("isa", to_string(*options.isa), std::string("at most this processor's level, ") + to_string(best));
+      return refused("isa", to_string(*options.isa), "at most this processor's level, ", to_string(best));
     }
     return *options.isa;
   }
-  const std::optional<std::string> text = environment("OPST_ISA");
-  if (!text) return best;
-  const std::optional<Isa> cap = parse_isa(*text);
+  const std::string value = environment("OPST_ISA");
+  if (value.empty()) return best;
+  const std::optional<Isa> cap = parse_isa(value);
   if (!cap) {
     std::string levels;
     for (int i = 0; i < kNumIsaLevels; ++i) {
       if (i > 0) levels += i + 1 == kNumIsaLevels ? " or " : ", ";
       levels += to_string(static_cast<Isa>(i));
     }
-    return refused("OPST_ISA", quoted(*text), levels);
+    return refused("OPST_ISA", quoted(value), levels);
   }
   return common_level(*cap, best);
 }
 
-// What OMP_NUM_THREADS says of the outermost parallel region ("4", or "4,2" with those inside it). Launchers of many
-// processes set it so that they share the cores. It is OpenMP's variable: what is malformed there says nothing here.
-std::optional<int> omp_num_threads() {
-  const std::optional<std::string> text = environment("OMP_NUM_THREADS");
-  if (!text) return std::nullopt;
-  int number = 0;
-  const char* const end = text->data() + text->size();
-  const auto [parsed_to, error] = std::from_chars(text->data(), end, number);
-  if (error != std::errc() || number < 1 || (parsed_to != end && *parsed_to != ',')) return std::nullopt;
-  return number;
-}
-
 Result<int> choose_num_threads(const ContextOptions& options, const Machine& machine) {
-  const std::string range = "from 1 to " + std::to_string(kMaxThreads);
   if (options.num_threads != 0) {
     if (options.num_threads < 0 || options.num_threads > kMaxThreads) {
-      return refused("num_threads", std::to_string(options.num_threads), range + ", or 0 for the default");
+      return refused("num_threads", std::to_string(options.num_threads), "from 1 to ", kMaxThreads,
+                     ", or 0 for the default");
     }
     return options.num_threads;
   }
   const int cores = std::min(machine.cores, kMaxThreads);
-  const std::optional<std::string> text = environment("OPST_NUM_THREADS");
-  if (!text) return std::min(cores, omp_num_threads().value_or(cores));
-  int number = 0;
-  const char* const end = text->data() + text->size();
-  const auto [parsed_to, error] = std::from_chars(text->data(), end, number);
-  if (error != std::errc() || parsed_to != end || number < 1 || number > kMaxThreads) {
-    return refused("OPST_NUM_THREADS", quoted(*text), "a number " + range);
+  const std::string value = environment("OPST_NUM_THREADS");
+  if (value.empty()) {
+    // "4", or "4,2" with the threads of parallel regions inside the outermost one. Launchers of many processes set it so
+    // that they share the cores. It is OpenMP's variable: a malformed value says nothing here.
+    const int omp_threads = number_in(environment("OMP_NUM_THREADS"), ',');
+    return omp_threads < 1 ? cores : std::min(cores, omp_threads);
+  }
+  const int number = number_in(value);
+  if (number < 1 || number > kMaxThreads) {
+    return refused("OPST_NUM_THREADS", quoted(value), "a number from 1 to ", kMaxThreads);
   }
   return number;
 }
@@ -84,16 +85,16 @@ Result<Bf16Product> choose_bf16_product(const ContextOptions& options, const Mac
   const bool has_dot = includes(machine.isa, Isa::avx512_bf16);
   if (options.bf16_product) {
     if (*options.bf16_product == Bf16Product::dot && !has_dot) {
-      return refused("bf16_product", "dot", std::string("widen at level ") + to_string(machine.isa));
+      return refused("bf16_product", "dot", "widen at level ", to_string(machine.isa));
     }
     return *options.bf16_product;
   }
-  const std::optional<std::string> text = environment("OPST_BF16");
-  if (!text) return machine.bf16_product;
+  const std::string value = environment("OPST_BF16");
+  if (value.empty()) return machine.bf16_product;
   for (Bf16Product product : {Bf16Product::dot, Bf16Product::widen}) {
-    if (*text == to_string(product)) return has_dot ? product : Bf16Product::widen;
+    if (value == to_string(product)) return has_dot ? product : Bf16Product::widen;
   }
-  return refused("OPST_BF16", quoted(*text), "dot or widen");
+  return refused("OPST_BF16", quoted(value), "dot or widen");
 }
 
 }  // namespace

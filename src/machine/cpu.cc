@@ -11,7 +11,7 @@
 #include <sstream>
 #include <vector>
 
-#include "machine/bf16_rate.h"
+#include "core/text.h"
 #include "machine/levels.h"
 
 #if defined(__x86_64__)
@@ -20,6 +20,13 @@
 #endif
 
 namespace opst {
+
+#if defined(__x86_64__)
+namespace avx512_bf16 {  // bf16_rate_isa.cc
+void fma_burst(int64_t iterations, float* sink);
+void dot_burst(int64_t iterations, float* sink);
+}  // namespace avx512_bf16
+#endif
 
 namespace {
 
@@ -37,45 +44,7 @@ Value remembered(std::atomic<int>& memory, Value (*find)()) {
   return static_cast<Value>(known);
 }
 
-}  // namespace
-
-const char* to_string(Isa isa) {
-  switch (isa) {
-    case Isa::generic:
-      return "generic";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::avx512:
-      return "avx512";
-    case Isa::avx512_vnni:
-      return "avx512_vnni";
-    case Isa::avx512_bf16:
-      return "avx512_bf16";
-  }
-  return "unknown";
-}
-
-std::optional<Isa> parse_isa(const std::string& name) {
-  for (int i = 0; i < kNumIsaLevels; ++i) {
-    const Isa isa = static_cast<Isa>(i);
-    if (name == to_string(isa)) return isa;
-  }
-  return std::nullopt;
-}
-
-const char* to_string(Bf16Product product) { return product == Bf16Product::dot ? "dot" : "widen"; }
-
-std::string to_string(const Machine& machine) {
-  const auto kib = [](int64_t bytes) { return std::to_string(bytes / 1024) + " KiB"; };
-  return std::string(to_string(machine.isa)) + ", " + std::to_string(machine.cores) +
-         (machine.cores == 1 ? " core" : " cores") + ", L1d " + kib(machine.cache.l1d_bytes) + ", L2 " +
-         kib(machine.cache.l2_bytes) + ", L3 " + kib(machine.cache.l3_bytes_per_core) + " per core, bf16 " +
-         to_string(machine.bf16_product);
-}
-
 #if defined(__x86_64__)
-namespace {
-
 struct CpuidRegisters {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
@@ -114,19 +83,6 @@ Isa detect() {
   return has(extended1.eax, {5}) ? Isa::avx512_bf16 : Isa::avx512_vnni;
 }
 
-}  // namespace
-
-Isa detect_isa() {
-  static constinit std::atomic<int> isa = kUnknown;
-  return remembered(isa, detect);
-}
-#else
-Isa detect_isa() { return Isa::generic; }
-#endif
-
-namespace {
-
-#if defined(__x86_64__)
 double seconds_of(void (*burst)(int64_t, float*), int64_t iterations, float* sink) {
   const auto start = std::chrono::steady_clock::now();
   burst(iterations, sink);
@@ -150,17 +106,10 @@ Bf16Product measure_bf16_product() {
   return 2 * fma_seconds >= kWorthIt * dot_seconds ? Bf16Product::dot : Bf16Product::widen;
 }
 #else
+Isa detect() { return Isa::generic; }
+
 Bf16Product measure_bf16_product() { return Bf16Product::widen; }
 #endif
-
-}  // namespace
-
-Bf16Product measured_bf16_product() {
-  static constinit std::atomic<int> product = kUnknown;
-  return remembered(product, measure_bf16_product);
-}
-
-namespace {
 
 std::string first_line(const std::string& path) {
   std::ifstream file(path);
@@ -175,8 +124,7 @@ int count_in_list(const std::string& list) {
   std::string part;
   int count = 0;
   while (std::getline(parts, part, ',')) {
-    int first = 0;
-    int last = 0;
+    int first = 0, last = 0;
     char dash = 0;
     std::istringstream range(part);
     if (!(range >> first)) return 0;
@@ -197,42 +145,13 @@ int cores_in_affinity_mask() {
   return 1;
 }
 
-// A cgroup hierarchy that limits the processor: where it is mounted, and which of its directories the mount shows.
-struct CgroupMount {
-  bool v2;
-  std::string mount_root;
-  std::string mount_point;
-};
-
-bool listed(const std::string& comma_separated, const std::string& word) {
-  std::istringstream parts(comma_separated);
-  std::string part;
-  while (std::getline(parts, part, ',')) {
-    if (part == word) return true;
-  }
-  return false;
+bool lists_cpu(const std::string& comma_separated) {
+  return ("," + comma_separated + ",").find(",cpu,") != std::string::npos;
 }
 
-std::vector<CgroupMount> cgroup_mounts(const std::string& root) {
-  std::vector<CgroupMount> mounts;
-  std::ifstream file(root + "/proc/self/mountinfo");
-  std::string line;
-  while (std::getline(file, line)) {
-    // id parent major:minor root mount_point options [optional fields] - type source super_options
-    std::istringstream fields(line);
-    std::string skipped, mount_root, mount_point, type, super_options;
-    fields >> skipped >> skipped >> skipped >> mount_root >> mount_point;
-    while (fields >> skipped && skipped != "-") {
-    }
-    fields >> type >> skipped >> super_options;
-    if (type == "cgroup2") mounts.push_back({true, mount_root, mount_point});
-    if (type == "cgroup" && listed(super_options, "cpu")) mounts.push_back({false, mount_root, mount_point});
-  }
-  return mounts;
-}
-
-// This process's directory in the hierarchy, from /proc/self/cgroup: "0::/path" (v2) or "4:cpu,cpuacct:/path" (v1).
-std::optional<std::string> cgroup_path(const std::string& root, bool v2) {
+// This process's directory in the hierarchy of cgroups, from /proc/self/cgroup: "0::/path" (v2) or "4:cpu,cpuacct:/path"
+// (v1); where none is listed, the hierarchy's root.
+std::string cgroup_path(const std::string& root, bool v2) {
   std::ifstream file(root + "/proc/self/cgroup");
   std::string line;
   while (std::getline(file, line)) {
@@ -240,11 +159,11 @@ std::optional<std::string> cgroup_path(const std::string& root, bool v2) {
     const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
-    if (v2 ? controllers.empty() && line.compare(0, first, "0") == 0 : listed(controllers, "cpu")) {
+    if (v2 ? controllers.empty() && line.compare(0, first, "0") == 0 : lists_cpu(controllers)) {
       return line.substr(second + 1);
     }
   }
-  return std::nullopt;
+  return "/";
 }
 
 std::optional<double> quota_of(const std::string& directory, bool v2) {
@@ -264,32 +183,64 @@ std::optional<double> quota_of(const std::string& directory, bool v2) {
 
 }  // namespace
 
+const char* to_string(Isa isa) { return name_of(isa, {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16"}); }
+
+std::optional<Isa> parse_isa(const std::string& name) {
+  for (int i = 0; i < kNumIsaLevels; ++i) {
+    if (name == to_string(static_cast<Isa>(i))) return static_cast<Isa>(i);
+  }
+  return std::nullopt;
+}
+
+const char* to_string(Bf16Product product) { return product == Bf16Product::dot ? "dot" : "widen"; }
+
+std::string to_string(const Machine& machine) {
+  const auto kib = [](int64_t bytes) { return text(bytes / 1024, " KiB"); };
+  return text(to_string(machine.isa), ", ", machine.cores, machine.cores == 1 ? " core" : " cores", ", L1d ",
+              kib(machine.cache.l1d_bytes), ", L2 ", kib(machine.cache.l2_bytes), ", L3 ",
+              kib(machine.cache.l3_bytes_per_core), " per core, bf16 ", to_string(machine.bf16_product));
+}
+
+Isa detect_isa() {
+  static constinit std::atomic<int> isa = kUnknown;
+  return remembered(isa, detect);
+}
+
+Bf16Product measured_bf16_product() {
+  static constinit std::atomic<int> product = kUnknown;
+  return remembered(product, measure_bf16_product);
+}
+
 std::optional<double> cgroup_cpu_quota(const std::string& root) {
   std::optional<double> smallest;
-  for (const CgroupMount& mount : cgroup_mounts(root)) {
-    std::string path = cgroup_path(root, mount.v2).value_or("/");
-    // Inside a container the mount may show only the part of the hierarchy below mount_root.
-    if (mount.mount_root != "/" && path.compare(0, mount.mount_root.size(), mount.mount_root) == 0) {
-      path.erase(0, mount.mount_root.size());
+  std::ifstream mounts(root + "/proc/self/mountinfo");
+  std::string line;
+  while (std::getline(mounts, line)) {
+    // id parent major:minor root mount_point options [optional fields] - type source super_options
+    std::istringstream fields(line);
+    std::string skipped, mount_root, mount_point, type, super_options;
+    fields >> skipped >> skipped >> skipped >> mount_root >> mount_point;
+    while (fields >> skipped && skipped != "-") {
     }
-    while (true) {
-      if (const auto quota = quota_of(root + mount.mount_point + path, mount.v2)) {
-        smallest = smallest ? std::min(*smallest, *quota) : *quota;
-      }
-      const size_t slash = path.rfind('/');
-      if (slash == std::string::npos) break;
-      path.erase(slash);
+    fields >> type >> skipped >> super_options;
+    const bool v2 = type == "cgroup2";
+    if (!v2 && !(type == "cgroup" && lists_cpu(super_options))) continue;
+    std::string path = cgroup_path(root, v2);
+    // Inside a container the mount may show only the part of the hierarchy below mount_root.
+    if (mount_root != "/" && path.compare(0, mount_root.size(), mount_root) == 0) path.erase(0, mount_root.size());
+    for (size_t length = path.size(); length != std::string::npos; length = path.rfind('/')) {
+      path.erase(length);
+      const std::optional<double> quota = quota_of(root + mount_point + path, v2);
+      if (quota) smallest = std::min(*quota, smallest.value_or(*quota));
     }
   }
   return smallest;
 }
 
 int available_cores(const std::string& root) {
-  int cores = cores_in_affinity_mask();
-  if (const auto quota = cgroup_cpu_quota(root)) {
-    cores = static_cast<int>(std::min<double>(cores, std::ceil(*quota)));
-  }
-  return std::max(cores, 1);
+  const int cores = cores_in_affinity_mask();
+  const double quota = cgroup_cpu_quota(root).value_or(cores);
+  return std::max(static_cast<int>(std::min<double>(cores, std::ceil(quota))), 1);
 }
 
 CacheSizes read_cache_sizes(const std::string& root) {
@@ -319,12 +270,12 @@ CacheSizes read_cache_sizes(const std::string& root) {
 }
 
 Machine detect_machine(Isa isa) {
-  Machine machine;
-  machine.isa = common_level(isa, detect_isa());
-  machine.cores = available_cores();
-  machine.cache = read_cache_sizes();
-  machine.bf16_product = includes(machine.isa, Isa::avx512_bf16) ? measured_bf16_product() : Bf16Product::widen;
-  return machine;
+  const Isa level = common_level(isa, detect_isa());
+  const bool has_dot = includes(level, Isa::avx512_bf16);
+  return {.isa = level,
+          .cores = available_cores(),
+          .cache = read_cache_sizes(),
+          .bf16_product = has_dot ? measured_bf16_product() : Bf16Product::widen};
 }
 
 }  // namespace opst

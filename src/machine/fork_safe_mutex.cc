@@ -14,25 +14,20 @@ constinit bool registered = false;
 
 }  // namespace
 
-struct ForkHandlers {
-  static void before_fork() {
-    list_mutex.lock();
-    for (ForkSafeMutex* m = first; m != nullptr; m = m->next_) m->mutex_.lock();
-  }
-  static void after_fork() {
-    for (ForkSafeMutex* m = first; m != nullptr; m = m->next_) m->mutex_.unlock();
-    list_mutex.unlock();
-  }
-};
+void ForkSafeMutex::before_fork() {
+  list_mutex.lock();
+  for (ForkSafeMutex* m = first; m != nullptr; m = m->next_) m->lock();
+}
+
+void ForkSafeMutex::after_fork() {
+  for (ForkSafeMutex* m = first; m != nullptr; m = m->next_) m->unlock();
+  list_mutex.unlock();
+}
 
 ForkSafeMutex::ForkSafeMutex() {
   const std::lock_guard<std::mutex> lock(list_mutex);
-  if (!registered) {
-    if (pthread_atfork(ForkHandlers::before_fork, ForkHandlers::after_fork, ForkHandlers::after_fork) != 0) {
-      throw std::bad_alloc();
-    }
-    registered = true;
-  }
+  registered = registered || pthread_atfork(before_fork, after_fork, after_fork) == 0;
+  if (!registered) throw std::bad_alloc();
   next_ = first;
   if (next_ != nullptr) next_->previous_ = this;
   first = this;

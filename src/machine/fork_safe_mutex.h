@@ -22,7 +22,9 @@ class ForkSafeMutex {
   void unlock() { mutex_.unlock(); }
 
  private:
-  friend struct ForkHandlers;
+  static void before_fork();
+  static void after_fork();
+
   std::mutex mutex_;
   ForkSafeMutex *previous_ = nullptr, *next_ = nullptr;  // of all that exist
 };

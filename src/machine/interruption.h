@@ -9,9 +9,9 @@
 
 #include <atomic>
 #include <chrono>
-#include <string>
 
 #include "core/int_math.h"
+#include "core/text.h"
 #include "opst/context.h"
 #include "opst/status.h"
 
@@ -38,7 +38,7 @@ class Interruption {
   }
   bool happened() const { return happened_.load(std::memory_order_relaxed); }
   Status status(const char* operator_name) const {
-    return Status::internal(std::string(operator_name) + ": interrupted; the outputs hold anything");
+    return Status::internal(text(operator_name, ": interrupted; the outputs hold anything"));
   }
 
  private:

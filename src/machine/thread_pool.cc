@@ -9,11 +9,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <vector>
 
 #include "machine/cpu.h"
-#include "machine/float_control.h"
 
 namespace opst {
 namespace {
@@ -53,21 +53,42 @@ inline void pause_cpu() {
 #endif
 }
 
+// Rounding, flush-to-zero and exception masks at their defaults for a scope, then as they were. Results must not depend
+// on the mode that a caller happens to run in, nor differ between its thread and the workers.
+class DefaultFloatControl {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatControl() { __builtin_ia32_ldmxcsr(0x1f80); }  // exceptions masked, nearest, no flush to zero
+  ~DefaultFloatControl() { __builtin_ia32_ldmxcsr(saved_); }
+#else
+  DefaultFloatControl() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatControl() { std::fesetenv(&saved_); }
+#endif
+  DefaultFloatControl(const DefaultFloatControl&) = delete;
+  DefaultFloatControl& operator=(const DefaultFloatControl&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  const unsigned saved_ = __builtin_ia32_stmxcsr();
+#else
+  std::fenv_t saved_;
+#endif
+};
+
 // Spins until `done()` or until the time is up; returns the last done(). Where threads outnumber cores a spinning
 // thread is in the way of a working one, so there it offers its core at each turn.
 template <class Done>
 bool spin_until(std::chrono::nanoseconds limit, bool crowded, const Done& done) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   do {
-    if (crowded) {
+    for (int i = 0; i < (crowded ? 1 : 16); ++i) {
       if (done()) return true;
-      sched_yield();
-    } else {
-      for (int i = 0; i < 16; ++i) {
-        if (done()) return true;
-        pause_cpu();
-      }
+      if (!crowded) pause_cpu();
     }
+    if (crowded) sched_yield();
   } while (std::chrono::steady_clock::now() < deadline);
   return done();
 }
@@ -96,6 +117,13 @@ class WakeElsewhere {
   cpu_set_t before_, elsewhere_;
   bool changed_ = false;
 };
+
+// What this thread is doing: set while it runs tasks.
+struct CurrentTask {
+  const void* pool = nullptr;
+  int worker = 0;
+};
+thread_local CurrentTask current_task;
 
 }  // namespace
 
@@ -144,25 +172,7 @@ struct ThreadPool::Impl {
   void read_ahead(int worker, Fetched& fetched, const News& news) const;
   void worker_loop(int worker);
   void run_region(int64_t tasks, TaskFunction task_function, const void* task_closure);
-  static void* worker_main(void* impl);
 };
-
-namespace {
-
-// What this thread is doing: set while it runs tasks.
-struct CurrentTask {
-  const void* pool = nullptr;
-  int worker = 0;
-};
-thread_local CurrentTask current_task;
-
-}  // namespace
-
-void* ThreadPool::Impl::worker_main(void* impl) {
-  auto* self = static_cast<Impl*>(impl);
-  self->worker_loop(self->next_worker.fetch_add(1, std::memory_order_relaxed));
-  return nullptr;
-}
 
 // Takes the workers for one region, starting them if this process has none. False where somebody else has them.
 bool ThreadPool::Impl::acquire() {
@@ -184,14 +194,18 @@ void ThreadPool::Impl::start_workers() {
   next_worker.store(1, std::memory_order_relaxed);
   workers.clear();
   // Signals belong to the application's threads; faults stay deliverable.
-  sigset_t blocked;
-  sigset_t before;
+  sigset_t blocked, before;
   sigfillset(&blocked);
   for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&blocked, fault);
   pthread_sigmask(SIG_SETMASK, &blocked, &before);
+  const auto main_of_worker = [](void* impl) -> void* {
+    auto* const self = static_cast<Impl*>(impl);
+    self->worker_loop(self->next_worker.fetch_add(1, std::memory_order_relaxed));
+    return nullptr;
+  };
   for (int i = 1; i < num_threads; ++i) {
     pthread_t thread;
-    if (pthread_create(&thread, nullptr, worker_main, this) != 0) break;  // fewer workers do the same work
+    if (pthread_create(&thread, nullptr, main_of_worker, this) != 0) break;  // fewer workers do the same work
     workers.push_back(thread);
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);

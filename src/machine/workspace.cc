@@ -7,7 +7,7 @@
 
 #include "core/guarded.h"
 #include "core/int_math.h"
-#include "core/watched.h"
+#include "core/sanitizers.h"
 
 namespace opst {
 namespace {
@@ -22,49 +22,43 @@ int64_t rounded_size(int64_t size_bytes) {
 }  // namespace
 
 WorkspaceLease::WorkspaceLease(WorkspacePool* pool, Buffer buffer, int64_t size_bytes)
-    : pool_(pool), buffer_(std::move(buffer)), size_bytes_(kWatched ? size_bytes : buffer_.size_bytes()) {
+    : pool_(pool), buffer_(std::move(buffer)), size_bytes_(kAddressSanitizer ? size_bytes : buffer_.size_bytes()) {
   renew();
 }
 
 void WorkspaceLease::renew() const {
-  if (!kWatched || pool_ == nullptr) return;
+  if (!kAddressSanitizer || data() == nullptr) return;
   allow(data(), buffer_.size_bytes());
   std::memset(data(), 0xff, static_cast<size_t>(size_bytes_));
   forbid(static_cast<char*>(data()) + size_bytes_, buffer_.size_bytes() - size_bytes_);
 }
 
 WorkspaceLease::~WorkspaceLease() {
-  if (pool_ != nullptr) pool_->give_back(std::move(buffer_));
+  if (data() != nullptr) pool_->give_back(std::move(buffer_));
 }
-
-WorkspaceLease::WorkspaceLease(WorkspaceLease&& other) noexcept
-    : pool_(std::exchange(other.pool_, nullptr)), buffer_(std::move(other.buffer_)), size_bytes_(other.size_bytes_) {}
 
 Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
   return guarded([&]() -> Result<WorkspaceLease> {
-    if (size_bytes == 0) return WorkspaceLease(nullptr, Buffer(), 0);
+    if (size_bytes == 0) return WorkspaceLease(this, Buffer(), 0);
     if (size_bytes < 0 || size_bytes >= kMaxBytes) return Status::out_of_memory();
+    const auto better = [size_bytes](const Buffer& a, const Buffer& b) {
+      const bool fits = a.size_bytes() >= size_bytes;
+      if (fits != (b.size_bytes() >= size_bytes)) return fits;
+      return fits ? a.size_bytes() < b.size_bytes() : a.size_bytes() > b.size_bytes();
+    };
     Buffer buffer;
     {
       const std::lock_guard<ForkSafeMutex> lock(mutex_);
-      auto best = idle_.end();
-      auto largest = idle_.end();
-      for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-        if (largest == idle_.end() || it->size_bytes() > largest->size_bytes()) largest = it;
-        if (it->size_bytes() < size_bytes) continue;
-        if (best == idle_.end() || it->size_bytes() < best->size_bytes()) best = it;
-      }
-      const bool fits = best != idle_.end();
-      if (largest != idle_.end()) {
-        const auto taken = fits ? best : largest;
-        buffer = std::move(*taken);
-        idle_.erase(taken);
+      const auto best = std::min_element(idle_.begin(), idle_.end(), better);
+      if (best != idle_.end()) {
+        buffer = std::move(*best);
+        idle_.erase(best);
+        if (buffer.size_bytes() >= size_bytes) return WorkspaceLease(this, std::move(buffer), size_bytes);
+        held_bytes_ -= buffer.size_bytes();
       } else {
         idle_.reserve(static_cast<size_t>(num_buffers_ + 1));
         ++num_buffers_;
       }
-      if (fits) return WorkspaceLease(this, std::move(buffer), size_bytes);
-      held_bytes_ -= buffer.size_bytes();
     }
     allow(buffer.data(), buffer.size_bytes());
     buffer = Buffer();  // gone before its successor comes: the peak is one of the two

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/int_math.h"
-#include "core/watched.h"
+#include "core/sanitizers.h"
 #include "machine/fork_safe_mutex.h"
 #include "opst/tensor.h"
 
@@ -27,7 +27,7 @@ class WorkspaceLease {
  public:
   WorkspaceLease(WorkspacePool* pool, Buffer buffer, int64_t size_bytes);
   ~WorkspaceLease();
-  WorkspaceLease(WorkspaceLease&& other) noexcept;
+  WorkspaceLease(WorkspaceLease&& other) noexcept = default;  // `other` then has no memory
   WorkspaceLease& operator=(WorkspaceLease&&) = delete;
 
   void* data() const { return buffer_.data(); }
@@ -42,8 +42,7 @@ class WorkspaceLease {
   int64_t size_bytes_;
 };
 
-// In a forked child the buffers that the parent's other threads had on lease stay on lease: nobody there gives them
-// back.
+// In a forked child the buffers that the parent's other threads had on lease stay on lease: nobody there returns them.
 class WorkspacePool {
  public:
   ~WorkspacePool() { trim(); }
@@ -81,9 +80,6 @@ class Arena {
     return round_up(count * static_cast<int64_t>(sizeof(T)));
   }
 
-  // The bytes of a piece of `size` that may be written: all but the red zone behind it.
-  static constexpr int64_t writable(int64_t size) { return size == 0 ? 0 : size - kRedZone; }
-
   // `size` is a result of round_up or size_of, or a sum of such. Null when the memory is used up: the plan was wrong.
   void* take_bytes(Size size) {
     const int64_t bytes = aligned(size.value());
@@ -91,7 +87,7 @@ class Arena {
     char* const piece = next_;
     next_ += bytes;
     left_ -= bytes;
-    if (kWatched && bytes > 0) {
+    if (kAddressSanitizer && bytes > 0) {
       allow(piece, bytes - kRedZone);
       forbid(next_ - kRedZone, kRedZone);
     }
@@ -100,7 +96,7 @@ class Arena {
   template <class T>
   T* take(Size count) {
     void* const piece = take_bytes(size_of<T>(count));
-    if (kWatched && piece != nullptr) {
+    if (kAddressSanitizer && piece != nullptr) {
       const int64_t bytes = (count * static_cast<int64_t>(sizeof(T))).value();
       forbid(static_cast<char*>(piece) + bytes, aligned(bytes) - bytes);
     }
@@ -108,7 +104,7 @@ class Arena {
   }
 
  private:
-  static constexpr int64_t kRedZone = kWatched ? 64 : 0;
+  static constexpr int64_t kRedZone = kAddressSanitizer ? 64 : 0;
   static constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
   char* next_;

@@ -181,7 +181,7 @@ TEST(Workspace, SizesThatGrowSlowlyAllocateSeldom) {
 }
 
 TEST(Arena, HandsOutAlignedPiecesUntilItIsEmpty) {
-  if (!kWatched) {
+  if (!kAddressSanitizer) {
     EXPECT_EQ(Arena::size_of<float>(17), 128);
     EXPECT_EQ(Arena::size_of<int8_t>(1), 64);
   }
@@ -199,9 +199,9 @@ TEST(Arena, HandsOutAlignedPiecesUntilItIsEmpty) {
   EXPECT_EQ(arena.take<char>(1), nullptr);
 }
 
-// What AddressSanitizer is told (core/watched.h).
+// What AddressSanitizer is told (core/sanitizers.h).
 TEST(Arena, OneElementTooFarIsReported) {
-  if (!kWatched) GTEST_SKIP() << "only in a build with AddressSanitizer";
+  if (!kAddressSanitizer) GTEST_SKIP() << "only in a build with AddressSanitizer";
   WorkspacePool pool;
   float* left_over = nullptr;
   for (const int64_t count : {16, 17, 1, 100}) {
@@ -221,7 +221,7 @@ TEST(Arena, OneElementTooFarIsReported) {
 }
 
 TEST(Arena, RenewedMemoryHasNoRedZonesOfBefore) {
-  if (!kWatched) GTEST_SKIP() << "only in a build with AddressSanitizer";
+  if (!kAddressSanitizer) GTEST_SKIP() << "only in a build with AddressSanitizer";
   WorkspacePool pool;
   const int64_t bytes = 3 * Arena::size_of<float>(1);
   const WorkspaceLease memory = lease(pool, bytes);

@@ -9,7 +9,6 @@
 #include "model/reference_data.h"
 #include "model/tokenizer.h"
 #include "testing/effort.h"
-#include "testing/random.h"
 
 namespace opst::model {
 namespace {
@@ -39,7 +38,7 @@ class PerplexityReference : public ReferenceModelTest {
  protected:
   void check(const std::string& name, const std::string& text) {
     // A sanitizer makes a window a matter of minutes: one of the two texts, by the seed.
-    if (test::kSanitized && (name == "gpl3") != (test::seed() / 2 % 2 == 1)) {
+    if (test::kSanitized && (name == "gpl3") != (test::drawn_case("text", 2) == 1)) {
       GTEST_SKIP() << "under a sanitizer the seed chose the other text";
     }
     const nlohmann::json expected = expected_of(name);
@@ -61,7 +60,7 @@ class PerplexityReference : public ReferenceModelTest {
                                  {DType::f16, ActivationType::exact},
                                  {DType::bf16, ActivationType::int8}});
     }
-    if (test::kSanitized) modes = {modes[test::seed() % modes.size()]};
+    if (test::kSanitized) modes = {modes[static_cast<size_t>(test::drawn_case("mode", std::ssize(modes)))]};
     for (const auto& [dtype, activations] : modes) {
       const bool exact = dtype == DType::f32 && activations == ActivationType::exact;
       SCOPED_TRACE(std::string(to_string(dtype)) + " cache, " + to_string(activations) + " activations");

@@ -4,17 +4,16 @@
 
 #include <cstdint>
 
-namespace opst {
-namespace rowwise {
+namespace opst::rowwise {
 
 // data = nullptr: absent, where that is legal.
 struct ConstRow {
-  const void* data;
-  int64_t stride;  // between elements, in elements
+  const void* data = nullptr;
+  int64_t stride = 0;  // between elements, in elements
 };
 struct Row {
-  void* data;
-  int64_t stride;
+  void* data = nullptr;
+  int64_t stride = 0;
 };
 
 struct Moments {
@@ -53,22 +52,21 @@ struct RopeToken {
 };
 using Rope = void (*)(const RopeToken& token);
 
-// The first index is the storage type of x and out: f32, bf16, f16. The second, where there is one: whether weight and
-// bias are f32, else of the type of x.
-inline constexpr int kNumTypes = 3;
+// For one storage type of x and out. The index: whether weight and bias are f32, else of the type of x.
+struct TypeKernels {
+  Norm rms_norm[2];
+  NormBackward rms_norm_backward[2];
+  Norm layer_norm[2];
+  NormBackward layer_norm_backward[2];
+  Softmax softmax;
+  SoftmaxBackward softmax_backward;
+  Rope rope;
+  Binary swiglu;
+  SwigluBackward swiglu_backward;
+  Binary add;
+};
 struct Kernels {
-  Norm rms_norm[kNumTypes][2];
-  NormBackward rms_norm_backward[kNumTypes][2];
-  Norm layer_norm[kNumTypes][2];
-  NormBackward layer_norm_backward[kNumTypes][2];
-  Softmax softmax[kNumTypes];
-  SoftmaxBackward softmax_backward[kNumTypes];
-  Rope rope[kNumTypes];
-  Binary swiglu[kNumTypes];
-  SwigluBackward swiglu_backward[kNumTypes];
-  Binary add[kNumTypes];
+  TypeKernels of[3];  // f32, bf16, f16
 };
 
-}  // namespace rowwise
-
-}  // namespace opst
+}  // namespace opst::rowwise

@@ -2,53 +2,63 @@
 #include <algorithm>
 #include <limits>
 
-#include "core/elements.h"
 #include "core/guarded.h"
-#include "opst/rowwise.h"
 #include "rowwise/rows.h"
 
 namespace opst {
-namespace rowwise {
+
+void rowwise::check_eps(ShapeCheck& check, double eps) {
+  check.require(eps >= 0, "eps is ", eps, ", but must be >= 0");
+}
+
+using namespace rowwise;
+
 namespace {
 
-void check_eps(ShapeCheck& check, double eps) {
-  check.require(eps >= 0, [&] { return "eps is " + std::to_string(eps) + ", but must be >= 0"; });
+// A weight or its gradient: [features], f32 or the dtype of x.
+void check_features(ShapeCheck::TensorCheck tensor, DType dtype) {
+  (dtype == DType::f32 ? tensor.dtype({dtype}) : tensor.dtype({DType::f32, dtype})).dims({"features"});
+}
+void check_gradient(ShapeCheck& check, const char* name, const Tensor& gradient, DType dtype) {
+  if (gradient) check_features(check.output(name, gradient), dtype);
+}
+
+// What the three norms share: rows, statistics [..] f32 and eps.
+void check_norm(ShapeCheck& check, std::initializer_list<Input> inputs, std::initializer_list<Output> outputs,
+                const LayerNormOptions& options) {
+  check_rows(check, inputs, outputs);
+  for (const auto& [name, numbers] : {Output{"mean", &options.mean}, Output{"rstd", &options.rstd}}) {
+    if (!*numbers || !check.ok()) continue;
+    check_dims(check, check.output(name, *numbers).dtype({DType::f32}), inputs.begin()->tensor->rank - 1, nullptr);
+  }
+  check_eps(check, options.eps);
 }
 
 ConstRow weight_row(const ConstTensor& weight) { return {weight.data, weight.strides[0]}; }
 
-struct NormCall {
-  Norm kernel;
-  ConstTensor x;
-  ConstRow weight, bias;
-  Tensor out;
-  double eps;
-  Tensor mean, rstd;
-};
-
-void run_row(const NormCall& call, int64_t row) {
-  const Moments moments = call.kernel(row_of(call.x, row), call.weight, call.bias, row_of(call.out, row),
-                                      call.x.shape[call.x.rank - 1], call.eps);
-  if (call.mean) *row_number(call.mean, row) = moments.mean;
-  if (call.rstd) *row_number(call.rstd, row) = moments.rstd;
-}
-
-// Of rows without elements: means of nothing, as 0 / 0 is.
-void fill_statistics_of_nothing(Context& context, const NormCall& call) {
-  if (call.x.shape[call.x.rank - 1] != 0 || (!call.mean && !call.rstd)) return;
-  for_each_row(context, num_rows(call.x), 1, [&](int64_t row) {
-    for (const Tensor* const numbers : {&call.mean, &call.rstd}) {
-      if (*numbers) *row_number(*numbers, row) = std::numeric_limits<float>::quiet_NaN();
-    }
+// `before(row)` may write the row of x.
+template <class Before>
+void run_norm(Context& context, Norm kernel, const ConstTensor& x, const Tensor& out, const LayerNormOptions& options,
+              const Before& before) {
+  const int64_t features = x.shape[x.rank - 1], rows = num_rows(x);
+  const ConstRow weight = weight_row(options.weight), bias = weight_row(options.bias);
+  const auto write = [](const Tensor& numbers, int64_t row, float number) {
+    if (numbers) static_cast<float*>(numbers.data)[row_offset(numbers, row, numbers.rank)] = number;
+  };
+  // Of rows without elements: means of nothing, as 0 / 0 is.
+  if (features == 0 && (options.mean || options.rstd)) {
+    for_each_row(context, rows, 1, [&](int64_t row, int) {
+      write(options.mean, row, std::numeric_limits<float>::quiet_NaN());
+      write(options.rstd, row, std::numeric_limits<float>::quiet_NaN());
+    });
+  }
+  for_each_row(context, rows, features, [&](int64_t row, int) {
+    before(row);
+    const Moments moments = kernel(row_of(x, row), weight, bias, row_of(out, row), features, options.eps);
+    write(options.mean, row, moments.mean);
+    write(options.rstd, row, moments.rstd);
   });
 }
-
-struct NormBackwardCall {
-  NormBackward kernel;
-  ConstTensor grad_out, x, weight, grad_sum;
-  const NormGradients* gradients;
-  double eps;
-};
 
 // Sums of a weight's gradient over rows: the rows are cut into chunks, each with a sum of its own, in an order that
 // depends on the sizes alone. 64 chunks keep that many threads at work.
@@ -76,23 +86,23 @@ void finish_weight_gradient(Context& context, float* sums, const RowChunks& chun
   });
 }
 
-Status run_backward(Context& context, const NormBackwardCall& call) {
-  const int64_t features = call.x.shape[call.x.rank - 1], rows = num_rows(call.x);
-  const NormGradients& gradients = *call.gradients;
-  if (!gradients.x && !gradients.weight && !gradients.bias) return {};
+Status run_backward(Context& context, NormBackward kernel, const ConstTensor& grad_out, const ConstTensor& x,
+                    const ConstTensor& weight, const ConstTensor& grad_sum, double eps,
+                    const NormGradients& gradients) {
+  const int64_t features = x.shape[x.rank - 1], rows = num_rows(x);
   const auto run = [&](int64_t row, float* grad_weight, float* grad_bias) {
-    call.kernel({.grad_out = row_of(call.grad_out, row),
-                 .x = row_of(call.x, row),
-                 .weight = weight_row(call.weight),
-                 .grad_sum = call.grad_sum ? row_of(call.grad_sum, row) : ConstRow{nullptr, 0},
-                 .grad_x = gradients.x ? row_of(gradients.x, row) : Row{nullptr, 0},
-                 .grad_weight = grad_weight,
-                 .grad_bias = grad_bias,
-                 .features = features,
-                 .eps = call.eps});
+    kernel({.grad_out = row_of(grad_out, row),
+            .x = row_of(x, row),
+            .weight = weight_row(weight),
+            .grad_sum = grad_sum ? row_of(grad_sum, row) : ConstRow{},
+            .grad_x = gradients.x ? row_of(gradients.x, row) : Row{},
+            .grad_weight = grad_weight,
+            .grad_bias = grad_bias,
+            .features = features,
+            .eps = eps});
   };
   if (!gradients.weight && !gradients.bias) {
-    if (gradients.x) for_each_row(context, rows, features, [&](int64_t row) { run(row, nullptr, nullptr); });
+    if (gradients.x) for_each_row(context, rows, features, [&](int64_t row, int) { run(row, nullptr, nullptr); });
     return {};
   }
   if (features == 0) return {};
@@ -117,42 +127,18 @@ Status run_backward(Context& context, const NormBackwardCall& call) {
   return {};
 }
 
-void check_weight_gradient(ShapeCheck& check, const char* name, const Tensor& gradient, DType dtype) {
-  if (!gradient) return;
-  ShapeCheck::TensorCheck tensor = check.output(name, gradient);
-  (dtype == DType::f32 ? tensor.dtype({dtype}) : tensor.dtype({DType::f32, dtype})).dims({"features"});
-}
-
 }  // namespace
-}  // namespace rowwise
-
-using rowwise::check_rows;
-using rowwise::for_each_row;
-using rowwise::if_there;
-using rowwise::kernels;
-using rowwise::row_of;
 
 Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                 const RmsNormOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("rms_norm");
-    rowwise::check_weight(check, "weight", weight, x.dtype);
-    check_rows(check, {{"x", &x}}, {{"out", &out}});
-    if (options.rstd) rowwise::check_row_numbers(check, "rstd", options.rstd, x.rank);
-    rowwise::check_eps(check, options.eps);
+    const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
+    check_features(check.tensor("weight", weight), x.dtype);
+    check_norm(check, {{"x", &x}}, {{"out", &out}}, norm);
     if (!check.ok()) return check.status();
-
-    const rowwise::NormCall call = {
-        .kernel = kernels(context.machine().isa).rms_norm[float_index(x.dtype)][weight.dtype == DType::f32],
-        .x = x,
-        .weight = rowwise::weight_row(weight),
-        .bias = {nullptr, 0},
-        .out = out,
-        .eps = options.eps,
-        .mean = {},
-        .rstd = options.rstd};
-    fill_statistics_of_nothing(context, call);
-    for_each_row(context, num_rows(x), check["features"], [&](int64_t row) { run_row(call, row); });
+    const Norm kernel = kernels_of(context, x.dtype).rms_norm[weight.dtype == DType::f32];
+    run_norm(context, kernel, x, out, norm, [](int64_t) {});
     return {};
   });
 }
@@ -161,28 +147,14 @@ Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b
                     const Tensor& out, const Tensor& sum, const RmsNormOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("add_rms_norm");
-    rowwise::check_weight(check, "weight", weight, a.dtype);
-    check_rows(check, {{"a", &a}, {"b", &b}}, {{"out", &out}, {"sum", &sum}});
-    if (options.rstd) rowwise::check_row_numbers(check, "rstd", options.rstd, a.rank);
-    rowwise::check_eps(check, options.eps);
+    const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
+    check_features(check.tensor("weight", weight), a.dtype);
+    check_norm(check, {{"a", &a}, {"b", &b}}, {{"out", &out}, {"sum", &sum}}, norm);
     if (!check.ok()) return check.status();
-
-    const rowwise::Kernels& table = kernels(context.machine().isa);
-    const rowwise::Binary add_rows = table.add[float_index(a.dtype)];
-    const rowwise::NormCall call = {.kernel = table.rms_norm[float_index(a.dtype)][weight.dtype == DType::f32],
-                                    .x = sum,
-                                    .weight = rowwise::weight_row(weight),
-                                    .bias = {nullptr, 0},
-                                    .out = out,
-                                    .eps = options.eps,
-                                    .mean = {},
-                                    .rstd = options.rstd};
+    const TypeKernels& table = kernels_of(context, a.dtype);
     const int64_t features = check["features"];
-    fill_statistics_of_nothing(context, call);
-    for_each_row(context, num_rows(a), features, [&](int64_t row) {
-      add_rows(row_of(a, row), row_of(b, row), row_of(sum, row), features);
-      run_row(call, row);
-    });
+    run_norm(context, table.rms_norm[weight.dtype == DType::f32], sum, out, norm,
+             [&](int64_t row) { table.add(row_of(a, row), row_of(b, row), row_of(sum, row), features); });
     return {};
   });
 }
@@ -191,64 +163,33 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
                          const NormGradients& gradients, const RmsNormBackwardOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("rms_norm_backward");
-    rowwise::check_weight(check, "weight", weight, x.dtype);
+    check_features(check.tensor("weight", weight), x.dtype);
     check_rows(check, {{"x", &x}, {"grad_out", &grad_out}, {"grad_sum", if_there(options.grad_sum)}},
                {{"gradients.x", if_there(gradients.x)}});
-    rowwise::check_weight_gradient(check, "gradients.weight", gradients.weight, x.dtype);
+    check_gradient(check, "gradients.weight", gradients.weight, x.dtype);
     check.require(!gradients.bias, "gradients.bias is asked for, but rms_norm has no bias");
-    rowwise::check_eps(check, options.eps);
+    check_eps(check, options.eps);
     if (!check.ok()) return check.status();
-    return rowwise::run_backward(
-        context,
-        {.kernel = kernels(context.machine().isa).rms_norm_backward[float_index(x.dtype)][weight.dtype == DType::f32],
-         .grad_out = grad_out,
-         .x = x,
-         .weight = weight,
-         .grad_sum = options.grad_sum,
-         .gradients = &gradients,
-         .eps = options.eps});
+    const NormBackward kernel = kernels_of(context, x.dtype).rms_norm_backward[weight.dtype == DType::f32];
+    return run_backward(context, kernel, grad_out, x, weight, options.grad_sum, options.eps, gradients);
   });
 }
-
-namespace {
-
-// Weight and bias of layer_norm; gives whether they are f32.
-bool check_affine(ShapeCheck& check, const LayerNormOptions& options, DType dtype) {
-  if (options.weight) rowwise::check_weight(check, "weight", options.weight, dtype);
-  if (options.bias) rowwise::check_weight(check, "bias", options.bias, dtype);
-  if (options.weight && options.bias) {
-    check.require(options.weight.dtype == options.bias.dtype, [&] {
-      return std::string("bias is ") + to_string(options.bias.dtype) + ", but weight is " +
-             to_string(options.weight.dtype);
-    });
-  }
-  const ConstTensor& any = options.weight ? options.weight : options.bias;
-  return !any || any.dtype == DType::f32;
-}
-
-}  // namespace
 
 Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, const LayerNormOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("layer_norm");
-    const bool f32_weight = check_affine(check, options, x.dtype);
-    check_rows(check, {{"x", &x}}, {{"out", &out}});
-    if (options.mean) rowwise::check_row_numbers(check, "mean", options.mean, x.rank);
-    if (options.rstd) rowwise::check_row_numbers(check, "rstd", options.rstd, x.rank);
-    rowwise::check_eps(check, options.eps);
+    const ConstTensor &weight = options.weight, &bias = options.bias;
+    if (weight) check_features(check.tensor("weight", weight), x.dtype);
+    if (bias) check_features(check.tensor("bias", bias), x.dtype);
+    if (weight && bias) {
+      check.require(weight.dtype == bias.dtype, "bias is ", to_string(bias.dtype), ", but weight is ",
+                    to_string(weight.dtype));
+    }
+    check_norm(check, {{"x", &x}}, {{"out", &out}}, options);
     if (!check.ok()) return check.status();
-
-    const rowwise::NormCall call = {
-        .kernel = kernels(context.machine().isa).layer_norm[float_index(x.dtype)][f32_weight],
-        .x = x,
-        .weight = rowwise::weight_row(options.weight),
-        .bias = rowwise::weight_row(options.bias),
-        .out = out,
-        .eps = options.eps,
-        .mean = options.mean,
-        .rstd = options.rstd};
-    fill_statistics_of_nothing(context, call);
-    for_each_row(context, num_rows(x), check["features"], [&](int64_t row) { run_row(call, row); });
+    const ConstTensor& any = weight ? weight : bias;
+    const Norm kernel = kernels_of(context, x.dtype).layer_norm[!any || any.dtype == DType::f32];
+    run_norm(context, kernel, x, out, options, [](int64_t) {});
     return {};
   });
 }
@@ -257,21 +198,15 @@ Status layer_norm_backward(Context& context, const ConstTensor& grad_out, const 
                            const NormGradients& gradients, const LayerNormOptions& options) {
   return guarded([&]() -> Status {
     ShapeCheck check("layer_norm_backward");
-    if (options.weight) rowwise::check_weight(check, "weight", options.weight, x.dtype);
+    const ConstTensor& weight = options.weight;
+    if (weight) check_features(check.tensor("weight", weight), x.dtype);
     check_rows(check, {{"x", &x}, {"grad_out", &grad_out}}, {{"gradients.x", if_there(gradients.x)}});
-    rowwise::check_weight_gradient(check, "gradients.weight", gradients.weight, x.dtype);
-    rowwise::check_weight_gradient(check, "gradients.bias", gradients.bias, x.dtype);
-    rowwise::check_eps(check, options.eps);
+    check_gradient(check, "gradients.weight", gradients.weight, x.dtype);
+    check_gradient(check, "gradients.bias", gradients.bias, x.dtype);
+    check_eps(check, options.eps);
     if (!check.ok()) return check.status();
-    const bool f32_weight = !options.weight || options.weight.dtype == DType::f32;
-    return rowwise::run_backward(
-        context, {.kernel = kernels(context.machine().isa).layer_norm_backward[float_index(x.dtype)][f32_weight],
-                  .grad_out = grad_out,
-                  .x = x,
-                  .weight = options.weight,
-                  .grad_sum = {},
-                  .gradients = &gradients,
-                  .eps = options.eps});
+    const NormBackward kernel = kernels_of(context, x.dtype).layer_norm_backward[!weight || weight.dtype == DType::f32];
+    return run_backward(context, kernel, grad_out, x, weight, {}, options.eps, gradients);
   });
 }
 

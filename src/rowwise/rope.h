@@ -10,37 +10,20 @@
 
 namespace opst::OPST_ISA_NS::rowwise {
 
-using opst::rowwise::RopeToken;
-
-// Row + begin elements.
-template <class T>
-OPST_INLINE ConstRow at(ConstRow row, int64_t begin) {
-  return {static_cast<const T*>(row.data) + begin, row.stride};
-}
-template <class T>
-OPST_INLINE Row at(Row row, int64_t begin) {
-  return {static_cast<T*>(row.data) + begin, row.stride};
-}
-
 // Lanes 1, 0, 3, 2, ..; each lane of the first half twice, of the second half twice.
+template <int... kLane>
+struct PairLanes {
+  static constexpr int kHalf = sizeof...(kLane) / 2;
+  static OPST_INLINE F32 swapped(F32 x) { return {__builtin_shufflevector(x.v, x.v, (kLane ^ 1)...)}; }
+  static OPST_INLINE F32 double_low(F32 x) { return {__builtin_shufflevector(x.v, x.v, (kLane / 2)...)}; }
+  static OPST_INLINE F32 double_high(F32 x) { return {__builtin_shufflevector(x.v, x.v, (kHalf + kLane / 2)...)}; }
+};
 #if defined(__AVX512F__)
-OPST_INLINE F32 swap_pairs(F32 x) {
-  return {__builtin_shufflevector(x.v, x.v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)};
-}
-OPST_INLINE F32 double_low(F32 x) {
-  return {__builtin_shufflevector(x.v, x.v, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7)};
-}
-OPST_INLINE F32 double_high(F32 x) {
-  return {__builtin_shufflevector(x.v, x.v, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15)};
-}
+using Pairs = PairLanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
 #elif defined(__AVX2__)
-OPST_INLINE F32 swap_pairs(F32 x) { return {__builtin_shufflevector(x.v, x.v, 1, 0, 3, 2, 5, 4, 7, 6)}; }
-OPST_INLINE F32 double_low(F32 x) { return {__builtin_shufflevector(x.v, x.v, 0, 0, 1, 1, 2, 2, 3, 3)}; }
-OPST_INLINE F32 double_high(F32 x) { return {__builtin_shufflevector(x.v, x.v, 4, 4, 5, 5, 6, 6, 7, 7)}; }
+using Pairs = PairLanes<0, 1, 2, 3, 4, 5, 6, 7>;
 #else
-OPST_INLINE F32 swap_pairs(F32 x) { return {__builtin_shufflevector(x.v, x.v, 1, 0, 3, 2)}; }
-OPST_INLINE F32 double_low(F32 x) { return {__builtin_shufflevector(x.v, x.v, 0, 0, 1, 1)}; }
-OPST_INLINE F32 double_high(F32 x) { return {__builtin_shufflevector(x.v, x.v, 2, 2, 3, 3)}; }
+using Pairs = PairLanes<0, 1, 2, 3>;
 #endif
 
 // Even lanes negated.
@@ -54,39 +37,33 @@ template <class T>
 OPST_INLINE void turn_pairs(ConstRow x, Row out, int64_t begin, int64_t length, F32 cos, F32 sin) {
   if (begin >= length) return;
   const F32 v = load<T>(x, begin, length);
-  store<T>(v * cos + swap_pairs(v) * alternate_signs(sin), out, begin, length);
-}
-
-template <class T>
-OPST_INLINE void turn_halves(ConstRow xa, ConstRow xb, Row out_a, Row out_b, int64_t i, int64_t half, F32 cos,
-                             F32 sin) {
-  const F32 a = load<T>(xa, i, half), b = load<T>(xb, i, half);
-  store<T>(a * cos - b * sin, out_a, i, half);
-  store<T>(a * sin + b * cos, out_b, i, half);
+  store<T>(v * cos + Pairs::swapped(v) * alternate_signs(sin), out, begin, length);
 }
 
 template <class T>
 void rope(const RopeToken& token) {
-  const int64_t half = token.half;
+  const int64_t half = token.half, x_stride = token.x.stride, out_stride = token.out.stride;
   const F32 direction = F32::set1(token.inverse ? -1.0f : 1.0f);
   for (int64_t head = 0; head < token.num_heads; ++head) {
-    const ConstRow x = at<T>(token.x, head * token.x_head_stride);
-    const Row out = at<T>(token.out, head * token.out_head_stride);
+    const T* const x = static_cast<const T*>(token.x.data) + head * token.x_head_stride;
+    T* const out = static_cast<T*>(token.out.data) + head * token.out_head_stride;
+    const ConstRow xa{x, x_stride}, xb{x + half * x_stride, x_stride};
+    const Row out_a{out, out_stride}, out_b{out + half * out_stride, out_stride};
     for (int64_t i = 0; i < half; i += F32::kLanes) {
       const F32 cos = load<float>(token.cos, i, half);
       const F32 sin = load<float>(token.sin, i, half) * direction;
       if (token.pairs) {
-        turn_pairs<T>(x, out, 2 * i, 2 * half, double_low(cos), double_low(sin));
-        turn_pairs<T>(x, out, 2 * i + F32::kLanes, 2 * half, double_high(cos), double_high(sin));
+        turn_pairs<T>(xa, out_a, 2 * i, 2 * half, Pairs::double_low(cos), Pairs::double_low(sin));
+        turn_pairs<T>(xa, out_a, 2 * i + F32::kLanes, 2 * half, Pairs::double_high(cos), Pairs::double_high(sin));
       } else {
-        turn_halves<T>(x, at<T>(x, half * x.stride), out, at<T>(out, half * out.stride), i, half, cos, sin);
+        const F32 a = load<T>(xa, i, half), b = load<T>(xb, i, half);
+        store<T>(a * cos - b * sin, out_a, i, half);
+        store<T>(a * sin + b * cos, out_b, i, half);
       }
     }
     // Bit for bit: elements that do not turn are not rounded.
-    if (x.data == out.data) continue;
-    for (int64_t i = 2 * half; i < token.head_dim; ++i) {
-      static_cast<T*>(out.data)[i * out.stride] = static_cast<const T*>(x.data)[i * x.stride];
-    }
+    if (x == out) continue;
+    for (int64_t i = 2 * half; i < token.head_dim; ++i) out[i * out_stride] = x[i * x_stride];
   }
 }
 

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <string>
-#include <type_traits>
 
 #include "core/elements.h"
 #include "core/int_math.h"
@@ -16,32 +14,35 @@
 namespace opst::rowwise {
 
 const Kernels& kernels(Isa isa);
+inline const TypeKernels& kernels_of(const Context& context, DType dtype) {
+  return kernels(context.machine().isa).of[float_index(dtype)];
+}
 
 // Tensors of rows: null where an optional one is absent.
-struct Input {
+template <class AnyTensor>
+struct Named {
   const char* name;
-  const ConstTensor* tensor;
+  const AnyTensor* tensor;
 };
-struct Output {
-  const char* name;
-  const Tensor* tensor;
-};
-
-// All of the shape [.., last] (rank 1 to 5) and dtype of the first, which is f32, bf16 or f16. An output may be the
-// same view as one of the inputs, and overlaps nothing else.
-void check_rows(ShapeCheck& check, std::initializer_list<Input> inputs, std::initializer_list<Output> outputs,
-                const char* last = "features");
-// `numbers` [..] f32, one per row; called after check_rows.
-void check_row_numbers(ShapeCheck& check, const char* name, const Tensor& numbers, int row_rank);
-// Style is one of the enumerators.
-void check_style(ShapeCheck& check, RopeStyle style);
-// [features], f32 or `dtype`.
-void check_weight(ShapeCheck& check, const char* name, const ConstTensor& weight, DType dtype);
-
+using Input = Named<ConstTensor>;
+using Output = Named<Tensor>;
 template <class AnyTensor>
 const AnyTensor* if_there(const AnyTensor& tensor) {
   return tensor ? &tensor : nullptr;
 }
+
+// The leading dimensions, and behind them `last` unless it is null.
+void check_dims(ShapeCheck& check, ShapeCheck::TensorCheck tensor, int rank, const char* last);
+// All of the shape [.., features] (rank 1 to 5) and dtype of the first, which is f32, bf16 or f16. An output may be the
+// same view as one of the inputs, and overlaps nothing else.
+void check_rows(ShapeCheck& check, std::initializer_list<Input> inputs, std::initializer_list<Output> outputs);
+void check_eps(ShapeCheck& check, double eps);
+
+// x and out [tokens, num_heads, head_dim] of one dtype, which is among `dtypes`; out may be the same view as x.
+void check_heads(ShapeCheck& check, const Input& x, const Output& out, std::initializer_list<DType> dtypes);
+// `half` pairs, the dimension of `cos`, fit into head_dim, that of `tensor`.
+void check_pairs(ShapeCheck& check, const char* cos, const char* tensor);
+void check_style(ShapeCheck& check, RopeStyle style);
 
 inline ConstRow row_of(const ConstTensor& tensor, int64_t row) {
   const int64_t offset = row_offset(tensor, row, tensor.rank - 1) * size_bytes(tensor.dtype);
@@ -52,12 +53,7 @@ inline Row row_of(const Tensor& tensor, int64_t row) {
   return {const_cast<void*>(found.data), found.stride};
 }
 
-// The f32 of row `row` in `numbers` [..].
-inline float* row_number(const Tensor& numbers, int64_t row) {
-  return static_cast<float*>(numbers.data) + row_offset(numbers, row, numbers.rank);
-}
-
-// Calls body(row), or body(row, worker), for every row, in tasks of some microseconds.
+// Calls body(row, worker) for every row, in tasks of some microseconds.
 template <class Body>
 void for_each_row(Context& context, int64_t rows, int64_t elements_per_row, const Body& body) {
   constexpr int64_t kTaskElements = int64_t{1} << 14;
@@ -65,13 +61,7 @@ void for_each_row(Context& context, int64_t rows, int64_t elements_per_row, cons
   const int64_t rows_per_task = std::max<int64_t>(1, kTaskElements / elements_per_row);
   context.impl().pool.parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task, int worker) {
     const int64_t end = std::min(rows, (task + 1) * rows_per_task);
-    for (int64_t row = task * rows_per_task; row < end; ++row) {
-      if constexpr (std::is_invocable_v<Body, int64_t, int>) {
-        body(row, worker);
-      } else {
-        body(row);
-      }
-    }
+    for (int64_t row = task * rows_per_task; row < end; ++row) body(row, worker);
   });
 }
 

@@ -1,9 +1,13 @@
 // How much of a sweep a test takes.
 #pragma once
 
+#include <cstdint>
 #include <cstdlib>
+#include <functional>
+#include <string_view>
 
 #include "core/sanitizers.h"
+#include "testing/random.h"
 
 namespace opst::test {
 
@@ -12,6 +16,12 @@ inline constexpr bool kSanitized = kAddressSanitizer || kThreadSanitizer;
 
 // The share of the usual sample that is taken.
 inline constexpr double kEffort = kSanitized ? 0.15 : 1;
+
+// One of `count` cases, 0 to count - 1, by this run's seed: the part of a test that is computed where all of them take
+// too long. Draws of different names are independent.
+inline int64_t drawn_case(std::string_view name, int64_t count) {
+  return Random(seed() + std::hash<std::string_view>()(name)).integer(0, count - 1);
+}
 
 // Everything, not a sample: OPST_EXHAUSTIVE=1.
 inline bool exhaustive() {

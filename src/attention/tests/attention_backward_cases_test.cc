@@ -44,9 +44,9 @@ class AttentionBackwardCases : public testing::Test {
  protected:
   void SetUp() override {
     const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
-    const bool chosen = Random(seed() + std::hash<std::string>()(name)).chance(1.0 / 3);
-    if (kThreadSanitizer && !exhaustive() && !chosen)
+    if (kThreadSanitizer && !exhaustive() && drawn_case(name, 3) != 0) {
       GTEST_SKIP() << "under ThreadSanitizer the seed chose other cases";
+    }
   }
 };
 

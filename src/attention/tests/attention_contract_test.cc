@@ -453,6 +453,18 @@ TEST(AttentionContract, WhatTheRefusalsSpoilIsLegal) {
   }
 }
 
+// As in every operator that reads them: no panel32 page has 0 rows. (Of norm pages it is an invalid argument, above.)
+TEST(AttentionContract, PanelPagesWithoutRowsAreUnsupported) {
+  Call call;
+  call.make_paged();
+  call.options.page_layout = PageLayout::panel32;
+  call.in.key = ConstTensor::contiguous(DType::f32, {4, 2, 0, 8, 32}, call.memory.data());
+  call.in.value = ConstTensor::contiguous(DType::f32, {4, 2, 0, 5}, call.memory.data());
+  const Status status = call.run();
+  EXPECT_EQ(status.code(), StatusCode::unsupported);
+  EXPECT_EQ(status.message(), "flash_attention_forward: page layout panel32: block_size is 0, but must be >= 1");
+}
+
 // Tensors of one fused buffer are interleaved, not overlapping: an output may lie between the inputs.
 TEST(AttentionContract, InterleavedOutputIsNoOverlap) {
   Random random(seed());

@@ -1,5 +1,5 @@
 // Computes   to[i, d] = from[i, d], converted to the target's type
-// Shapes     from, to [num_rows, dim], each laid out by its RowsView (kernels.h)
+// Shapes     from, to [num_rows, dim], each as Rows say (kernels.h)
 // Loop nest  equal types, a transposed page on one side, contiguous rows on the other:
 //              squares of 32-bit words: lanes over rows on the one side, over words on the other
 //            equal 16-bit types, a pair of value rows on one side, contiguous rows on the other:
@@ -8,30 +8,19 @@
 //              for each row; pieces of 64 elements: collect, convert (lanes over elements), spread
 // Memory     contiguous rows stream; the lines of a transposed page that one row touches stay in L1 for the next row
 // Numerics   one rounding, to nearest even; equal types keep their bits
-#pragma once
-
 #include "kv_cache/kernels.h"
 #include "simd/vec.h"
 
 namespace opst::OPST_ISA_NS::kv_cache {
 
 using opst::kv_cache::CopyRows;
-using opst::kv_cache::RowsView;
+using opst::kv_cache::Rows;
 using simd::F32;
-
-template <class From, class To>
-struct Same {
-  static constexpr bool value = false;
-};
-template <class T>
-struct Same<T, T> {
-  static constexpr bool value = true;
-};
 
 // n contiguous elements.
 template <class From, class To>
 OPST_INLINE void copy_contiguous(const From* from, To* to, int64_t n) {
-  if constexpr (Same<From, To>::value) {
+  if constexpr (__is_same(From, To)) {
     __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(To));
   } else {
     int64_t d = 0;
@@ -40,22 +29,15 @@ OPST_INLINE void copy_contiguous(const From* from, To* to, int64_t n) {
   }
 }
 
-// n elements of a row between a contiguous piece and memory where words are word_stride apart. The piece starts at a
-// word.
+// n elements of a row whose words are from_stride and to_stride apart; `step` as in Rows.
 template <class T>
-OPST_INLINE void collect(const T* from, const RowsView& view, int64_t n, T* piece) {
-  if (view.step == 1) {
-    for (int64_t d = 0; d < n; ++d) piece[d] = from[d * view.word_stride];
+OPST_INLINE void copy_words(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t step, int64_t n) {
+  if (step == 1) {
+    for (int64_t d = 0; d < n; ++d) to[d * to_stride] = from[d * from_stride];
   } else {
-    for (int64_t d = 0; d < n; d += 2) __builtin_memcpy(piece + d, from + d / 2 * view.word_stride, 2 * sizeof(T));
-  }
-}
-template <class T>
-OPST_INLINE void spread(const T* piece, const RowsView& view, int64_t n, T* to) {
-  if (view.step == 1) {
-    for (int64_t d = 0; d < n; ++d) to[d * view.word_stride] = piece[d];
-  } else {
-    for (int64_t d = 0; d < n; d += 2) __builtin_memcpy(to + d / 2 * view.word_stride, piece + d, 2 * sizeof(T));
+    for (int64_t d = 0; d < n; d += 2) {
+      __builtin_memcpy(to + d / 2 * to_stride, from + d / 2 * from_stride, 2 * sizeof(T));
+    }
   }
 }
 
@@ -79,12 +61,11 @@ OPST_INLINE void transpose_words(const T* from, int64_t from_stride, int64_t num
       simd::transpose(square);
       OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
         auto* const p = reinterpret_cast<float*>(target + i * to_stride);
-        if (i < words) {
-          if (lines == kLanes) {
-            square[i].store(p);
-          } else {
-            square[i].store_n(p, lines);
-          }
+        if (i >= words) continue;
+        if (lines == kLanes) {
+          square[i].store(p);
+        } else {
+          square[i].store_n(p, lines);
         }
       }
     }
@@ -108,19 +89,19 @@ OPST_INLINE void split_pairs(const T* __restrict pairs, int64_t n, T* __restrict
     second[d].bits = static_cast<uint16_t>(word >> 16);
   }
 }
-OPST_INLINE bool is_pair_of_rows(const RowsView& view) {
+OPST_INLINE bool is_pair_of_rows(const Rows& view) {
   return view.row_stride == 1 && view.word_stride == 2 && view.step == 1;
 }
 
 template <class From, class To>
 void copy_rows(const CopyRows& rows) {
   constexpr int64_t kPiece = 64;
-  const RowsView& in = rows.from_view;
-  const RowsView& out = rows.to_view;
+  const Rows& in = rows.from;
+  const Rows& out = rows.to;
   const bool contiguous_in = in.word_stride == in.step, contiguous_out = out.word_stride == out.step;
-  if constexpr (Same<From, To>::value) {
-    const From* const from = static_cast<const From*>(rows.from);
-    To* const to = static_cast<To*>(rows.to);
+  if constexpr (__is_same(From, To)) {
+    const From* const from = static_cast<const From*>(in.data);
+    To* const to = static_cast<To*>(out.data);
     constexpr int64_t kStep = 4 / static_cast<int64_t>(sizeof(To));  // elements of a 32-bit word
     if (rows.num_rows > 1 && in.row_stride == kStep && in.step == kStep && !contiguous_in && contiguous_out) {
       return transpose_words(from, in.word_stride, rows.dim / kStep, to, out.row_stride, rows.num_rows);
@@ -143,8 +124,8 @@ void copy_rows(const CopyRows& rows) {
     num_rows = 1;
   }
   for (int64_t row = 0; row < num_rows; ++row) {
-    const From* const from = static_cast<const From*>(rows.from) + row * in.row_stride;
-    To* const to = static_cast<To*>(rows.to) + row * out.row_stride;
+    const From* const from = static_cast<const From*>(in.data) + row * in.row_stride;
+    To* const to = static_cast<To*>(out.data) + row * out.row_stride;
     if (contiguous_in && contiguous_out) {
       copy_contiguous(from, to, dim);
       continue;
@@ -154,7 +135,7 @@ void copy_rows(const CopyRows& rows) {
       From collected[kPiece];
       const From* source = from + d;
       if (!contiguous_in) {
-        collect(from + d / in.step * in.word_stride, in, n, collected);
+        copy_words(from + d / in.step * in.word_stride, in.word_stride, collected, in.step, in.step, n);
         source = collected;
       }
       if (contiguous_out) {
@@ -162,15 +143,22 @@ void copy_rows(const CopyRows& rows) {
         continue;
       }
       To* const target = to + d / out.step * out.word_stride;
-      if constexpr (Same<From, To>::value) {
-        spread(source, out, n, target);
+      if constexpr (__is_same(From, To)) {
+        copy_words(source, out.step, target, out.word_stride, out.step, n);
       } else {
         To converted[kPiece];
         copy_contiguous(source, converted, n);
-        spread(converted, out, n, target);
+        copy_words(converted, out.step, target, out.word_stride, out.step, n);
       }
     }
   }
 }
+
+extern const opst::kv_cache::Kernels kKernels;
+constinit const opst::kv_cache::Kernels kKernels = {{
+    {copy_rows<float, float>, copy_rows<float, bf16>, copy_rows<float, f16>},
+    {copy_rows<bf16, float>, copy_rows<bf16, bf16>, copy_rows<bf16, f16>},
+    {copy_rows<f16, float>, copy_rows<f16, bf16>, copy_rows<f16, f16>},
+}};
 
 }  // namespace opst::OPST_ISA_NS::kv_cache
