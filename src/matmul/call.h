@@ -68,6 +68,9 @@ Size packed_bytes(QuantFormat format, int64_t n, int64_t k);
 
 // ---- packed_weight.cc, weights_int.cc
 
+using DTypes = std::initializer_list<DType>;
+inline constexpr DTypes kFloats = {DType::f32, DType::bf16, DType::f16}, kF64 = {DType::f64};
+
 // Of f32, bf16 and f16.
 inline FloatType float_type(DType dtype) { return static_cast<FloatType>(float_index(dtype)); }
 inline QuantFormat weight_format(DType dtype) {

@@ -74,16 +74,6 @@ void store_integers(const Finish& part) {
   }
 }
 
-// A rectangle of out. (Of a grouped product, whose rows belong to several weights, a task would name its weight here.)
-struct Task {
-  int64_t row, column, rows, columns;
-  Task(const Plan& plan, int64_t index)
-      : row(index / plan.column_tasks * plan.rows_per_task),
-        column(index % plan.column_tasks * plan.columns_per_task),
-        rows(std::min(plan.rows_per_task, plan.m - row)),
-        columns(std::min(plan.columns_per_task, plan.width - column)) {}
-};
-
 // False, and nothing written, where the form of x cannot hold one of its rows.
 bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const Operands& o, Arena& arena) {
   const FloatKernels& floats = float_kernels(context.machine().isa);
@@ -101,16 +91,20 @@ bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const
   const bool ints = problem.weight == MatmulWeight::integers;
   const int64_t column_bytes = ints ? 0 : packed_column_bytes(problem.format, problem.k);
   const int64_t out_bytes = size_bytes(o.out.dtype);
-  pool.parallel_for(plan.num_tasks(), [&](int64_t index, int worker) {
-    const Task task(plan, index);
+  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
+    // A rectangle of out. (Of a grouped product, whose rows belong to several weights, a task would name its weight.)
+    const int64_t row = task / plan.column_tasks * plan.rows_per_task,
+                  rows = std::min(plan.rows_per_task, plan.m - row);
+    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
+    const int64_t columns = std::min(plan.columns_per_task, plan.width - column);
     const WorkerScratch own(plan, scratch, worker);
-    Finish part = finish_part(o, task.row, task.column, task.rows, task.columns);
+    Finish part = finish_part(o, row, column, rows, columns);
     // The sums of `count` columns of the weight from a panel's first one on.
     const auto multiply_columns = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride, const void* out) {
-      ProductPart rectangle = {.x = x->data + task.row * x->stride * element_bytes(plan.x),
+      ProductPart rectangle = {.x = x->data + row * x->stride * element_bytes(plan.x),
                                .x_stride = x->stride,
                                .x_block_stride = plan.m * x->stride,
-                               .rows = task.rows,
+                               .rows = rows,
                                .columns = count,
                                .k = plan.words,
                                .k_block = plan.k_block,
@@ -120,7 +114,7 @@ bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const
                                .sums_stride = sums_stride};
       if (ints) {
         rectangle.ints = from_column(o.ints, first);
-        if (x->sums != nullptr) rectangle.x_sums = x->sums + task.row * o.ints.groups;
+        if (x->sums != nullptr) rectangle.x_sums = x->sums + row * o.ints.groups;
         if (int_biases != nullptr) rectangle.int_bias = int_biases + first;
         rectangle.int_sums = int_sums;
         rectangle.out = static_cast<const char*>(out);
@@ -131,15 +125,15 @@ bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const
     };
     part.sums = own.sums;
     part.sums_stride = plan.sums_stride;
-    multiply_columns(task.column, task.columns, own.sums, plan.sums_stride, part.out);
-    if (x_scales != nullptr) part.x_scales = x_scales + task.row;
-    if (biases != nullptr) part.bias = biases + task.column;
+    multiply_columns(column, columns, own.sums, plan.sums_stride, part.out);
+    if (x_scales != nullptr) part.x_scales = x_scales + row;
+    if (biases != nullptr) part.bias = biases + column;
     if (plan.two_halves) {
-      const int64_t column = plan.width + task.column, before = column % kPanelColumns;
-      multiply_columns(column - before, before + task.columns, own.second, plan.second_stride, nullptr);
+      const int64_t second = plan.width + column, before = second % kPanelColumns;
+      multiply_columns(second - before, before + columns, own.second, plan.second_stride, nullptr);
       part.second = own.second + before;
       part.second_stride = plan.second_stride;
-      if (biases != nullptr) part.second_bias = biases + column;
+      if (biases != nullptr) part.second_bias = biases + second;
     }
     finish(part);
   });

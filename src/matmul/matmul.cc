@@ -11,9 +11,6 @@ namespace opst {
 namespace gemm {
 namespace {
 
-using DTypes = std::initializer_list<DType>;
-constexpr DTypes kFloats = {DType::f32, DType::bf16, DType::f16};
-constexpr DTypes kF64 = {DType::f64};
 constexpr DTypes kIntX = {DType::i8, DType::f32, DType::bf16, DType::f16};
 constexpr DTypes kIntOut = {DType::i32, DType::f32, DType::bf16, DType::f16};
 constexpr DTypes kIntBias = {DType::f32, DType::bf16, DType::f16, DType::i32};

@@ -8,8 +8,6 @@
 namespace opst {
 namespace {
 
-constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16}, kF64 = {DType::f64};
-
 // Columns per task of the bias's gradient: some cache lines of each row.
 constexpr int64_t kBiasColumns = 64;
 
@@ -48,7 +46,7 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
     ShapeCheck check("matmul_backward");
     check.tensor("grad_out", grad_out).dtype({DType::f32, DType::bf16, DType::f16, DType::f64}).dims({"m", "n"});
     const bool is_f64 = grad_out.dtype == DType::f64;
-    const auto types = is_f64 ? kF64 : kFloats;
+    const gemm::DTypes types = is_f64 ? gemm::kF64 : gemm::kFloats;
     if (gradients.weight) check.tensor("x", x).dtype(types).dims({"m", "k"});
     if (gradients.x) check.tensor("weight", weight).dtype(types).dims({"n", "k"});
     if (gradients.x) check.output("gradients.x", gradients.x).dtype(types).dims({"m", "k"});
