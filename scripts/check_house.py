@@ -17,8 +17,13 @@ import check_layers
 
 FILE_LINES = 500  # a file is read at one sitting
 FUNCTION_LINES = 80
-LIBRARY_LINES = 19500  # without src/model and the example of docs/extending.md
-EXAMPLE_LINES = 160  # src/extending: what a fused operator costs its author, without its tests
+LIBRARY_LINES = 19500  # without src/model and the examples of docs/extending.md
+# The examples in src/extending: how their files begin, and what each costs its author, without its tests.
+EXAMPLES = {
+    "the fused operator": (("normed_matmul",), 160),
+    "the weight format": (("block_w5", "weight_format"), 80),
+    "the attention source": (("scaled_rows",), 120),
+}
 SHOWN = 5  # the largest files and functions are printed, whether too large or not
 
 
@@ -59,7 +64,12 @@ def measure(root):
     lines = {f.path: count_lines(root, f) for f in files}
     rooms = {f.path: f.room for f in files}
     bounded("lines of the library without model", sum(n for p, n in lines.items() if rooms[p] not in {"model", "extending"}), LIBRARY_LINES)
-    bounded("lines of the example in docs/extending.md", sum(n for p, n in lines.items() if rooms[p] == "extending"), EXAMPLE_LINES)
+    examples = {pathlib.Path(p).name: n for p, n in lines.items() if rooms[p] == "extending"}
+    for what, (names, bound) in EXAMPLES.items():
+        bounded(f"lines of {what} in docs/extending.md", sum(n for p, n in examples.items() if p.startswith(names)), bound)
+    every_name = sum((names for names, _ in EXAMPLES.values()), ())
+    for name in sorted(p for p in examples if not p.startswith(every_name)):
+        bounded(f"lines of {name} in src/extending, which belongs to no example", examples[name], 0)
     for kind, bound, measured in (
         ("file", FILE_LINES, sorted(((n, p) for p, n in lines.items()), reverse=True)),
         ("function", FUNCTION_LINES, functions(root, files)),
@@ -74,18 +84,23 @@ def self_test():
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder).resolve()
         (root / "src/tile").mkdir(parents=True)
-        (root / "src/extending").mkdir()
-        room = root / "src/tile"
+        room, extending = root / "src/tile", root / "src/extending"
+        extending.mkdir()
         statement = "  x += 1;\n"
         (room / "function.cc").write_text(f"int f(int x) {{\n{statement * (FUNCTION_LINES - 2)}}}\n")
         (room / "tile_test.cc").write_text("\n" * 2 * LIBRARY_LINES)
         (room / "file.h").write_text("\n" * FILE_LINES)
+        (extending / "normed_matmul.cc").write_text("\n" * EXAMPLES["the fused operator"][1])
+        (extending / "weight_format_isa.cc").write_text("\n" * EXAMPLES["the weight format"][1])
+        (extending / "normed_matmul_test.cc").write_text("\n" * 400)
         if measure(root)[1]:
             sys.exit("check_house: a tree within its bounds is refused")
         faults = {
             "a long function": lambda: (room / "function.cc").write_text(f"int f(int x) {{\n{statement * FUNCTION_LINES}}}\n"),
             "a long file": lambda: (room / "file.h").write_text("\n" * (FILE_LINES + 1)),
-            "a long example": lambda: (root / "src/extending/op.cc").write_text("\n" * (EXAMPLE_LINES + 1)),
+            "a long operator": lambda: (extending / "normed_matmul.h").write_text("\n"),
+            "a long format": lambda: (extending / "block_w5.h").write_text("\n"),
+            "an example without a name": lambda: (extending / "other.h").write_text("\n"),
             "a large library": lambda: [(room / f"{i}.cc").write_text("\n" * 400) for i in range(LIBRARY_LINES // 400)],
         }
         for i, (name, make) in enumerate(faults.items(), 1):

@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -68,29 +67,27 @@ enum class Activation : uint8_t {
 };
 const char* to_string(Activation activation);
 
-// How x meets a quantised weight.
+// How x meets a quantised weight. (f32, bf16 and f16 weights are multiplied exactly either way.)
 //   exact  as it is
 //   int8   each row rounded in blocks of 32: scale = max |x| / 127, q = round(x / scale) to nearest even; products with
 //          the weight's integers are summed exactly in each block, and scales applied once per block. Faster, with an
-//          error of at most half a scale in each x. A block with a value that is NaN or infinite makes its row of y
-//          NaN.
-// f32, bf16 and f16 weights are multiplied exactly either way.
+//          error of at most half a scale in each x. A block with a NaN or an infinity makes its row of y NaN.
 enum class ActivationType : uint8_t { exact, int8 };
 const char* to_string(ActivationType type);
 
-// All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides.
+// All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides; one without data is absent.
 struct MatmulOptions {
-  std::optional<ConstTensor> bias = {};  // [n]
+  ConstTensor bias = {};  // [n]
   Activation activation = Activation::none;
-  std::optional<ConstTensor> residual = {};  // out's shape; the very same view as out, or no overlap with it
+  ConstTensor residual = {};  // out's shape; the very same view as out, or no overlap with it
   ActivationType activations = ActivationType::exact;
-  // One or two rows times a quantised weight are multiplied in fixed point (24 bits a value, one scale for 32 values)
-  // where the instruction set level makes that faster: as accurate, but with other bits than more rows give. True: the
-  // same bits for any number of rows.
+  // True: the same bits for any number of rows. Else one or two rows meet a quantised weight in fixed point (24 bits a
+  // value, one scale for 32) where the instruction set level makes that faster: as accurate, but with other bits.
   bool batch_invariant = false;
   // Given: out is i8, and each of its rows is quantised by its own scale, as dynamic_quant (quant.h) does; the scales
-  // [m] f32 go here. out may then not be a residual.
-  std::optional<Tensor> out_scales = {};
+  // [m] f32 go here. out may then not be a residual. Absent only as Tensor{}: scales of m = 0 rows are given without
+  // data, by their rank.
+  Tensor out_scales = {};
 };
 
 // y[i, j] = sum_t x[i, t] * weight[j, t] + bias[j];   out = residual + activation(y)
@@ -104,15 +101,14 @@ struct MatmulOptions {
 //   bf16 x, bf16 weight  the pairwise dot instruction, where the context's Machine says so: an instruction adds two
 //                        products, and subnormal operands count as 0
 //   quantised weight     fixed point for one or two rows (options.batch_invariant); int8 (options.activations)
-// A row's bits depend neither on the other rows, nor on the number of threads; on the number of rows only as
-// options.batch_invariant tells. NaN and Inf of a row of x reach that row of out only.
+// A row's bits depend neither on the other rows nor on the threads, and on the number of rows only as batch_invariant
+// tells. NaN and Inf of a row of x reach that row of out only.
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
-// Tells the context that its next product of few rows will be with this weight, so that threads which wait for work in
-// the meantime fetch the beginning of their share of it. A hint, which changes nothing but time. The weight may be gone
-// by then.
+// A hint: the context's next product of few rows will be with this weight. Threads that wait for work in the meantime
+// fetch the beginning of their share of it. The weight may be gone by then.
 void read_ahead(Context& context, const PackedWeight& weight, Activation activation = Activation::none);
 
 // matmul with a weight that changes from call to call: it is packed into the context's workspace first.
@@ -122,18 +118,17 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
 Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
-// Gradients of sum(grad_out * (x . weight^T + bias)). Absent ones are not computed.
+// Gradients of sum(grad_out * (x . weight^T + bias)). One without data is absent: not computed.
 struct MatmulGradients {
-  std::optional<Tensor> x = {};       // [m, k] = grad_out . weight
-  std::optional<Tensor> weight = {};  // [n, k] = grad_out^T . x
-  std::optional<Tensor> bias = {};    // [n]    = sum of grad_out over its rows
+  Tensor x = {};       // [m, k] = grad_out . weight
+  Tensor weight = {};  // [n, k] = grad_out^T . x
+  Tensor bias = {};    // [n]    = sum of grad_out over its rows
 };
 
 //   grad_out  [m, n], x [m, k], weight [n, k]: f32, bf16 or f16 each, or all f64; any strides
 //   gradients f32, bf16 or f16 each (f64 where the inputs are); any strides; must not overlap an input or one another
-// x is needed for the weight's gradient only, weight for that of x only; the one that is not needed may be an empty
-// tensor (data = nullptr, rank 0). Sums run over n or m in ascending order as in matmul, so the bits do not depend on
-// the number of threads. Errors: as matmul.
+// x is needed for the weight's gradient only, weight for that of x only; what is not needed may be ConstTensor{}.
+// Sums run over n or m in ascending order as in matmul, for any number of threads. Errors: as matmul.
 Status matmul_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
                        const MatmulGradients& gradients);
 
@@ -143,9 +138,8 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
 // Errors: an index out of range is refused before anything is written.
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out);
 
-// An int8 or int4 weight [n, k] with scales, repacked; owns its memory: the bytes of its source, with n rounded up to a
-// multiple of 16 and each group to whole words of 4 bytes, and 4 (with zeros 8) bytes per scale. Like a PackedWeight,
-// it may be used with any Context.
+// An int8 or int4 weight [n, k] with scales, repacked, for any Context; owns its memory: the bytes of its source, with
+// n rounded up to a multiple of 16 and each group to whole words of 4 bytes, and 4 (with zeros 8) bytes per scale.
 class PackedIntWeight {
  public:
   PackedIntWeight() = default;
@@ -177,14 +171,13 @@ class PackedIntWeight {
 };
 
 struct IntMatmulOptions {
-  // [m] f32: x is i8 and stands for x * x_scales, as dynamic_quant makes it. Absent: 1.
-  std::optional<ConstTensor> x_scales = {};
+  ConstTensor x_scales = {};  // [m] f32: x is i8 and stands for x * x_scales, as dynamic_quant makes it. Absent: 1
   // [n]: f32, bf16 or f16, added to the scaled sums; or, with x i8 and one group, i32, added to the sums.
-  std::optional<ConstTensor> bias = {};
+  ConstTensor bias = {};
   // As in MatmulOptions, of an out that is not i32.
   Activation activation = Activation::none;
-  std::optional<ConstTensor> residual = {};
-  std::optional<Tensor> out_scales = {};
+  ConstTensor residual = {};
+  Tensor out_scales = {};
 };
 
 // matmul with an int8 or int4 weight. With S[i, j, g] = sum over t in group g of x[i, t] * (q[j, t] - zero[j, g]):
@@ -197,14 +190,14 @@ struct IntMatmulOptions {
 // Numerics: each S is exact; a total with an i32 bias that leaves 32 bits wraps modulo 2^32, as that of
 // torch._int_mm(x, q) + bias does. With x i8 and float out each S is rounded to f32 and joins one chain of
 // multiply-adds over ascending groups (one group: a single product), then x_scales and bias follow, each rounded to
-// f32, activation and residual likewise, and out is rounded once. With float x each value is rounded to f32, and each sum is one chain of multiply-adds
-// over ascending t.
+// f32, activation and residual likewise, and out is rounded once. With float x each value is rounded to f32, and each
+// sum is one chain of multiply-adds over ascending t.
 // A row's bits depend neither on the other rows nor on the threads.
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options = {});
 
-// Which kernel multiplies, named as its source in src/matmul.
+// Which kernel multiplies.
 enum class MatmulPath : uint8_t {
   few_rows,                    // weights are decoded in registers, once per few rows of x
   many_rows,                   // weights are decoded to scratch, once per task
@@ -255,7 +248,7 @@ struct MatmulPlan {
   int64_t rows_per_task = 0;
   int64_t columns_per_task = 0;  // of out
   int64_t row_tasks = 0, column_tasks = 0;
-  int64_t k_block = 0;  // inputs (of bf16_dot: pairs) decoded or unpacked at once; all, where that is in registers
+  int64_t k_block = 0;               // inputs (of bf16_dot: pairs) decoded at once; all, where that is in registers
   int64_t scratch_bytes_shared = 0;  // an unpacked weight's packed form, packed x, out before it is quantised
   int64_t scratch_bytes_per_worker = 0;
   const char* reason = "";  // why this path

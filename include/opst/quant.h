@@ -61,15 +61,15 @@ struct IntMatrix {
   // int8: i8 [rows, cols], any strides. int4: u8 [rows, cols / 2], two values in -8..7 a byte in two's complement, the
   // lower half first; bytes of a row next to each other.
   ConstTensor q;
-  ConstTensor scales;                     // f32 [rows, groups], any strides
-  std::optional<ConstTensor> zeros = {};  // i8 [rows, groups], any strides; absent: 0
+  ConstTensor scales;      // f32 [rows, groups], any strides
+  ConstTensor zeros = {};  // i8 [rows, groups], any strides; absent (without data): 0
 };
 
 struct QuantizeOptions {
   // i8 [rows, groups]. Given: the range from min(0, smallest) to max(0, largest) value is used in full.
   //   scale = largest / steps - smallest / steps, steps = 255 (int4: 15);  zero = round(lowest q - smallest / scale)
-  // Absent: symmetric, scale = max |x| / 127 (int4: 7), so that -128 (-8) does not occur.
-  std::optional<Tensor> zeros = {};
+  // Absent (without data): symmetric, scale = max |x| / 127 (int4: 7), so that -128 (-8) does not occur.
+  Tensor zeros = {};
   // Scales and zeros are read, not written: static quantisation.
   bool scales_given = false;
 };
@@ -92,7 +92,7 @@ Status quantize(Context& context, const ConstTensor& x, const Tensor& q, const T
 Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& out);
 
 struct DynamicQuantOptions {
-  std::optional<ConstTensor> smooth_scales = {};  // smooth, f32 [k], any stride: x is multiplied with it first, in f32
+  ConstTensor smooth_scales = {};  // smooth, f32 [k], any stride: x is multiplied with it first, in f32
 };
 
 // Each token's row with a scale of its own: scale = max |x * smooth| / 127 (int4: 7), q = round(x * smooth / scale) to

@@ -35,7 +35,7 @@ QuantMatrix quant_matrix(const View& bytes, const std::string& format, int64_t r
 }
 
 IntMatrix int_matrix(const View& q, const View& scales, const View* zeros) {
-  return {.q = q.input(), .scales = scales.input(), .zeros = optional_input(zeros)};
+  return {.q = q.input(), .scales = scales.input(), .zeros = input_or_empty(zeros)};
 }
 
 ConstTensor as_weight(const View& weight) { return weight.input(); }
@@ -59,12 +59,12 @@ void bind_product(nb::module_& module, const char* name, const Use& use) {
       [use](Context& context, const View& x, const Weight& weight, const View& out, const View* bias,
             const std::string& activation, const View* residual, bool int8_activations, bool batch_invariant,
             const View* out_scales) {
-        const MatmulOptions options = {.bias = optional_input(bias),
+        const MatmulOptions options = {.bias = input_or_empty(bias),
                                        .activation = parse_activation(activation),
-                                       .residual = optional_input(residual),
+                                       .residual = input_or_empty(residual),
                                        .activations = int8_activations ? ActivationType::int8 : ActivationType::exact,
                                        .batch_invariant = batch_invariant,
-                                       .out_scales = optional_output(out_scales, "out_scales")};
+                                       .out_scales = output_or_empty(out_scales, "out_scales")};
         return use(context, x.input(), as_weight(weight), out.output("out"), options);
       },
       arg("context"), arg("x"), arg("weight"), arg("out"), arg("bias").none(), arg("activation"),
@@ -78,11 +78,11 @@ void bind_integers(nb::module_& module, const char* name, const Use& use) {
       name,
       [use](Context& context, const View& x, const PackedIntWeight& weight, const View& out, const View* x_scales,
             const View* bias, const std::string& activation, const View* residual, const View* out_scales) {
-        const IntMatmulOptions options = {.x_scales = optional_input(x_scales),
-                                          .bias = optional_input(bias),
+        const IntMatmulOptions options = {.x_scales = input_or_empty(x_scales),
+                                          .bias = input_or_empty(bias),
                                           .activation = parse_activation(activation),
-                                          .residual = optional_input(residual),
-                                          .out_scales = optional_output(out_scales, "out_scales")};
+                                          .residual = input_or_empty(residual),
+                                          .out_scales = output_or_empty(out_scales, "out_scales")};
         return use(context, x.input(), weight, out.output("out"), options);
       },
       arg("context"), arg("x"), arg("weight"), arg("out"), arg("x_scales").none(), arg("bias").none(),
@@ -158,9 +158,9 @@ void bind_matmul(nb::module_& module) {
       "matmul_backward",
       [](Context& context, const View& grad_out, const View& x, const View& weight, const View* grad_x,
          const View* grad_weight, const View* grad_bias) {
-        const MatmulGradients g = {.x = optional_output(grad_x, "grad_x"),
-                                   .weight = optional_output(grad_weight, "grad_weight"),
-                                   .bias = optional_output(grad_bias, "grad_bias")};
+        const MatmulGradients g = {.x = output_or_empty(grad_x, "grad_x"),
+                                   .weight = output_or_empty(grad_weight, "grad_weight"),
+                                   .bias = output_or_empty(grad_bias, "grad_bias")};
         run([&] { return matmul_backward(context, grad_out.input(), x.input(), weight.input(), g); });
       },
       arg("context"), arg("grad_out"), arg("x"), arg("weight"), arg("grad_x").none(), arg("grad_weight").none(),
@@ -205,7 +205,7 @@ void bind_matmul(nb::module_& module) {
       "dynamic_quant",
       [](Context& context, const View& x, const View& q, const View& scales, const View* smooth_scales) {
         run([&, i = q.output("q"), s = scales.output("scales"),
-             o = DynamicQuantOptions{.smooth_scales = optional_input(smooth_scales)}] {
+             o = DynamicQuantOptions{.smooth_scales = input_or_empty(smooth_scales)}] {
           return dynamic_quant(context, x.input(), i, s, o);
         });
       },

@@ -76,14 +76,6 @@ inline ConstTensor input_or_empty(const View* view) { return view != nullptr ? v
 inline Tensor output_or_empty(const View* view, const char* name) {
   return view != nullptr ? view->output(name) : Tensor{};
 }
-inline std::optional<ConstTensor> optional_input(const View* view) {
-  if (view == nullptr) return std::nullopt;
-  return view->input();
-}
-inline std::optional<Tensor> optional_output(const View* view, const char* name) {
-  if (view == nullptr) return std::nullopt;
-  return view->output(name);
-}
 
 // "norm" or "panel32".
 PageLayout parse_layout(const std::string& name);

@@ -11,8 +11,8 @@ namespace opst::extending {
 //   x       [m, k] f32, any strides
 //   gain    [k] f32, any stride
 //   weight  [n, k] f32, any strides
-//   out     [m, n] f32, rows contiguous; overlaps nothing
-// normed exists in memory for one tile of rows at a time. Rows are independent, and a row's bits depend neither on the
+//   out     [m, n] f32, any strides; overlaps nothing
+// normed exists for the rows of one task at a time. Rows are independent, and a row's bits depend neither on the
 // other rows nor on the number of threads. Errors: invalid_argument, naming tensor, dimension and both values;
 // out_of_memory.
 Status normed_matmul(Context& context, const ConstTensor& x, const ConstTensor& gain, const ConstTensor& weight,

@@ -26,7 +26,7 @@ TEST(NormedMatmul, EqualsTheReferenceInEveryContext) {
   Random random(seed());
   for (const TestContext& t : contexts()) {
     for (int round = 0; round < 12; ++round) {
-      const int64_t m = random.pick<int64_t>({1, 4, 5, 11, 12, 13, 31}), n = random.integer(1, 300),
+      const int64_t m = random.pick<int64_t>({1, 4, 12, 13, 31, 47, 48, 49}), n = random.integer(1, 300),
                     k = random.pick<int64_t>({1, 2, 7, 8, 9, 15, 16, 17, 33, 64, 131});
       const bool transposed = random.chance(0.4);
       const std::string about = t.name + ", m " + std::to_string(m) + ", n " + std::to_string(n) + ", k " +

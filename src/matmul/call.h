@@ -1,58 +1,132 @@
-// Declarations that several files of matmul share.
+// What the files of matmul share: the plan of a call, its operands, the steps of the driver.
 #pragma once
 
 #include <optional>
 
+#include "core/elements.h"
+#include "machine/context_impl.h"
 #include "matmul/kernels.h"
-#include "matmul/packed_layout.h"
 #include "opst/matmul.h"
 
 namespace opst::gemm {
-
-static_assert(kIntPanelColumns == kPanelColumns, "plans cut the columns of every weight alike");
 
 // The tables of the highest level that `isa` includes.
 const FloatKernels& float_kernels(Isa isa);
 const ByteKernels& byte_kernels(Isa isa);
 
-// An enumerator's name, in the order of the enumeration.
-template <class Enum, size_t n>
-const char* name_of(const char* const (&names)[n], Enum value) {
-  return static_cast<size_t>(value) < n ? names[static_cast<size_t>(value)] : "unknown";
+// ---- plan.cc: how a matmul is cut into tasks, and the memory that a call takes
+
+// What rows of x become before they are multiplied.
+enum class XForm : uint8_t {
+  in_place,      // floats next to each other, read where they are
+  words,         // floats, or pairs of bf16: [words / run_words][m][x_stride], 4 bytes each
+  int8_blocks,   // [m][x_stride] ActivationBlock
+  fixed_blocks,  // [m][x_stride] FixedBlock
+  bytes,         // [m][x_stride] int8 in groups that are filled up to whole words, and [m][groups] their sums
+};
+
+constexpr int64_t element_bytes(XForm form) {
+  constexpr size_t kBytes[] = {sizeof(float), sizeof(float), sizeof(ActivationBlock), sizeof(FixedBlock), 1};
+  return static_cast<int64_t>(kBytes[static_cast<size_t>(form)]);
 }
 
+// A MatmulPlan, and what the driver alone has to know. Every output is one whole sum over k, so the cut shows in no bit.
+struct Plan : MatmulPlan {
+  Product kernel = nullptr;  // of the path; null: f64
+  int64_t m = 0, width = 0;  // of out
+  bool two_halves = false;   // swiglu: column j of out needs columns j and width + j of the weight
+  XForm x = XForm::in_place;
+  int64_t words = 0;        // of a row of x: floats or pairs, the filling up to the weight's last piece included
+  int64_t run_words = 0;    // of the form words: of a row before the next row's follow
+  int64_t x_stride = 0;     // from row to row, in elements of the form; 0: that of x itself
+  int64_t pack_rows = 0;    // rows of x per packing task
+  int64_t group_bytes = 0;  // of a row in the form bytes
+  int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
+  // Bytes of the pieces of memory that the workers share, each without what an Arena adds to it.
+  int64_t weight_bytes = 0;    // an unpacked weight, packed
+  int64_t wide_out_bytes = 0;  // out as f32, where it is quantised afterwards
+  int64_t bias_bytes = 0, x_scales_bytes = 0;
+  int64_t x_bytes = 0, x_sums_bytes = 0;
+  // Likewise of each worker's own pieces, in this order; widened rows are those of x that are being packed.
+  int64_t decoded_bytes_per_worker = 0, sums_bytes_per_worker = 0, second_bytes_per_worker = 0;
+  int64_t widened_bytes_per_worker = 0;
+};
+
+// As plan_matmul.
+Plan make_plan(const MatmulProblem& problem, const Machine& machine, int num_threads);
+
+// Columns of out per task of a product of few rows in blocks (activations_fixed, activations_int8_few_rows), where
+// `column_bytes` of the weight make one output.
+int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads);
+
+bool takes_two_halves(Activation activation);
+
+// Inputs of a packed weight, the filling included; the bytes of one output's inputs, and of the whole.
+int64_t packed_inputs(QuantFormat format, int64_t k);
+int64_t packed_column_bytes(QuantFormat format, int64_t k);
+Size packed_bytes(QuantFormat format, int64_t n, int64_t k);
+
+// ---- packed_weight.cc, weights_int.cc
+
+using DTypes = std::initializer_list<DType>;
+inline constexpr DTypes kFloats = {DType::f32, DType::bf16, DType::f16}, kF64 = {DType::f64};
+
 // Of f32, bf16 and f16.
-inline FloatType float_type(DType dtype) {
-  return dtype == DType::f32 ? FloatType::f32 : dtype == DType::bf16 ? FloatType::bf16 : FloatType::f16;
-}
+inline FloatType float_type(DType dtype) { return static_cast<FloatType>(float_index(dtype)); }
 inline QuantFormat weight_format(DType dtype) {
   return dtype == DType::f32 ? QuantFormat::f32 : dtype == DType::bf16 ? QuantFormat::bf16 : QuantFormat::f16;
+}
+
+// Memory of a packed weight. May throw bad_alloc.
+inline Result<Buffer> allocate_weight(Context& context, Size bytes) {
+  if (!bytes.within_limit()) return Status::out_of_memory();
+  return context.impl().weights.allocate(bytes.value());
 }
 
 // weight [n, k] f32, bf16 or f16 -> panels (packed_layout.h) of its type.
 void pack_float_weight(Context& context, const ConstTensor& weight, void* panels);
 
+// The whole of a packed weight.
+IntWeightPart int_weight(const PackedIntWeight& weight);
+
+// ---- driver.cc
+
 // The tensors of a call, checked and with normal strides.
 struct Operands {
   ConstTensor x;
-  const void* panels = nullptr;  // of a packed weight
-  IntWeightPart ints = {};       // of int8 or int4
-  ConstTensor weight = {};       // an unpacked one
-  Tensor out;                    // i32: the sums of one group
-  std::optional<ConstTensor> x_scales = {}, bias = {}, residual = {};
-  std::optional<Tensor> out_scales = {};
+  const void* panels = nullptr;                         // of a packed weight
+  IntWeightPart ints = {};                              // of int8 or int4
+  ConstTensor weight = {};                              // an unpacked one
+  Tensor out;                                           // i32: the sums of one group
+  ConstTensor x_scales = {}, bias = {}, residual = {};  // absent without data
+  Tensor out_scales = {};                               // of an out that is quantised
 };
 
 // out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose.
 Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands);
 
-// The product alone: out = x . weight^T, all float tensors of any normal strides, or all f64.
-Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out);
+// The memory of one worker.
+struct WorkerScratch {
+  char* decoded;
+  float *sums, *second, *widened;
+  WorkerScratch(const Plan& plan, char* all, int worker) {
+    Arena own(all + worker * plan.scratch_bytes_per_worker, plan.scratch_bytes_per_worker);
+    decoded = own.take<char>(plan.decoded_bytes_per_worker);
+    sums = reinterpret_cast<float*>(own.take<char>(plan.sums_bytes_per_worker));
+    second = reinterpret_cast<float*>(own.take<char>(plan.second_bytes_per_worker));
+    widened = reinterpret_cast<float*>(own.take<char>(plan.widened_bytes_per_worker));
+  }
+};
 
-// The whole of a packed weight.
-IntWeightPart int_weight(const PackedIntWeight& weight);
+// Rows of x as the product takes them.
+struct Rows {
+  const char* data = nullptr;
+  int64_t stride = 0;             // elements of the form
+  const int32_t* sums = nullptr;  // of the form bytes
+};
 
-// multiply for f64 tensors.
-void multiply_f64(Context& context, Activation activation, const Operands& operands);
+// The driver's first step (pack_x.cc): rows of x in the form of the plan. Nothing where the form cannot hold one of
+// them. `scratch`: the workers' memory.
+std::optional<Rows> pack_x(Context& context, const Plan& plan, const Operands& o, Arena& arena, char* scratch);
 
 }  // namespace opst::gemm

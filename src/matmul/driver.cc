@@ -1,14 +1,9 @@
 // The one driver of all products: pack x -> tasks -> product -> finish.
 #include <algorithm>
+#include <cmath>
 
-#include "core/convert.h"
-#include "core/int_math.h"
-#include "machine/context_impl.h"
 #include "machine/levels.h"
 #include "matmul/call.h"
-#include "matmul/pack_x.h"
-#include "matmul/packed_layout.h"
-#include "matmul/plan.h"
 
 namespace opst {
 
@@ -18,36 +13,6 @@ OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, ByteKernels, kByteKernels, byte_ke
 namespace gemm {
 namespace {
 
-// ---- product
-
-// The kernel of the plan's path; `i`: 0 for int8, 1 for int4.
-Product product_of(const Plan& plan, const MatmulProblem& problem, const FloatKernels& floats,
-                   const ByteKernels& bytes) {
-  const auto format = static_cast<size_t>(problem.format), i = static_cast<size_t>(problem.bits == 8 ? 0 : 1);
-  const bool dot = plan.product == MatmulProduct::bf16_dot;
-  switch (plan.path) {
-    case MatmulPath::few_rows:
-      return dot ? floats.few_rows_dot : floats.few_rows[format];
-    case MatmulPath::many_rows:
-      return dot ? floats.many_rows_dot : floats.many_rows[format];
-    case MatmulPath::activations_fixed:
-      return bytes.activations_fixed[format];
-    case MatmulPath::activations_int8_few_rows:
-      return bytes.activations_int8_few_rows[format];
-    case MatmulPath::activations_int8_many_rows:
-      return bytes.activations_int8_many_rows[format];
-    case MatmulPath::weights_int_few_rows:
-      return bytes.weights_int_few_rows[i];
-    case MatmulPath::weights_int_many_rows:
-      return bytes.weights_int_many_rows[i];
-    case MatmulPath::weights_int_floats:
-      return bytes.weights_int_floats[i];
-    case MatmulPath::f64:
-      break;
-  }
-  return nullptr;
-}
-
 // The panels from a panel's first column on.
 IntWeightPart from_column(IntWeightPart ints, int64_t column) {
   ints.words += column * ints.groups * ints.group_words;
@@ -56,27 +21,24 @@ IntWeightPart from_column(IntWeightPart ints, int64_t column) {
   return ints;
 }
 
-// ---- finish
-
 // A vector as contiguous f32: the tensor itself where it is that, else a copy in `copy`.
-const float* plain_floats(const std::optional<ConstTensor>& tensor, float* copy) {
+const float* plain_floats(const FloatKernels& floats, const ConstTensor& tensor, char* copy) {
   if (!tensor) return nullptr;
-  if (tensor->dtype == DType::f32 && tensor->strides[0] == 1) return static_cast<const float*>(tensor->data);
-  for (int64_t j = 0; j < tensor->shape[0]; ++j) {
-    const int64_t at = j * tensor->strides[0];
-    copy[j] = tensor->dtype == DType::f32    ? static_cast<const float*>(tensor->data)[at]
-              : tensor->dtype == DType::bf16 ? to_f32(static_cast<const bf16*>(tensor->data)[at])
-                                             : to_f32(static_cast<const f16*>(tensor->data)[at]);
-  }
-  return copy;
+  if (tensor.dtype == DType::f32 && tensor.strides[0] == 1) return static_cast<const float*>(tensor.data);
+  auto* const to = reinterpret_cast<float*>(copy);
+  // One row, or as many rows of one element.
+  const int64_t n = tensor.shape[0], rows = tensor.strides[0] == 1 ? 1 : n;
+  floats.widen_rows[float_index(tensor.dtype)](tensor.data, tensor.strides[0], 1, rows, n / rows, to, 1);
+  return to;
 }
 
 // An i32 bias in whole panels of columns.
-const int32_t* whole_panels(const ConstTensor& bias, int32_t* copy) {
+const int32_t* whole_panels(const ConstTensor& bias, char* copy) {
+  auto* const to = reinterpret_cast<int32_t*>(copy);
   const int64_t n = bias.shape[0];
-  for (int64_t j = 0; j < n; ++j) copy[j] = static_cast<const int32_t*>(bias.data)[j * bias.strides[0]];
-  std::fill(copy + n, copy + round_up(n, kPanelColumns), 0);
-  return copy;
+  for (int64_t j = 0; j < n; ++j) to[j] = static_cast<const int32_t*>(bias.data)[j * bias.strides[0]];
+  std::fill(to + n, to + round_up(n, kPanelColumns), 0);
+  return to;
 }
 
 // The rectangle of out and of the residual that begins at [row, column]; sums and bias are left to the caller.
@@ -91,8 +53,8 @@ Finish finish_part(const Operands& o, int64_t row, int64_t column, int64_t rows,
               .row_stride = o.out.strides[0],
               .column_stride = o.out.strides[1]};
   if (o.residual) {
-    part.residual = {static_cast<const char*>(o.residual->data) + at(*o.residual), float_type(o.residual->dtype),
-                     o.residual->strides[0], o.residual->strides[1]};
+    part.residual = {static_cast<const char*>(o.residual.data) + at(o.residual), float_type(o.residual.dtype),
+                     o.residual.strides[0], o.residual.strides[1]};
   }
   return part;
 }
@@ -112,46 +74,37 @@ void store_integers(const Finish& part) {
   }
 }
 
-// ---- the driver
-
-// A rectangle of out. (Of a grouped product, whose rows belong to several weights, a task would name its weight here.)
-struct Task {
-  int64_t row, column, rows, columns;
-  Task(const Plan& plan, int64_t index)
-      : row(index / plan.column_tasks * plan.rows_per_task),
-        column(index % plan.column_tasks * plan.columns_per_task),
-        rows(std::min(plan.rows_per_task, plan.m - row)),
-        columns(std::min(plan.columns_per_task, plan.width - column)) {}
-};
-
 // False, and nothing written, where the form of x cannot hold one of its rows.
 bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const Operands& o, Arena& arena) {
   const FloatKernels& floats = float_kernels(context.machine().isa);
   ThreadPool& pool = context.impl().pool;
-  void* const bias_copy = arena.take_bytes(plan.bias_bytes);
-  const bool int_bias = o.bias && o.bias->dtype == DType::i32, int_sums = o.out.dtype == DType::i32;
-  const int32_t* const int_biases = int_bias ? whole_panels(*o.bias, static_cast<int32_t*>(bias_copy)) : nullptr;
-  const float* const biases = int_bias ? nullptr : plain_floats(o.bias, static_cast<float*>(bias_copy));
-  const float* const x_scales = plain_floats(o.x_scales, static_cast<float*>(arena.take_bytes(plan.x_scales_bytes)));
+  char* const bias_copy = arena.take<char>(plan.bias_bytes);
+  const bool int_bias = o.bias && o.bias.dtype == DType::i32, int_sums = o.out.dtype == DType::i32;
+  const int32_t* const int_biases = int_bias ? whole_panels(o.bias, bias_copy) : nullptr;
+  const float* const biases = int_bias ? nullptr : plain_floats(floats, o.bias, bias_copy);
+  const float* const x_scales = plain_floats(floats, o.x_scales, arena.take<char>(plan.x_scales_bytes));
   auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.scratch_bytes_per_worker));
   const std::optional<Rows> x = pack_x(context, plan, o, arena, scratch);
   if (!x) return false;
 
-  const Product product = product_of(plan, problem, floats, byte_kernels(context.machine().isa));
   const auto finish = int_sums ? store_integers : floats.finish[static_cast<int>(problem.activation)];
   const bool ints = problem.weight == MatmulWeight::integers;
   const int64_t column_bytes = ints ? 0 : packed_column_bytes(problem.format, problem.k);
   const int64_t out_bytes = size_bytes(o.out.dtype);
-  pool.parallel_for(plan.num_tasks(), [&](int64_t index, int worker) {
-    const Task task(plan, index);
+  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
+    // A rectangle of out. (Of a grouped product, whose rows belong to several weights, a task would name its weight.)
+    const int64_t row = task / plan.column_tasks * plan.rows_per_task,
+                  rows = std::min(plan.rows_per_task, plan.m - row);
+    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
+    const int64_t columns = std::min(plan.columns_per_task, plan.width - column);
     const WorkerScratch own(plan, scratch, worker);
-    Finish part = finish_part(o, task.row, task.column, task.rows, task.columns);
+    Finish part = finish_part(o, row, column, rows, columns);
     // The sums of `count` columns of the weight from a panel's first one on.
     const auto multiply_columns = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride, const void* out) {
-      ProductPart rectangle = {.x = x->data + task.row * x->stride * x->element_bytes,
+      ProductPart rectangle = {.x = x->data + row * x->stride * element_bytes(plan.x),
                                .x_stride = x->stride,
                                .x_block_stride = plan.m * x->stride,
-                               .rows = task.rows,
+                               .rows = rows,
                                .columns = count,
                                .k = plan.words,
                                .k_block = plan.k_block,
@@ -161,26 +114,26 @@ bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const
                                .sums_stride = sums_stride};
       if (ints) {
         rectangle.ints = from_column(o.ints, first);
-        if (x->sums != nullptr) rectangle.x_sums = x->sums + task.row * x->groups;
+        if (x->sums != nullptr) rectangle.x_sums = x->sums + row * o.ints.groups;
         if (int_biases != nullptr) rectangle.int_bias = int_biases + first;
         rectangle.int_sums = int_sums;
         rectangle.out = static_cast<const char*>(out);
         rectangle.out_row_bytes = part.row_stride * out_bytes;
         rectangle.out_column_bytes = part.column_stride * out_bytes;
       }
-      product(rectangle);
+      plan.kernel(rectangle);
     };
     part.sums = own.sums;
     part.sums_stride = plan.sums_stride;
-    multiply_columns(task.column, task.columns, own.sums, plan.sums_stride, part.out);
-    if (x_scales != nullptr) part.x_scales = x_scales + task.row;
-    if (biases != nullptr) part.bias = biases + task.column;
+    multiply_columns(column, columns, own.sums, plan.sums_stride, part.out);
+    if (x_scales != nullptr) part.x_scales = x_scales + row;
+    if (biases != nullptr) part.bias = biases + column;
     if (plan.two_halves) {
-      const int64_t column = plan.width + task.column, before = column % kPanelColumns;
-      multiply_columns(column - before, before + task.columns, own.second, plan.second_stride, nullptr);
+      const int64_t second = plan.width + column, before = second % kPanelColumns;
+      multiply_columns(second - before, before + columns, own.second, plan.second_stride, nullptr);
       part.second = own.second + before;
       part.second_stride = plan.second_stride;
-      if (biases != nullptr) part.second_bias = biases + column;
+      if (biases != nullptr) part.second_bias = biases + second;
     }
     finish(part);
   });
@@ -197,26 +150,58 @@ Status multiply_row_by_row(Context& context, const MatmulProblem& problem, const
     Operands of_row = o;
     of_row.x = o.x.narrowed(0, i, 1);
     of_row.out = o.out.narrowed(0, i, 1);
-    if (o.residual) of_row.residual = o.residual->narrowed(0, i, 1);
+    if (o.residual) of_row.residual = o.residual.narrowed(0, i, 1);
     const Status status = multiply(context, row, of_row);
     if (!status.ok()) return status;
   }
   return {};
 }
 
-}  // namespace
+// ---- f64: plain loops, for gradient checks. Sums in ascending order of k, as everywhere in the room.
 
-Status multiply(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out) {
-  return multiply(context,
-                  {.m = out.shape[0],
-                   .n = out.shape[1],
-                   .k = x.shape[1],
-                   .x_dtype = x.dtype,
-                   .unit_stride_x = x.strides[1] == 1,
-                   .weight = MatmulWeight::unpacked,
-                   .format = weight_format(weight.dtype)},
-                  {.x = x, .weight = weight, .out = out});
+double element(const ConstTensor& t, int64_t i, int64_t j) {
+  return static_cast<const double*>(t.data)[i * t.strides[0] + j * t.strides[1]];
 }
+
+double silu(double y) { return y / (1 + std::exp(-y)); }
+
+// `second`: of swiglu.
+double activated(Activation activation, double y, double second) {
+  switch (activation) {
+    case Activation::none:
+      return y;
+    case Activation::silu:
+      return silu(y);
+    case Activation::gelu_erf:
+      return y * (1 + std::erf(y / std::sqrt(2.0))) / 2;
+    case Activation::gelu_tanh:
+      return y * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (y + 0.044715 * y * y * y))) / 2;
+    case Activation::swiglu:
+      return silu(y) * second;
+    case Activation::swiglu_swapped:
+      return y * silu(second);
+  }
+  return y;
+}
+
+void multiply_f64(Context& context, Activation activation, const Operands& o) {
+  const int64_t m = o.out.shape[0], width = o.out.shape[1], k = o.weight.shape[1];
+  const bool halves = takes_two_halves(activation);
+  const auto y = [&](int64_t i, int64_t j) {
+    double sum = 0;
+    for (int64_t t = 0; t < k; ++t) sum += element(o.x, i, t) * element(o.weight, j, t);
+    return o.bias ? sum + static_cast<const double*>(o.bias.data)[j * o.bias.strides[0]] : sum;
+  };
+  context.impl().pool.parallel_for(m, [&](int64_t i, int) {
+    for (int64_t j = 0; j < width; ++j) {
+      double value = activated(activation, y(i, j), halves ? y(i, width + j) : 0);
+      if (o.residual) value += element(o.residual, i, j);
+      static_cast<double*>(o.out.data)[i * o.out.strides[0] + j * o.out.strides[1]] = value;
+    }
+  });
+}
+
+}  // namespace
 
 Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands) {
   const int threads = context.impl().pool.num_threads();
@@ -224,7 +209,7 @@ Status multiply(Context& context, const MatmulProblem& problem, const Operands& 
   if (plan.num_tasks() == 0) {  // scales of rows without columns are written all the same
     if (!problem.has_out_scales) return {};
     return dynamic_quant(context, Tensor::contiguous(DType::f32, {plan.m, 0}, nullptr), operands.out,
-                         *operands.out_scales);
+                         operands.out_scales);
   }
   if (plan.path == MatmulPath::f64) {
     multiply_f64(context, problem.activation, operands);
@@ -235,20 +220,20 @@ Status multiply(Context& context, const MatmulProblem& problem, const Operands& 
   Arena arena(lease.value());
   Operands o = operands;
   if (problem.weight == MatmulWeight::unpacked) {
-    void* const panels = arena.take_bytes(plan.weight_bytes);
+    char* const panels = arena.take<char>(plan.weight_bytes);
     pack_float_weight(context, o.weight, panels);
     o.panels = panels;
   }
   // A row's scale is known when the whole row is.
   if (problem.has_out_scales) {
-    o.out = Tensor::contiguous(DType::f32, {plan.m, plan.width}, arena.take_bytes(plan.wide_out_bytes));
-    o.out_scales.reset();
+    o.out = Tensor::contiguous(DType::f32, {plan.m, plan.width}, arena.take<char>(plan.wide_out_bytes));
+    o.out_scales = {};
   }
   if (!run(context, problem, plan, o, arena)) {
     const Status status = multiply_row_by_row(context, problem, o);
     if (!status.ok()) return status;
   }
-  return problem.has_out_scales ? dynamic_quant(context, o.out, operands.out, *operands.out_scales) : Status();
+  return problem.has_out_scales ? dynamic_quant(context, o.out, operands.out, operands.out_scales) : Status();
 }
 
 }  // namespace gemm

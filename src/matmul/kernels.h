@@ -7,12 +7,9 @@
 #include <cstdint>
 
 #include "matmul/activations.h"
-#include "matmul/weights_int.h"
-#include "opst/dtype.h"
-#include "quant/formats.h"
+#include "matmul/packed_layout.h"
 
-namespace opst {
-namespace gemm {
+namespace opst::gemm {
 
 // What every product takes: a rectangle of sums, and the operands from its first row and its first column on.
 struct ProductPart {
@@ -71,6 +68,13 @@ struct Finish {
 };
 inline constexpr int kNumActivations = 6;
 
+// Rows of x that weights_int_few_rows takes.
+inline constexpr int kIntFewRows = 8;
+// weights_int_many_rows: words of four bytes along k that are summed before the next columns' turn.
+inline constexpr int64_t kIntFours = 256;
+// weights_int_floats: values decoded at once, at most.
+inline constexpr int64_t kIntDecoded = 384;
+
 // Products of floats, the epilogue and packing.
 struct FloatKernels {
   int few_columns;   // columns that few_rows takes at once: rectangles should be multiples of it
@@ -113,6 +117,4 @@ struct ByteKernels {
                        int32_t* x_sums);
 };
 
-}  // namespace gemm
-
-}  // namespace opst
+}  // namespace opst::gemm

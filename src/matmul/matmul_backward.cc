@@ -1,24 +1,20 @@
 // Gradients of a product: products themselves, of transposed views.
 #include <algorithm>
 
-#include "core/convert.h"
 #include "core/guarded.h"
-#include "core/int_math.h"
 #include "core/shape_check.h"
-#include "machine/context_impl.h"
 #include "matmul/call.h"
 
 namespace opst {
 namespace {
 
-// Columns per task of the bias's gradient: a cache line of each row.
+// Columns per task of the bias's gradient: some cache lines of each row.
 constexpr int64_t kBiasColumns = 64;
 
 // out[j] = sum over i of grad_out[i, j], rows in ascending order, in f32.
 void sum_rows(Context& context, const ConstTensor& grad_out, const Tensor& out) {
   const int64_t m = grad_out.shape[0], n = grad_out.shape[1];
-  const auto widen_rows =
-      gemm::float_kernels(context.machine().isa).widen_rows[static_cast<int>(gemm::float_type(grad_out.dtype))];
+  const auto widen_rows = gemm::float_kernels(context.machine().isa).widen_rows[float_index(grad_out.dtype)];
   context.impl().pool.parallel_for(ceil_div(n, kBiasColumns), [&](int64_t task, int) {
     const int64_t column = task * kBiasColumns, columns = std::min(kBiasColumns, n - column);
     float sums[kBiasColumns] = {}, row[kBiasColumns];
@@ -28,16 +24,7 @@ void sum_rows(Context& context, const ConstTensor& grad_out, const Tensor& out) 
                  grad_out.strides[0], grad_out.strides[1], 1, columns, row, kBiasColumns);
       for (int64_t j = 0; j < columns; ++j) sums[j] += row[j];
     }
-    for (int64_t j = 0; j < columns; ++j) {
-      const int64_t at = (column + j) * out.strides[0];
-      if (out.dtype == DType::f32) {
-        static_cast<float*>(out.data)[at] = sums[j];
-      } else if (out.dtype == DType::bf16) {
-        static_cast<bf16*>(out.data)[at] = to_bf16(sums[j]);
-      } else {
-        static_cast<f16*>(out.data)[at] = to_f16(sums[j]);
-      }
-    }
+    for (int64_t j = 0; j < columns; ++j) store_element(out, (column + j) * out.strides[0], sums[j]);
   });
 }
 
@@ -59,29 +46,35 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
     ShapeCheck check("matmul_backward");
     check.tensor("grad_out", grad_out).dtype({DType::f32, DType::bf16, DType::f16, DType::f64}).dims({"m", "n"});
     const bool is_f64 = grad_out.dtype == DType::f64;
-    const auto check_dtype = [&](ShapeCheck::TensorCheck tensor) -> ShapeCheck::TensorCheck {
-      return is_f64 ? tensor.dtype({DType::f64}) : tensor.dtype({DType::f32, DType::bf16, DType::f16});
-    };
-    if (gradients.weight) check_dtype(check.tensor("x", x)).dims({"m", "k"});
-    if (gradients.x) check_dtype(check.tensor("weight", weight)).dims({"n", "k"});
-    if (gradients.x) check_dtype(check.output("gradients.x", *gradients.x)).dims({"m", "k"});
-    if (gradients.weight) check_dtype(check.output("gradients.weight", *gradients.weight)).dims({"n", "k"});
-    if (gradients.bias) check_dtype(check.output("gradients.bias", *gradients.bias)).dims({"n"});
+    const gemm::DTypes types = is_f64 ? gemm::kF64 : gemm::kFloats;
+    if (gradients.weight) check.tensor("x", x).dtype(types).dims({"m", "k"});
+    if (gradients.x) check.tensor("weight", weight).dtype(types).dims({"n", "k"});
+    if (gradients.x) check.output("gradients.x", gradients.x).dtype(types).dims({"m", "k"});
+    if (gradients.weight) check.output("gradients.weight", gradients.weight).dtype(types).dims({"n", "k"});
+    if (gradients.bias) check.output("gradients.bias", gradients.bias).dtype(types).dims({"n"});
     if (!check.ok()) return check.status();
 
-    const auto product = [&](const ConstTensor& a, const ConstTensor& b, const Tensor& out) {
-      return gemm::multiply(context, normal_strides(a), normal_strides(b), normal_strides(out));
+    const auto product = [&](ConstTensor a, const ConstTensor& b, const Tensor& out) {
+      make_strides_normal(a);
+      return gemm::multiply(context,
+                            {.m = out.shape[0],
+                             .n = out.shape[1],
+                             .k = a.shape[1],
+                             .x_dtype = a.dtype,
+                             .unit_stride_x = a.strides[1] == 1,
+                             .weight = MatmulWeight::unpacked,
+                             .format = gemm::weight_format(b.dtype)},
+                            {.x = a, .weight = normal_strides(b), .out = normal_strides(out)});
     };
     if (gradients.x) {
-      const Status status = product(grad_out, weight.transposed(0, 1), *gradients.x);
+      const Status status = product(grad_out, weight.transposed(0, 1), gradients.x);
       if (!status.ok()) return status;
     }
     if (gradients.weight) {
-      const Status status = product(grad_out.transposed(0, 1), x.transposed(0, 1), *gradients.weight);
+      const Status status = product(grad_out.transposed(0, 1), x.transposed(0, 1), gradients.weight);
       if (!status.ok()) return status;
     }
-    if (gradients.bias && is_f64) sum_rows_f64(grad_out, *gradients.bias);
-    if (gradients.bias && !is_f64) sum_rows(context, grad_out, *gradients.bias);
+    if (gradients.bias) is_f64 ? sum_rows_f64(grad_out, gradients.bias) : sum_rows(context, grad_out, gradients.bias);
     return {};
   });
 }

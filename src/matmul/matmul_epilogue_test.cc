@@ -147,7 +147,7 @@ TEST(MatmulEpilogue, IsTheSameBehindIntegerWeights) {
             test::copy(hidden.tensor, expected.tensor);
             test::copy(residual.tensor, out.tensor);
             options.residual = out.tensor;
-            options.out_scales.reset();
+            options.out_scales = {};
             status = matmul(t.context, x.tensor, weight.packed, out.tensor, options);
             ASSERT_TRUE(status.ok()) << status.message();
             EXPECT_TRUE(same_bits_or_nan(out.tensor, expected.tensor));
@@ -316,6 +316,12 @@ TEST(MatmulEpilogue, ZeroSizesAreLegal) {
     EXPECT_TRUE(
         matmul(t.context, empty({0, 8}), empty({0, 8}), empty({0, 0}), {.activation = Activation::swiglu}).ok());
     EXPECT_TRUE(matmul(t.context, empty({3, 0}), empty({0, 0}), empty({3, 0})).ok());
+    // Scales of no rows are given without data; Tensor{} is absent.
+    EXPECT_TRUE(matmul(t.context, empty({0, 8}), empty({4, 8}), Tensor::contiguous(DType::i8, {0, 4}, nullptr),
+                       {.out_scales = empty({0})})
+                    .ok());
+    EXPECT_EQ(matmul(t.context, empty({0, 8}), empty({4, 8}), Tensor::contiguous(DType::i8, {0, 4}, nullptr)).message(),
+              "matmul: out is i8, but must be f32, bf16 or f16");
     // No outputs, but rows: their scales.
     std::vector<float> scales(3, 9.0f);
     const Tensor no_columns = Tensor::contiguous(DType::i8, {3, 0}, nullptr);

@@ -35,7 +35,7 @@ TEST_F(MatmulExtremes, Dense) {
     const int64_t m = draw.size(), n = draw.size(), k = draw.size(), width = width_of(n);
     const MatmulOptions with = options(draw, m, n, width);
     return matmul(context_, draw.input(float_type(), {m, k}), draw.input(float_type(), {n, k}),
-                  draw.output(with.out_scales ? DType::i8 : float_type(), {m, width}), with);
+                  draw.output(with.out_scales.rank > 0 ? DType::i8 : float_type(), {m, width}), with);
   });
 }
 
@@ -65,7 +65,7 @@ TEST_F(MatmulExtremes, Packed) {
     const int64_t width = width_of(n);
     const MatmulOptions with = options(draw, m, n, width);
     return matmul(context_, draw.input(float_type(), {m, k}), weight,
-                  draw.output(with.out_scales ? DType::i8 : float_type(), {m, width}), with);
+                  draw.output(with.out_scales.rank > 0 ? DType::i8 : float_type(), {m, width}), with);
   });
 }
 
@@ -90,7 +90,7 @@ TEST_F(MatmulExtremes, Integers) {
     if (random_.chance(0.2)) options.residual = draw.input(float_type(), {m, outputs});
     if (random_.chance(0.2)) options.out_scales = draw.output(DType::f32, {m});
     return matmul(context_, draw.input(x, {m, k}), packed.value(),
-                  draw.output(options.out_scales ? DType::i8 : out, {m, outputs}), options);
+                  draw.output(options.out_scales.rank > 0 ? DType::i8 : out, {m, outputs}), options);
   });
 }
 
@@ -100,8 +100,8 @@ TEST_F(MatmulExtremes, Gradients) {
     MatmulGradients gradients;
     // A gradient of x takes memory for every row: no sum over rows is longer than that.
     gradients.x = draw.output(float_type(), {m, k});
-    if (random_.chance(0.5)) gradients.weight = draw.output(float_type(), {n, k});
-    if (k > 0 && random_.chance(0.5)) gradients.bias = draw.output(float_type(), {n});
+    if (gradients.x && random_.chance(0.5)) gradients.weight = draw.output(float_type(), {n, k});
+    if (gradients.x && random_.chance(0.5)) gradients.bias = draw.output(float_type(), {n});
     return matmul_backward(context_, draw.input(float_type(), {m, n}), draw.input(float_type(), {m, k}),
                            draw.input(float_type(), {n, k}), gradients);
   });

@@ -6,9 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/int_math.h"
-#include "machine/workspace.h"
-#include "matmul/plan.h"
+#include "matmul/call.h"
 #include "quant/random_blocks.h"
 #include "testing/contexts.h"
 #include "testing/elements.h"
@@ -54,6 +52,29 @@ MatmulProblem random_problem(Random& random) {
   return p;
 }
 
+// The columns that the kernel of a path takes at once. (Tasks begin at whole panels of 16 besides.)
+int64_t columns_at_once(MatmulPath path, Isa isa) {
+  switch (path) {
+    case MatmulPath::few_rows:
+      return gemm::float_kernels(isa).few_columns;
+    case MatmulPath::many_rows:
+      return gemm::float_kernels(isa).many_columns;
+    case MatmulPath::activations_fixed:
+    case MatmulPath::activations_int8_few_rows:
+      return 32;
+    case MatmulPath::activations_int8_many_rows:
+      return gemm::byte_kernels(isa).int8_columns;
+    case MatmulPath::weights_int_few_rows:
+      return 16;
+    case MatmulPath::weights_int_many_rows:
+    case MatmulPath::weights_int_floats:
+      return gemm::byte_kernels(isa).int_columns;
+    case MatmulPath::f64:
+      break;
+  }
+  return 1;
+}
+
 // Every output belongs to exactly one task, and tasks fit the kernels and the scratch.
 TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
   Random random(test::seed());
@@ -70,7 +91,9 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     SCOPED_TRACE(about(p, machine, plan));
     ASSERT_TRUE(covers(p.m, plan.rows_per_task, plan.row_tasks));
     ASSERT_TRUE(covers(plan.width, plan.columns_per_task, plan.column_tasks));
+    ASSERT_NE(plan.kernel, nullptr);
     ASSERT_EQ(plan.columns_per_task % 16, 0);
+    ASSERT_EQ(plan.columns_per_task % columns_at_once(plan.path, machine.isa), 0);
     ASSERT_GE(plan.sums_stride, plan.columns_per_task);
     ASSERT_GE(plan.sums_bytes_per_worker, plan.rows_per_task * plan.sums_stride * 4);
     if (plan.two_halves) {
@@ -84,8 +107,7 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     }
     switch (plan.path) {
       case MatmulPath::few_rows:
-        ASSERT_EQ(plan.x_bytes,
-                  plan.x == gemm::XForm::in_place ? 0 : Arena::size_of<float>(p.m * std::max<int64_t>(1, plan.words)));
+        ASSERT_EQ(plan.x_bytes, plan.x == gemm::XForm::in_place ? 0 : 4 * p.m * std::max<int64_t>(1, plan.words));
         break;
       case MatmulPath::many_rows:
         ASSERT_EQ(plan.k_block % std::max<int64_t>(32, block_values(p.format)), 0);

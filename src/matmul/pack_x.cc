@@ -1,10 +1,8 @@
-#include "matmul/pack_x.h"
-
+// The driver's first step: rows of x in the form that a plan's kernel multiplies.
 #include <algorithm>
 #include <cstring>
 
-#include "core/int_math.h"
-#include "machine/context_impl.h"
+#include "matmul/call.h"
 
 namespace opst::gemm {
 namespace {
@@ -59,113 +57,88 @@ struct Packing {
     return static_cast<const char*>(x.data) + (i * x.strides[0] + t * x.strides[1]) * size_bytes(x.dtype);
   }
   void widen(int64_t first, int64_t rows, int64_t k0, int64_t count, float* out, int64_t out_stride) const {
-    floats.widen_rows[static_cast<int>(float_type(x.dtype))](row(first, k0), x.strides[0], x.strides[1], rows, count,
-                                                             out, out_stride);
+    floats.widen_rows[float_index(x.dtype)](row(first, k0), x.strides[0], x.strides[1], rows, count, out, out_stride);
   }
   // Rows that are read together: one where a row is contiguous, so that it is read as one stream.
   int64_t at_once(int64_t rows) const { return x.strides[1] == 1 ? 1 : rows; }
 
-  void words(int64_t begin, int64_t end, float* out) const;
+  // -> [runs of k][m][x_stride].
+  void words(int64_t begin, int64_t end, float* out) const {
+    const int64_t k = x.shape[1], step = at_once(end - begin);
+    for (int64_t i = begin; i < end; i += step) {
+      for (int64_t k0 = 0; k0 < plan.words; k0 += plan.run_words) {
+        const int64_t count = std::min(plan.run_words, plan.words - k0);
+        float* const to = out + (k0 / plan.run_words * plan.m + i) * plan.x_stride;
+        if (plan.product == MatmulProduct::bf16_dot) {
+          pack_pairs(x, i, step, k0, count, reinterpret_cast<uint32_t*>(to), plan.x_stride);
+          continue;
+        }
+        widen(i, step, k0, std::min(count, k - k0), to, plan.x_stride);
+        if (k0 + count > k) {
+          for (int64_t j = 0; j < step; ++j) to[j * plan.x_stride + count - 1] = 0;
+        }
+      }
+    }
+  }
+
+  // -> [m][x_stride] by fill(x, stride, k, blocks); false where fill says so.
   template <class Block, class Fill>
-  bool blocks(int64_t begin, int64_t end, float* widened, Block* out, const Fill& fill) const;
-  bool rows(int64_t begin, int64_t end, float* widened, void* out, int32_t* sums) const;
+  bool blocks(int64_t begin, int64_t end, float* widened, Block* out, const Fill& fill) const {
+    const int64_t k = x.shape[1];
+    const bool in_place = x.dtype == DType::f32;
+    const int64_t step = in_place ? 1 : at_once(end - begin);
+    for (int64_t i = begin; i < end; i += step) {
+      if (!in_place) widen(i, step, 0, k, widened, k);
+      for (int64_t j = 0; j < step; ++j) {
+        const float* const from = in_place ? reinterpret_cast<const float*>(row(i)) : widened + j * k;
+        if (!fill(from, in_place ? x.strides[1] : 1, k, out + (i + j) * plan.x_stride)) return false;
+      }
+    }
+    return true;
+  }
+
+  // Rows [begin, end) in the plan's form. False where the form cannot hold one of them.
+  bool rows(int64_t begin, int64_t end, float* widened, void* out, int32_t* sums) const {
+    switch (plan.x) {
+      case XForm::in_place:
+        return true;
+      case XForm::words:
+        words(begin, end, static_cast<float*>(out));
+        return true;
+      case XForm::int8_blocks:
+        return blocks(begin, end, widened, static_cast<ActivationBlock*>(out),
+                      [quantise = bytes.quantise_row](auto... of) {
+                        quantise(of...);
+                        return true;
+                      });
+      case XForm::fixed_blocks:
+        return blocks(begin, end, widened, static_cast<FixedBlock*>(out), bytes.fix_row);
+      case XForm::bytes:
+        for (int64_t i = begin; i < end; ++i) {
+          bytes.pack_int_row(reinterpret_cast<const int8_t*>(row(i)), x.strides[1], ints, plan.group_bytes,
+                             static_cast<int8_t*>(out) + i * plan.x_stride, sums + i * ints.groups);
+        }
+        return true;
+    }
+    return false;
+  }
 };
-
-// -> [runs of k][m][x_stride].
-void Packing::words(int64_t begin, int64_t end, float* out) const {
-  const int64_t k = x.shape[1], step = at_once(end - begin);
-  for (int64_t i = begin; i < end; i += step) {
-    for (int64_t k0 = 0; k0 < plan.words; k0 += plan.run_words) {
-      const int64_t count = std::min(plan.run_words, plan.words - k0);
-      float* const to = out + (k0 / plan.run_words * plan.m + i) * plan.x_stride;
-      if (plan.product == MatmulProduct::bf16_dot) {
-        pack_pairs(x, i, step, k0, count, reinterpret_cast<uint32_t*>(to), plan.x_stride);
-        continue;
-      }
-      widen(i, step, k0, std::min(count, k - k0), to, plan.x_stride);
-      if (k0 + count > k) {
-        for (int64_t j = 0; j < step; ++j) to[j * plan.x_stride + count - 1] = 0;
-      }
-    }
-  }
-}
-
-// -> [m][x_stride] by fill(x, stride, k, blocks); false where fill says so.
-template <class Block, class Fill>
-bool Packing::blocks(int64_t begin, int64_t end, float* widened, Block* out, const Fill& fill) const {
-  const int64_t k = x.shape[1];
-  const bool in_place = x.dtype == DType::f32;
-  const int64_t step = in_place ? 1 : at_once(end - begin);
-  for (int64_t i = begin; i < end; i += step) {
-    if (!in_place) widen(i, step, 0, k, widened, k);
-    for (int64_t j = 0; j < step; ++j) {
-      const float* const from = in_place ? reinterpret_cast<const float*>(row(i)) : widened + j * k;
-      if (!fill(from, in_place ? x.strides[1] : 1, k, out + (i + j) * plan.x_stride)) return false;
-    }
-  }
-  return true;
-}
-
-// Rows [begin, end) in the plan's form. False where the form cannot hold one of them.
-bool Packing::rows(int64_t begin, int64_t end, float* widened, void* out, int32_t* sums) const {
-  switch (plan.x) {
-    case XForm::in_place:
-      return true;
-    case XForm::words:
-      words(begin, end, static_cast<float*>(out));
-      return true;
-    case XForm::int8_blocks:
-      return blocks(begin, end, widened, static_cast<ActivationBlock*>(out),
-                    [quantise = bytes.quantise_row](auto... of) {
-                      quantise(of...);
-                      return true;
-                    });
-    case XForm::fixed_blocks:
-      return blocks(begin, end, widened, static_cast<FixedBlock*>(out), bytes.fix_row);
-    case XForm::bytes:
-      for (int64_t i = begin; i < end; ++i) {
-        bytes.pack_int_row(reinterpret_cast<const int8_t*>(row(i)), x.strides[1], ints, plan.group_bytes,
-                           static_cast<int8_t*>(out) + i * plan.x_stride, sums + i * ints.groups);
-      }
-      return true;
-  }
-  return false;
-}
-
-int64_t element_bytes(XForm form) {
-  switch (form) {
-    case XForm::in_place:
-    case XForm::words:
-      return sizeof(float);
-    case XForm::int8_blocks:
-      return sizeof(ActivationBlock);
-    case XForm::fixed_blocks:
-      return sizeof(FixedBlock);
-    case XForm::bytes:
-      return 1;
-  }
-  return 0;
-}
 
 }  // namespace
 
 std::optional<Rows> pack_x(Context& context, const Plan& plan, const Operands& o, Arena& arena, char* scratch) {
-  Rows rows = {static_cast<const char*>(o.x.data), o.x.strides[0], element_bytes(plan.x), nullptr, o.ints.groups};
-  if (plan.x == XForm::in_place) return rows;
+  if (plan.x == XForm::in_place) return Rows{static_cast<const char*>(o.x.data), o.x.strides[0]};
   const Isa isa = context.machine().isa;
   const Packing packing{plan, o.x, o.ints, float_kernels(isa), byte_kernels(isa)};
-  void* const packed = arena.take_bytes(plan.x_bytes);
-  int32_t* const sums = plan.x_sums_bytes == 0 ? nullptr : static_cast<int32_t*>(arena.take_bytes(plan.x_sums_bytes));
+  char* const packed = arena.take<char>(plan.x_bytes);
+  auto* const sums = plan.x_sums_bytes == 0 ? nullptr : reinterpret_cast<int32_t*>(arena.take<char>(plan.x_sums_bytes));
   bool holds = true;  // only rows in fixed point may not, and these are one task
   context.impl().pool.parallel_for(ceil_div(plan.m, plan.pack_rows), [&](int64_t task, int worker) {
     const int64_t begin = task * plan.pack_rows, end = std::min(plan.m, begin + plan.pack_rows);
     if (!packing.rows(begin, end, WorkerScratch(plan, scratch, worker).widened, packed, sums)) holds = false;
   });
   if (!holds) return std::nullopt;
-  rows.data = static_cast<const char*>(packed);
-  rows.stride = plan.x_stride;
-  rows.sums = sums;
-  return rows;
+  return Rows{packed, plan.x_stride, sums};
 }
 
 }  // namespace opst::gemm

@@ -1,4 +1,4 @@
-// How a PackedWeight lies in memory. Plain data for kernels.
+// How a PackedWeight lies in memory, and below it a PackedIntWeight. Plain data for kernels.
 //
 // A weight [n, k] is cut into panels of 16 outputs, the last one filled up with zeros. A panel is a sequence of pieces
 // along k, one per block of the format, in which the 16 outputs lie side by side, so that they become the lanes of a
@@ -108,6 +108,36 @@ template <>
 struct Piece<BlockBf16> {
   static constexpr int kValues = 2;
   uint32_t words[kPanelColumns];
+};
+
+// int8 and int4 weights with scales. Panels of 16 outputs too; every group of k (the whole of k where scales are per
+// output) is filled up with zeros to whole words:
+//
+//   words   [ceil(n / 16)] panels of [groups][words per group][16], 32 bits each
+//     i8    four values: byte i of word w is value 4 w + i
+//     i4    eight values: the lower half of byte i of word w is value 8 w + i, the upper half value 8 w + 4 + i
+//   scales  [panels][groups][16] f32
+//   zeros   [panels][groups][16] i32; absent where all are 0
+//
+// Values are stored unsigned, q + 128 or q + 8, since the products of bytes take one unsigned side; kernels take the
+// offset times the sum of the activations off the sums.
+inline constexpr int kIntPanelColumns = kPanelColumns;  // plans cut the columns of every weight alike
+
+template <int bits>
+struct IntWord {
+  static constexpr int kBits = bits;
+  static constexpr int kValues = 32 / bits;
+  static constexpr int kOffset = 1 << (bits - 1);
+};
+using WordI8 = IntWord<8>;
+using WordI4 = IntWord<4>;
+
+// The panels from some column on.
+struct IntWeightPart {
+  const uint32_t* words;
+  const float* scales;
+  const int32_t* zeros;  // null: all 0
+  int64_t groups, group_words, group_values;
 };
 
 }  // namespace opst::gemm

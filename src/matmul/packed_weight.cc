@@ -3,15 +3,9 @@
 #include <cstring>
 
 #include "core/guarded.h"
-#include "core/int_math.h"
 #include "core/shape_check.h"
-#include "machine/context_impl.h"
 #include "matmul/call.h"
 #include "matmul/pack_blocks.h"
-#include "matmul/packed_layout.h"
-#include "matmul/plan.h"
-#include "opst/matmul.h"
-#include "quant/formats.h"
 #include "quant/matrices.h"
 
 namespace opst {
@@ -28,29 +22,34 @@ void with_format(QuantFormat format, const Body& body) {
   });
 }
 
-// The pieces of a row of k values.
 template <class Block>
-int64_t pieces_of(int64_t k) {
-  return ceil_div(k, Piece<Block>::kValues);
+void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out) {
+  const int64_t pieces = ceil_div(weight.cols, Piece<Block>::kValues);
+  if (pieces == 0) return;  // however many outputs
+  context.impl().pool.parallel_for(ceil_div(weight.rows, kPanelColumns), [&](int64_t panel, int) {
+    const int64_t first = panel * kPanelColumns;
+    const int columns = static_cast<int>(std::min<int64_t>(kPanelColumns, weight.rows - first));
+    for (int64_t p = 0; p < pieces; ++p) {
+      Piece<Block>& piece = out[panel * pieces + p];
+      if (columns < kPanelColumns) piece = {};
+      for (int c = 0; c < columns; ++c) {
+        Block block;  // copied, since its address may be odd
+        const auto size = static_cast<int64_t>(sizeof(Block));
+        std::memcpy(&block, static_cast<const char*>(weight.data) + ((first + c) * pieces + p) * size, sizeof(Block));
+        gemm::put(piece, c, block);
+      }
+    }
+  });
 }
-
-// The bytes of a packed weight; kMaxBytes where there are more, which no memory holds.
-int64_t packed_bytes(QuantFormat format, int64_t n, int64_t k) {
-  return (Size(gemm::packed_column_bytes(format, k)) * round_up(n, kPanelColumns)).value();
-}
-
-// Panels per task: a source that lies as [k, n] is read in runs of so many times 16 elements.
-constexpr int64_t kPanelsPerTask = 4;
 
 }  // namespace
 
-namespace gemm {
-
-void pack_float_weight(Context& context, const ConstTensor& weight, void* panels) {
-  const int64_t n = weight.shape[0];
-  const int64_t k = weight.shape[1];
+void gemm::pack_float_weight(Context& context, const ConstTensor& weight, void* panels) {
+  const int64_t n = weight.shape[0], k = weight.shape[1];
   if (k == 0) return;  // however many outputs
-  const auto pack_panel = float_kernels(context.machine().isa).pack_panel[static_cast<int>(float_type(weight.dtype))];
+  // Panels per task: a source that lies as [k, n] is read in runs of so many times 16 elements.
+  constexpr int64_t kPanelsPerTask = 4;
+  const auto pack_panel = float_kernels(context.machine().isa).pack_panel[float_index(weight.dtype)];
   const int64_t panel_bytes = kPanelColumns * packed_column_bytes(weight_format(weight.dtype), k);
   const int64_t num_panels = ceil_div(n, kPanelColumns);
   context.impl().pool.parallel_for(ceil_div(num_panels, kPanelsPerTask), [&](int64_t task, int) {
@@ -63,60 +62,18 @@ void pack_float_weight(Context& context, const ConstTensor& weight, void* panels
   });
 }
 
-}  // namespace gemm
-
 Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& weight) {
   return guarded([&]() -> Result<PackedWeight> {
     ShapeCheck check("PackedWeight::pack");
     check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
     if (!check.ok()) return check.status();
     const QuantFormat format = gemm::weight_format(weight.dtype);
-    const int64_t bytes = packed_bytes(format, check["n"], check["k"]);
-    if (bytes == kMaxBytes) return Status::out_of_memory();
-    Result<Buffer> buffer = context.impl().weights.allocate(bytes);
+    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, check["n"], check["k"]));
     if (!buffer.ok()) return buffer.status();
     gemm::pack_float_weight(context, normal_strides(weight), buffer.value().data());
     return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
   });
 }
-
-namespace {
-
-template <class Block>
-void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out) {
-  const int64_t pieces = pieces_of<Block>(weight.cols);
-  if (pieces == 0) return;  // however many outputs
-  context.impl().pool.parallel_for(ceil_div(weight.rows, kPanelColumns), [&](int64_t panel, int) {
-    const int64_t first = panel * kPanelColumns;
-    const int columns = static_cast<int>(std::min<int64_t>(kPanelColumns, weight.rows - first));
-    for (int64_t p = 0; p < pieces; ++p) {
-      Piece<Block>& piece = out[panel * pieces + p];
-      if (columns < kPanelColumns) piece = {};
-      for (int c = 0; c < columns; ++c) {
-        Block block;  // copied, since its address may be odd
-        std::memcpy(
-            &block,
-            static_cast<const char*>(weight.data) + ((first + c) * pieces + p) * static_cast<int64_t>(sizeof(Block)),
-            sizeof(Block));
-        gemm::put(piece, c, block);
-      }
-    }
-  });
-}
-
-// The panels of a checked matrix.
-void pack_matrix(Context& context, const QuantMatrix& weight, void* panels) {
-  with_format(weight.format, [&]<class Block>() {
-    if constexpr (kIsFloat<Block>) {
-      gemm::pack_float_weight(context, ConstTensor::contiguous(Block::kType, {weight.rows, weight.cols}, weight.data),
-                              panels);
-    } else {
-      pack_blocks<Block>(context, weight, static_cast<Piece<Block>*>(panels));
-    }
-  });
-}
-
-}  // namespace
 
 Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& weight) {
   return pack(context, std::span(&weight, 1));
@@ -125,31 +82,33 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& wei
 Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantMatrix> parts) {
   return guarded([&]() -> Result<PackedWeight> {
     ShapeCheck check("PackedWeight::pack");
-    check.require(!parts.empty(), [] { return std::string("no matrix is given"); });
+    check.require(!parts.empty(), "no matrix is given");
     int64_t rows = 0;
     for (size_t i = 0; check.ok() && i < parts.size(); ++i) {
       const std::string name = parts.size() == 1 ? "weight" : "part " + std::to_string(i);
       check_quant_matrix(check, name.c_str(), parts[i]);
       if (!check.ok()) break;
-      check.require(parts[i].format == parts[0].format && parts[i].cols == parts[0].cols, [&] {
-        return name + " is " + to_string(parts[i].format) + " with " + std::to_string(parts[i].cols) +
-               " columns, but part 0 is " + to_string(parts[0].format) + " with " + std::to_string(parts[0].cols);
-      });
-      check.require(i + 1 == parts.size() || parts[i].rows % kPanelColumns == 0, [&] {
-        return name + " has " + std::to_string(parts[i].rows) + " rows, not a multiple of " +
-               std::to_string(kPanelColumns) + ", and another part below it";
-      });
+      check.require(parts[i].format == parts[0].format && parts[i].cols == parts[0].cols, name, " is ",
+                    to_string(parts[i].format), " with ", parts[i].cols, " columns, but part 0 is ",
+                    to_string(parts[0].format), " with ", parts[0].cols);
+      check.require(i + 1 == parts.size() || parts[i].rows % kPanelColumns == 0, name, " has ", parts[i].rows,
+                    " rows, not a multiple of ", kPanelColumns, ", and another part below it");
       rows = (Size(rows) + parts[i].rows).value();
     }
     if (!check.ok()) return check.status();
     const QuantFormat format = parts[0].format;
-    const int64_t bytes = packed_bytes(format, rows, parts[0].cols);
-    if (bytes == kMaxBytes) return Status::out_of_memory();
-    Result<Buffer> buffer = context.impl().weights.allocate(bytes);
+    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, rows, parts[0].cols));
     if (!buffer.ok()) return buffer.status();
     char* panels = static_cast<char*>(buffer.value().data());
     for (const QuantMatrix& part : parts) {
-      pack_matrix(context, part, panels);
+      with_format(format, [&]<class Block>() {
+        if constexpr (kIsFloat<Block>) {
+          const auto matrix = ConstTensor::contiguous(Block::kType, {part.rows, part.cols}, part.data);
+          gemm::pack_float_weight(context, matrix, panels);
+        } else {
+          pack_blocks<Block>(context, part, reinterpret_cast<Piece<Block>*>(panels));
+        }
+      });
       panels += part.rows * gemm::packed_column_bytes(format, part.cols);
     }
     return PackedWeight(format, rows, parts[0].cols, std::move(buffer.value()));
@@ -162,22 +121,20 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
     check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
     check.output("out", out).dtype({DType::f32}).dims({"count", "k"});
-    check.require(check["k"] == weight.k(), [&] {
-      return "out dim 1 (k) is " + std::to_string(check["k"]) +
-             ", but the weight has k = " + std::to_string(weight.k());
-    });
+    const int64_t count = check["count"], k = check["k"];
+    check.require(k == weight.k(), "out dim 1 (k) is ", k, ", but the weight has k = ", weight.k());
     check_row_indices(check, rows, weight.n());
     if (!check.ok()) return check.status();
-    if (check["count"] == 0 || weight.k() == 0) return {};
+    if (count == 0 || k == 0) return {};
     with_format(weight.format(), [&]<class Block>() {
       constexpr int kValues = Piece<Block>::kValues;
-      const int64_t pieces = pieces_of<Block>(weight.k());
-      context.impl().pool.parallel_for(check["count"], [&](int64_t i, int) {
+      const int64_t pieces = ceil_div(k, kValues);
+      context.impl().pool.parallel_for(count, [&](int64_t i, int) {
         const int64_t row = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
         const auto* const panel = static_cast<const Piece<Block>*>(weight.data()) + row / kPanelColumns * pieces;
         const int column = static_cast<int>(row % kPanelColumns);
         float* const to = static_cast<float*>(out.data) + i * out.strides[0];
-        for (int64_t t = 0; t < weight.k(); ++t) {
+        for (int64_t t = 0; t < k; ++t) {
           to[t * out.strides[1]] = gemm::get(panel[t / kValues], column, static_cast<int>(t % kValues));
         }
       });

@@ -1,101 +1,22 @@
 // plan_matmul: from a problem and a machine to a path, tasks and memory. Beside each number, the limit that sets it.
-#include "matmul/plan.h"
-
 #include <algorithm>
 #include <string>
 
-#include "core/int_math.h"
-#include "machine/workspace.h"
+#include "core/text.h"
 #include "matmul/call.h"
-#include "matmul/packed_layout.h"
 
 namespace opst {
 
 const char* to_string(MatmulPath path) {
-  static constexpr const char* kNames[] = {"few_rows",
-                                           "many_rows",
-                                           "activations_fixed",
-                                           "activations_int8_few_rows",
-                                           "activations_int8_many_rows",
-                                           "weights_int_few_rows",
-                                           "weights_int_many_rows",
-                                           "weights_int_floats",
-                                           "f64"};
-  return gemm::name_of(kNames, path);
+  return name_of(
+      path, {"few_rows", "many_rows", "activations_fixed", "activations_int8_few_rows", "activations_int8_many_rows",
+             "weights_int_few_rows", "weights_int_many_rows", "weights_int_floats", "f64"});
 }
 
-const char* to_string(MatmulProduct product) {
-  static constexpr const char* kNames[] = {"f32", "bf16_dot", "int8_dot", "f64"};
-  return gemm::name_of(kNames, product);
-}
+const char* to_string(MatmulProduct product) { return name_of(product, {"f32", "bf16_dot", "int8_dot", "f64"}); }
 
 namespace gemm {
 namespace {
-
-// ---- Which kernel multiplies
-
-// Decoding in registers once per 4 rows (2 without AVX-512) costs less than filling scratch and a register tile.
-constexpr int64_t kMaxFewRows = 8;
-// From three rows on, decoding weights to floats costs less than three planes of bytes.
-constexpr int64_t kMaxFixedRows = 2;
-// Unpacking the weight costs more than it saves.
-constexpr int64_t kMaxInt8FewRows = 4;
-
-struct Choice {
-  MatmulPath path;
-  MatmulProduct product;
-  const char* reason;
-};
-
-Choice choose_integers(const MatmulProblem& p) {
-  if (p.x_dtype != DType::i8) {
-    return {MatmulPath::weights_int_floats, MatmulProduct::f32, "x is of floats: each weight becomes its value"};
-  }
-  if (p.m <= kIntFewRows) {
-    return {MatmulPath::weights_int_few_rows, MatmulProduct::int8_dot, "up to 8 rows: reading the weight is the time"};
-  }
-  return {MatmulPath::weights_int_many_rows, MatmulProduct::int8_dot, "more than 8 rows: multiplying is the time"};
-}
-
-// A packed or unpacked weight of `format`, x of f32, bf16 or f16.
-Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
-  const ByteKernels& bytes = byte_kernels(machine.isa);
-  const auto format = static_cast<size_t>(p.format);
-  const bool quantised = block_values(p.format) > 1;
-  if (quantised && p.activations == ActivationType::int8) {
-    if (p.m > kMaxInt8FewRows) {
-      return {MatmulPath::activations_int8_many_rows, MatmulProduct::int8_dot,
-              "int8 activations, more than 4 rows: the weight is unpacked once for all of a task"};
-    }
-    if (bytes.activations_int8_few_rows[format] == nullptr) {
-      return {MatmulPath::activations_int8_many_rows, MatmulProduct::int8_dot,
-              "int8 activations, up to 4 rows, but the level has no quick product of this format's bytes"};
-    }
-    return {MatmulPath::activations_int8_few_rows, MatmulProduct::int8_dot,
-            "int8 activations, up to 4 rows: unpacking the weight would cost more than it saves"};
-  }
-  const char* reason = "up to 8 rows: reading the weight is the time";
-  if (quantised && p.m <= kMaxFixedRows) {
-    if (p.batch_invariant) {
-      reason = "1 or 2 rows with the bits of more rows, as asked for";
-    } else if (bytes.activations_fixed[format] != nullptr) {
-      return {MatmulPath::activations_fixed, MatmulProduct::int8_dot,
-              "1 or 2 rows: reading the weight is the time, and decoding it to floats would take longer"};
-    } else {
-      reason = "1 or 2 rows: reading the weight is the time, and the level has no quick product of this format's bytes";
-    }
-  }
-  const bool dot = p.x_dtype == DType::bf16 && p.format == QuantFormat::bf16 &&
-                   float_kernels(machine.isa).few_rows_dot != nullptr && machine.bf16_product == Bf16Product::dot;
-  const MatmulProduct product = dot ? MatmulProduct::bf16_dot : MatmulProduct::f32;
-  if (p.m <= kMaxFewRows) return {MatmulPath::few_rows, product, reason};
-  return {MatmulPath::many_rows, product, "more than 8 rows: multiplying is the time"};
-}
-
-Choice choose(const MatmulProblem& p, const Machine& machine) {
-  if (p.x_dtype == DType::f64) return {MatmulPath::f64, MatmulProduct::f64, "f64 is for gradient checks: plain loops"};
-  return p.weight == MatmulWeight::integers ? choose_integers(p) : choose_floats(p, machine);
-}
 
 bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
 
@@ -128,8 +49,7 @@ const char* without_plan(const MatmulProblem& p) {
 constexpr int64_t kFewTaskBytes = 32 << 10;
 // many_rows: a run of x, 256 x 512 words = 512 KB, sums 128 KB and decoded weights 64 KB stay in a 1 MB L2. Decoding
 // costs as much as three rows.
-constexpr int64_t kManyRows = 256;
-constexpr int64_t kMaxKBlock = 512;
+constexpr int64_t kManyRows = 256, kMaxKBlock = 512;
 // Columns of a task: x is read once per task. Below a width of kWideEnough fewer columns, or too few tasks would leave
 // threads waiting.
 constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
@@ -137,7 +57,6 @@ constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
 constexpr int64_t kPadding = 16;  // words
 // Rows of x per packing task: columns that lie next to each other are read in runs of so many.
 constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
-
 // A piece is the weight's share of a task of few rows in blocks. Small products give each worker one piece. A worker
 // reads ahead within its own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1
 // of 1536 x 576, two threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one
@@ -145,137 +64,127 @@ constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
 constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
 // Columns of a piece: a multiple of what the kernel of two rows takes at once.
 constexpr int64_t kPieceColumns = 2 * kPanelColumns;
-
 // activations_int8_many_rows: unpacking 64 columns costs as much as multiplying them with two or three rows.
 constexpr int64_t kInt8Rows = 192, kInt8Columns = 64;
 // Values of k unpacked at once: bytes and scales of two vectors of columns stay in L1.
 constexpr int64_t kInt8KBlock = 512;
-
 // weights_int_few_rows: weights of a task are a sixteenth of all, but neither so few that handing out tasks is noticed
 // nor so many that threads wait for the last one. Behind a task's end up to 4 KB are fetched that may be another
 // thread's.
-constexpr int64_t kIntFewTasks = 16;
-constexpr int64_t kLeastIntTaskBytes = 32 << 10, kMostIntTaskBytes = 256 << 10;
+constexpr int64_t kIntFewTasks = 16, kLeastIntTaskBytes = 32 << 10, kMostIntTaskBytes = 256 << 10;
 // weights_int_many_rows: the activations of a task's rows, at most kIntTaskRowBytes, stay in about half of a 1 MB L2.
-constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12;
-constexpr int64_t kIntTaskRowBytes = 560 << 10;
-constexpr int64_t kIntTaskColumns = 64;
+constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12, kIntTaskRowBytes = 560 << 10, kIntTaskColumns = 64;
 
 // `size` in the fewest equal shares of at most `most`: the size of one, rounded up to a multiple of `unit`.
 int64_t balanced(int64_t size, int64_t most, int64_t unit) {
-  if (size == 0) return unit;
-  return round_up(ceil_div(size, ceil_div(size, most)), unit);
+  return size == 0 ? unit : round_up(ceil_div(size, ceil_div(size, most)), unit);
 }
 
-// Each function decides tasks, the form of x, and the scratch that the kernel decodes into; it returns the columns that
-// the kernel takes at once, to whose multiples rows of sums are filled up.
+constexpr int64_t float_bytes(Size count) { return (count * static_cast<int64_t>(sizeof(float))).value(); }
 
-int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+// Of inputs: floats, or pairs of bf16.
+int64_t words_of(const MatmulProblem& p, const Plan& plan) {
+  return plan.product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+}
+
+using enum MatmulPath;
+
+// Each function decides tasks, the form of x, and the scratch that the kernel decodes into, of a plan that takes all rows and
+// all inputs at once; it returns the columns that the kernel takes at once, to whose multiples rows of sums are filled
+// up.
+using Cut = int64_t(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan);
+
+int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
   const int few_columns = float_kernels(machine.isa).few_columns;
-  const bool dot = plan.product == MatmulProduct::bf16_dot;
   const int64_t unit = std::max<int64_t>(few_columns, kPanelColumns);
   const int64_t bytes_per_unit =
       std::max<int64_t>(1, (Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k) * unit).value());
-  plan.words = dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
-  plan.rows_per_task = p.m;
+  plan.words = words_of(p, plan);
   plan.columns_per_task = std::max<int64_t>(1, kFewTaskBytes / bytes_per_unit) * unit;
   plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, unit));
   plan.run_words = plan.k_block = std::max<int64_t>(1, plan.words);
-  const bool in_place = p.x_dtype == DType::f32 && (p.unit_stride_x || p.k <= 1) && packed_inputs(p.format, p.k) == p.k;
-  if (!in_place) {
-    plan.x = XForm::words;
-    plan.x_stride = plan.k_block;
-    plan.pack_rows = kPackRows;
-    plan.x_bytes = Arena::size_of<float>(Size(p.m) * plan.x_stride);
+  if (p.x_dtype == DType::f32 && (p.unit_stride_x || p.k <= 1) && packed_inputs(p.format, p.k) == p.k) {
+    return few_columns;  // x in place
   }
+  plan.x = XForm::words;
+  plan.x_stride = plan.k_block;
+  plan.pack_rows = kPackRows;
+  plan.x_bytes = float_bytes(Size(p.m) * plan.x_stride);
   return few_columns;
 }
 
-int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
   const int many_columns = float_kernels(machine.isa).many_columns;
-  const bool dot = plan.product == MatmulProduct::bf16_dot;
   const int64_t block = std::max<int64_t>(32, block_values(p.format));
-  plan.words = dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+  plan.words = words_of(p, plan);
   plan.rows_per_task = balanced(p.m, kManyRows, 1);
   plan.columns_per_task = plan.width >= kWideEnough ? kManyColumns : kFewerColumns;
   plan.run_words = plan.k_block = balanced(plan.words, kMaxKBlock / block * block, block);
   plan.x = XForm::words;
   plan.x_stride = plan.k_block + kPadding;
   plan.pack_rows = kPackRows;
-  plan.x_bytes = Arena::size_of<float>(Size(ceil_div(plan.words, plan.k_block)) * p.m * plan.x_stride);
-  plan.decoded_bytes_per_worker = Arena::size_of<float>(plan.k_block * many_columns);
+  plan.x_bytes = float_bytes(Size(ceil_div(plan.words, plan.k_block)) * p.m * plan.x_stride);
+  plan.decoded_bytes_per_worker = float_bytes(plan.k_block * many_columns);
   return many_columns;
 }
 
 // Rows of x in blocks of 32 values; rows of bf16 and f16 are widened first, one by one where they are contiguous.
-void use_blocks(const MatmulProblem& p, XForm form, int64_t block_bytes, Plan& plan) {
-  plan.words = p.k;
+void use_blocks(const MatmulProblem& p, XForm form, Plan& plan) {
   plan.x = form;
   plan.x_stride = p.k / kActivationBlock;
   plan.pack_rows = kQuantiseRows;
-  plan.x_bytes = Arena::round_up(Size(p.m) * plan.x_stride * block_bytes);
+  plan.x_bytes = (Size(p.m) * plan.x_stride * element_bytes(form)).value();
   if (p.x_dtype == DType::f32) return;
   const int64_t rows = p.unit_stride_x ? 1 : std::min(p.m, kQuantiseRows);
-  plan.widened_bytes_per_worker = Arena::size_of<float>(Size(rows) * p.k);
+  plan.widened_bytes_per_worker = float_bytes(Size(rows) * p.k);
 }
 
-int64_t cut_few_blocks(const MatmulProblem& p, int num_threads, Plan& plan) {
+int64_t cut_few_blocks(const MatmulProblem& p, const Machine&, int num_threads, Plan& plan) {
   const Size column_bytes = Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k);
-  plan.rows_per_task = p.m;
   plan.columns_per_task = columns_per_piece(plan.width, std::max<int64_t>(1, column_bytes.value()), num_threads);
-  plan.k_block = p.k;
-  if (plan.path == MatmulPath::activations_fixed) {
-    use_blocks(p, XForm::fixed_blocks, sizeof(FixedBlock), plan);
-  } else {
-    use_blocks(p, XForm::int8_blocks, sizeof(ActivationBlock), plan);
-  }
+  use_blocks(p, plan.path == activations_fixed ? XForm::fixed_blocks : XForm::int8_blocks, plan);
   return kPanelColumns;
 }
 
-int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
   const int64_t columns = byte_kernels(machine.isa).int8_columns;
   plan.rows_per_task = balanced(p.m, kInt8Rows, 1);
   plan.columns_per_task = kInt8Columns;
   plan.k_block = std::min(kInt8KBlock, std::max<int64_t>(p.k, kActivationBlock));
-  use_blocks(p, XForm::int8_blocks, sizeof(ActivationBlock), plan);
+  use_blocks(p, XForm::int8_blocks, plan);
   const int64_t four_bytes = plan.k_block / 4 + plan.k_block / 16 + plan.k_block / kActivationBlock;
-  plan.decoded_bytes_per_worker = Arena::size_of<float>(four_bytes * columns);
+  plan.decoded_bytes_per_worker = float_bytes(four_bytes * columns);
   return columns;
 }
 
-int64_t cut_integers(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
   const int64_t columns = byte_kernels(machine.isa).int_columns;
-  const bool few = plan.path == MatmulPath::weights_int_few_rows;
   const int values = 32 / p.bits;
   const int64_t group_words = ceil_div(p.k / p.groups, values);
-  plan.words = p.k;
   plan.group_bytes = group_words * values;
   plan.x = XForm::bytes;
   plan.x_stride = (Size(round_up((Size(p.groups) * plan.group_bytes).value(), 64)) + 4 * kPadding).value();
   plan.pack_rows = kQuantiseRows;
-  plan.x_bytes = Arena::round_up(Size(p.m) * plan.x_stride);
-  plan.x_sums_bytes = Arena::size_of<int32_t>(Size(p.m) * p.groups);
-  if (few) {
+  plan.x_bytes = (Size(p.m) * plan.x_stride).value();
+  plan.x_sums_bytes = (Size(p.m) * p.groups * int64_t{sizeof(int32_t)}).value();
+  if (plan.path == weights_int_few_rows) {
     const Size panel_bytes = Size(4 * kPanelColumns) * group_words * p.groups;
     const Size all_bytes = Size(ceil_div(p.n, kPanelColumns)) * panel_bytes;
     const int64_t bytes = std::clamp(all_bytes.value() / kIntFewTasks, kLeastIntTaskBytes, kMostIntTaskBytes);
-    plan.rows_per_task = p.m;
     plan.columns_per_task = std::max<int64_t>(1, bytes / std::max<int64_t>(1, panel_bytes.value())) * kPanelColumns;
     plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, kPanelColumns));
-    plan.k_block = p.k;
     return kPanelColumns;
   }
   plan.rows_per_task = balanced(p.m, std::clamp(kIntTaskRowBytes / plan.x_stride, kLeastIntTaskRows, kIntTaskRows), 1);
   plan.columns_per_task = kIntTaskColumns;
   plan.k_block = p.groups == 1 ? std::min(p.k, 4 * kIntFours) : p.k / p.groups;
   const int64_t fours = p.groups == 1 ? kIntFours : plan.group_bytes / 4;
-  plan.decoded_bytes_per_worker = p.bits == 8 ? 0 : Arena::size_of<uint32_t>(Size(fours) * columns);
+  plan.decoded_bytes_per_worker = p.bits == 8 ? 0 : (Size(fours) * columns * 4).value();
   return columns;
 }
 
-int64_t cut_integers_with_floats(const MatmulProblem& p, const Machine& machine, Plan& plan) {
+int64_t cut_integers_with_floats(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
   const int64_t columns = byte_kernels(machine.isa).int_columns;
-  plan.words = p.k;
   plan.rows_per_task = balanced(p.m, kIntTaskRows, 1);
   plan.columns_per_task = kIntTaskColumns;
   plan.k_block = std::min(p.k / p.groups, kIntDecoded);
@@ -283,35 +192,104 @@ int64_t cut_integers_with_floats(const MatmulProblem& p, const Machine& machine,
   plan.run_words = std::max<int64_t>(1, p.k);
   plan.x_stride = p.k + kPadding;
   plan.pack_rows = kQuantiseRows;
-  plan.x_bytes = Arena::size_of<float>(Size(p.m) * plan.x_stride);
-  plan.decoded_bytes_per_worker = Arena::size_of<float>(kIntDecoded * columns);
+  plan.x_bytes = float_bytes(Size(p.m) * plan.x_stride);
+  plan.decoded_bytes_per_worker = float_bytes(kIntDecoded * columns);
   return columns;
 }
 
-// The outputs in tasks, and the scratch of the kernel.
-int64_t cut(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan) {
-  switch (plan.path) {
-    case MatmulPath::few_rows:
-      return cut_few_rows(p, machine, plan);
-    case MatmulPath::many_rows:
-      return cut_many_rows(p, machine, plan);
-    case MatmulPath::activations_fixed:
-    case MatmulPath::activations_int8_few_rows:
-      return cut_few_blocks(p, num_threads, plan);
-    case MatmulPath::activations_int8_many_rows:
-      return cut_int8_many_rows(p, machine, plan);
-    case MatmulPath::weights_int_few_rows:
-    case MatmulPath::weights_int_many_rows:
-      return cut_integers(p, machine, plan);
-    case MatmulPath::weights_int_floats:
-      return cut_integers_with_floats(p, machine, plan);
-    case MatmulPath::f64:
-      break;
-  }
+int64_t cut_f64(const MatmulProblem&, const Machine&, int, Plan& plan) {
   plan.rows_per_task = 1;
   plan.columns_per_task = plan.width;
-  plan.k_block = p.k;
   return 1;
+}
+
+// ---- Which kernel multiplies
+
+// Decoding in registers once per 4 rows (2 without AVX-512) costs less than filling scratch and a register tile.
+constexpr int64_t kMaxFewRows = 8;
+// From three rows on, decoding weights to floats costs less than three planes of bytes.
+constexpr int64_t kMaxFixedRows = 2;
+// Unpacking the weight costs more than it saves.
+constexpr int64_t kMaxInt8FewRows = 4;
+
+struct Choice {
+  MatmulPath path;
+  MatmulProduct product;
+  Product kernel;
+  Cut* cut;
+  const char* reason;
+};
+
+Choice choose_integers(const MatmulProblem& p, const ByteKernels& bytes) {
+  const int i = p.bits == 8 ? 0 : 1;
+  if (p.x_dtype != DType::i8) {
+    return {weights_int_floats, MatmulProduct::f32, bytes.weights_int_floats[i], cut_integers_with_floats,
+            "x is of floats: each weight becomes its value"};
+  }
+  if (p.m <= kIntFewRows) {
+    return {weights_int_few_rows, MatmulProduct::int8_dot, bytes.weights_int_few_rows[i], cut_integers,
+            "up to 8 rows: reading the weight is the time"};
+  }
+  return {weights_int_many_rows, MatmulProduct::int8_dot, bytes.weights_int_many_rows[i], cut_integers,
+          "more than 8 rows: multiplying is the time"};
+}
+
+// x rounded to int8 in blocks, a quantised weight.
+Choice choose_int8_blocks(const MatmulProblem& p, const ByteKernels& bytes) {
+  const auto format = static_cast<size_t>(p.format);
+  const Product few = bytes.activations_int8_few_rows[format];
+  if (p.m <= kMaxInt8FewRows && few != nullptr) {
+    return {activations_int8_few_rows, MatmulProduct::int8_dot, few, cut_few_blocks,
+            "int8 activations, up to 4 rows: unpacking the weight would cost more than it saves"};
+  }
+  return {activations_int8_many_rows, MatmulProduct::int8_dot, bytes.activations_int8_many_rows[format],
+          cut_int8_many_rows,
+          p.m > kMaxInt8FewRows
+              ? "int8 activations, more than 4 rows: the weight is unpacked once for all of a task"
+              : "int8 activations, up to 4 rows, but the level has no quick product of this format's bytes"};
+}
+
+// A packed or unpacked weight of `format`, x of f32, bf16 or f16.
+Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
+  const FloatKernels& floats = float_kernels(machine.isa);
+  const ByteKernels& bytes = byte_kernels(machine.isa);
+  const auto format = static_cast<size_t>(p.format);
+  const bool quantised = block_values(p.format) > 1;
+  if (quantised && p.activations == ActivationType::int8) return choose_int8_blocks(p, bytes);
+  const char* reason = "up to 8 rows: reading the weight is the time";
+  if (quantised && p.m <= kMaxFixedRows) {
+    const Product fixed = bytes.activations_fixed[format];
+    if (fixed != nullptr && !p.batch_invariant) {
+      return {activations_fixed, MatmulProduct::int8_dot, fixed, cut_few_blocks,
+              "1 or 2 rows: reading the weight is the time, and decoding it to floats would take longer"};
+    }
+    reason =
+        p.batch_invariant
+            ? "1 or 2 rows with the bits of more rows, as asked for"
+            : "1 or 2 rows: reading the weight is the time, and the level has no quick product of this format's bytes";
+  }
+  const bool dot = p.x_dtype == DType::bf16 && p.format == QuantFormat::bf16 && floats.few_rows_dot != nullptr &&
+                   machine.bf16_product == Bf16Product::dot;
+  const MatmulProduct product = dot ? MatmulProduct::bf16_dot : MatmulProduct::f32;
+  if (p.m <= kMaxFewRows) {
+    return {few_rows, product, dot ? floats.few_rows_dot : floats.few_rows[format], cut_few_rows, reason};
+  }
+  return {many_rows, product, dot ? floats.many_rows_dot : floats.many_rows[format], cut_many_rows,
+          "more than 8 rows: multiplying is the time"};
+}
+
+Choice choose(const MatmulProblem& p, const Machine& machine) {
+  if (p.x_dtype == DType::f64) {
+    return {f64, MatmulProduct::f64, nullptr, cut_f64, "f64 is for gradient checks: plain loops"};
+  }
+  return p.weight == MatmulWeight::integers ? choose_integers(p, byte_kernels(machine.isa)) : choose_floats(p, machine);
+}
+
+// The bytes that such pieces of an Arena use up.
+int64_t sum_of(std::initializer_list<int64_t> pieces) {
+  Size sum = 0;
+  for (const int64_t piece : pieces) sum += Arena::round_up(piece);
+  return sum.value();
 }
 
 }  // namespace
@@ -330,12 +308,10 @@ int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads) 
 
 Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) {
   Plan plan;
-  if (const char* const reason = without_plan(p)) {
-    plan.reason = reason;
-    return plan;
-  }
-  const Choice choice = choose(p, machine);
-  plan.path = choice.path, plan.product = choice.product, plan.reason = choice.reason;
+  plan.reason = without_plan(p);
+  if (plan.reason != nullptr) return plan;
+  const auto [path, product, kernel, cut, reason] = choose(p, machine);
+  plan.path = path, plan.product = product, plan.kernel = kernel, plan.reason = reason;
   plan.two_halves = takes_two_halves(p.activation);
   plan.m = p.m;
   plan.width = plan.two_halves ? p.n / 2 : p.n;
@@ -343,30 +319,30 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
     plan.reason = "no outputs";
     return plan;
   }
+  plan.rows_per_task = p.m;
+  plan.words = plan.k_block = p.k;
   const int64_t unit = cut(p, machine, std::max(1, num_threads), plan);
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
-  if (plan.path == MatmulPath::f64) return plan;
+  if (plan.path == f64) return plan;
 
   plan.sums_stride = round_up(plan.columns_per_task, unit);
-  plan.sums_bytes_per_worker = Arena::size_of<float>(Size(plan.rows_per_task) * plan.sums_stride);
+  plan.sums_bytes_per_worker = float_bytes(Size(plan.rows_per_task) * plan.sums_stride);
   if (plan.two_halves) {
     // The second half begins anywhere in a panel.
     plan.second_stride = round_up(plan.columns_per_task + kPanelColumns - 1, unit);
-    plan.second_bytes_per_worker = Arena::size_of<float>(Size(plan.rows_per_task) * plan.second_stride);
+    plan.second_bytes_per_worker = float_bytes(Size(plan.rows_per_task) * plan.second_stride);
   }
   if (p.weight == MatmulWeight::unpacked) {
-    plan.weight_bytes = Arena::round_up(Size(packed_column_bytes(p.format, p.k)) * round_up(p.n, kPanelColumns));
+    plan.weight_bytes = packed_bytes(p.format, p.n, p.k).value();
   }
-  if (p.has_out_scales) plan.wide_out_bytes = Arena::size_of<float>(Size(plan.m) * plan.width);
-  if (p.has_bias) plan.bias_bytes = Arena::size_of<float>(round_up(p.n, kPanelColumns));
-  if (p.has_x_scales) plan.x_scales_bytes = Arena::size_of<float>(p.m);
-  plan.scratch_bytes_shared = (Size(plan.weight_bytes) + plan.wide_out_bytes + plan.bias_bytes + plan.x_scales_bytes +
-                               plan.x_bytes + plan.x_sums_bytes)
-                                  .value();
-  plan.scratch_bytes_per_worker = (Size(plan.decoded_bytes_per_worker) + plan.sums_bytes_per_worker +
-                                   plan.second_bytes_per_worker + plan.widened_bytes_per_worker)
-                                      .value();
+  if (p.has_out_scales) plan.wide_out_bytes = float_bytes(Size(plan.m) * plan.width);
+  if (p.has_bias) plan.bias_bytes = float_bytes(round_up(p.n, kPanelColumns));
+  if (p.has_x_scales) plan.x_scales_bytes = float_bytes(p.m);
+  plan.scratch_bytes_shared = sum_of(
+      {plan.weight_bytes, plan.wide_out_bytes, plan.bias_bytes, plan.x_scales_bytes, plan.x_bytes, plan.x_sums_bytes});
+  plan.scratch_bytes_per_worker = sum_of({plan.decoded_bytes_per_worker, plan.sums_bytes_per_worker,
+                                          plan.second_bytes_per_worker, plan.widened_bytes_per_worker});
   return plan;
 }
 
@@ -374,6 +350,10 @@ int64_t packed_inputs(QuantFormat format, int64_t k) { return format == QuantFor
 
 int64_t packed_column_bytes(QuantFormat format, int64_t k) {
   return (Size(packed_inputs(format, k) / block_values(format)) * block_bytes(format)).value();
+}
+
+Size packed_bytes(QuantFormat format, int64_t n, int64_t k) {
+  return Size(packed_column_bytes(format, k)) * round_up(n, kPanelColumns);
 }
 
 }  // namespace gemm
@@ -389,11 +369,9 @@ MatmulPlan plan_matmul(const MatmulProblem& problem, const Machine& machine, int
 }
 
 std::string to_string(const MatmulPlan& plan) {
-  return std::string(to_string(plan.path)) + " " + to_string(plan.product) + ", tasks of " +
-         std::to_string(plan.rows_per_task) + " x " + std::to_string(plan.columns_per_task) + ", k block " +
-         std::to_string(plan.k_block) + ", " + std::to_string(plan.num_tasks()) + " tasks, scratch " +
-         std::to_string(plan.scratch_bytes_shared) + " + " + std::to_string(plan.scratch_bytes_per_worker) +
-         " bytes per thread";
+  return text(to_string(plan.path), " ", to_string(plan.product), ", tasks of ", plan.rows_per_task, " x ",
+              plan.columns_per_task, ", k block ", plan.k_block, ", ", plan.num_tasks(), " tasks, scratch ",
+              plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
 }
 
 }  // namespace opst

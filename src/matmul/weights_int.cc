@@ -1,17 +1,11 @@
-// Packing an int8 or int4 weight with scales. The layout: weights_int.h.
+// Packing an int8 or int4 weight with scales. The layout: packed_layout.h.
 #include <algorithm>
-#include <string>
 
 #include "core/guarded.h"
-#include "core/int_math.h"
-#include "core/shape_check.h"
-#include "machine/context_impl.h"
 #include "matmul/call.h"
-#include "opst/matmul.h"
 #include "quant/matrices.h"
 
 namespace opst {
-
 namespace {
 
 using gemm::kIntPanelColumns;
@@ -24,25 +18,18 @@ struct Layout {
   int64_t n, groups, group_values, group_words;
   bool has_zeros;
 
-  Layout(int64_t n_, int64_t k, int64_t groups_, int bits, bool has_zeros_)
-      : n(n_),
-        groups(groups_),
-        group_values(k / groups_),
-        group_words(ceil_div(group_values, 32 / bits)),
-        has_zeros(has_zeros_) {}
-
   int64_t panels() const { return ceil_div(n, kIntPanelColumns); }
   int64_t panel_words() const { return groups * group_words * kIntPanelColumns; }
   int64_t panel_numbers() const { return groups * kIntPanelColumns; }
-  // kMaxBytes where there are more, which no memory holds.
-  int64_t bytes() const {
-    const Size per_group = 4 * kIntPanelColumns * (group_words + (has_zeros ? 2 : 1));
-    return (per_group * groups * panels()).value();
-  }
+  Size bytes() const { return Size(4 * kIntPanelColumns * (group_words + (has_zeros ? 2 : 1))) * groups * panels(); }
   uint32_t* words(void* data) const { return static_cast<uint32_t*>(data); }
   float* scales(void* data) const { return reinterpret_cast<float*>(words(data) + panels() * panel_words()); }
   int32_t* zeros(void* data) const { return reinterpret_cast<int32_t*>(scales(data) + panels() * panel_numbers()); }
 };
+
+Layout layout_of(int64_t n, int64_t k, int64_t groups, int bits, bool has_zeros) {
+  return {n, groups, k / groups, ceil_div(k / groups, 32 / bits), has_zeros};
+}
 
 // One panel: outputs [first, first + 16) of the weight, as far as there are any.
 void pack_panel(const IntMatrix& weight, int bits, const Layout& layout, int64_t panel, void* data) {
@@ -77,21 +64,17 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix&
     ShapeCheck check("PackedIntWeight::pack");
     const IntMatrixSizes sizes = check_int_matrix(check, weight);
     if (!check.ok()) return check.status();
-    const Layout layout(sizes.rows, sizes.cols, sizes.groups, sizes.bits, weight.zeros.has_value());
-    check.require(layout.group_values <= kMaxGroupValues, [&] {
-      return "a group of the weight has " + std::to_string(layout.group_values) + " values, but at most " +
-             std::to_string(kMaxGroupValues) + " can be summed";
-    });
+    const bool has_zeros{weight.zeros};
+    const Layout layout = layout_of(sizes.rows, sizes.cols, sizes.groups, sizes.bits, has_zeros);
+    check.require(layout.group_values <= kMaxGroupValues, "a group of the weight has ", layout.group_values,
+                  " values, but at most ", kMaxGroupValues, " can be summed");
     if (!check.ok()) return check.status();
-    const int64_t bytes = layout.bytes();
-    if (bytes == kMaxBytes) return Status::out_of_memory();
-    Result<Buffer> buffer = context.impl().weights.allocate(bytes);
+    Result<Buffer> buffer = gemm::allocate_weight(context, layout.bytes());
     if (!buffer.ok()) return buffer.status();
     context.impl().pool.parallel_for(layout.panels(), [&](int64_t panel, int) {
       pack_panel(weight, sizes.bits, layout, panel, buffer.value().data());
     });
-    return PackedIntWeight(sizes.rows, sizes.cols, sizes.groups, sizes.bits, weight.zeros.has_value(),
-                           std::move(buffer.value()));
+    return PackedIntWeight(sizes.rows, sizes.cols, sizes.groups, sizes.bits, has_zeros, std::move(buffer.value()));
   });
 }
 
@@ -110,7 +93,7 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTenso
 }
 
 gemm::IntWeightPart gemm::int_weight(const PackedIntWeight& weight) {
-  const Layout layout(weight.n(), weight.k(), weight.groups(), weight.bits(), weight.has_zeros());
+  const Layout layout = layout_of(weight.n(), weight.k(), weight.groups(), weight.bits(), weight.has_zeros());
   void* const data = const_cast<void*>(weight.data());
   return {.words = layout.words(data),
           .scales = layout.scales(data),

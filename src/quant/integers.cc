@@ -47,7 +47,7 @@ IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix) {
   auto q = check.tensor("q", matrix.q).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
   if (!bytes) q.unit_inner_stride();
   check.tensor("scales", matrix.scales).dtype({DType::f32}).dims({"rows", "groups"});
-  if (matrix.zeros) check.tensor("zeros", *matrix.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+  if (matrix.zeros) check.tensor("zeros", matrix.zeros).dtype({DType::i8}).dims({"rows", "groups"});
   IntMatrixSizes sizes;
   if (!check.ok()) return sizes;
   sizes = {check["rows"], bytes ? check["cols"] : 2 * check["bytes"], check["groups"], bytes ? 8 : 4};
@@ -63,13 +63,13 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
     check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "cols"});
     if (options.scales_given) {
       check.tensor("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
-      if (options.zeros) check.tensor("zeros", *options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+      if (options.zeros) check.tensor("zeros", options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
     }
     auto out = check.output("q", integers).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
     if (!bytes) out.unit_inner_stride();
     if (!options.scales_given) {
       check.output("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
-      if (options.zeros) check.output("zeros", *options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+      if (options.zeros) check.output("zeros", options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
     }
     const int64_t rows = check["rows"], cols = check["cols"], groups = check["groups"];
     if (!bytes) check_half(check, check["bytes"], cols);
@@ -93,7 +93,7 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
              .scales_given = options.scales_given,
              .scale = at<float>(scales, row * scales.strides[0] + g * scales.strides[1]),
              .zero = options.zeros
-                         ? at<int8_t>(*options.zeros, row * options.zeros->strides[0] + g * options.zeros->strides[1])
+                         ? at<int8_t>(options.zeros, row * options.zeros.strides[0] + g * options.zeros.strides[1])
                          : nullptr,
              .q = at<int8_t>(q, row * q.strides[0] + (bytes ? first * q.strides[1] : first / 2)),
              .q_stride = q.strides[1]});
@@ -146,7 +146,7 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
     if (!check.ok()) return check.status();
     const int leading = values.rank - 1;
     check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).leading_dims(leading, "k");
-    if (options.smooth_scales) check.tensor("smooth_scales", *options.smooth_scales).dtype({DType::f32}).dims({"k"});
+    if (options.smooth_scales) check.tensor("smooth_scales", options.smooth_scales).dtype({DType::f32}).dims({"k"});
     auto out = check.output("q", integers).dtype({DType::i8, DType::u8});
     if (!bytes) out.unit_inner_stride();
     out.leading_dims(leading, bytes ? "k" : "bytes");
@@ -162,8 +162,8 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
       kernel({.x = static_cast<const char*>(x.data) + row_offset(x, row, leading) * size_bytes(x.dtype),
               .x_stride = x.strides[leading],
               .count = k,
-              .smooth = options.smooth_scales ? static_cast<const float*>(options.smooth_scales->data) : nullptr,
-              .smooth_stride = options.smooth_scales ? options.smooth_scales->strides[0] : 0,
+              .smooth = static_cast<const float*>(options.smooth_scales.data),
+              .smooth_stride = options.smooth_scales.strides[0],
               .bits = bytes ? 8 : 4,
               .scale = at<float>(scales, row_offset(scales, row, leading)),
               .q = at<int8_t>(q, row_offset(q, row, leading)),

@@ -28,11 +28,11 @@ class IntRow {
       : bits_(matrix.q.dtype == DType::i8 ? 8 : 4),
         stride_(matrix.q.strides[1]),
         scale_stride_(matrix.scales.strides[1]),
-        zero_stride_(matrix.zeros ? matrix.zeros->strides[1] : 0),
+        zero_stride_(matrix.zeros.strides[1]),
         q_(static_cast<const int8_t*>(matrix.q.data) + row * matrix.q.strides[0]),
         scales_(static_cast<const float*>(matrix.scales.data) + row * matrix.scales.strides[0]),
-        zeros_(matrix.zeros ? static_cast<const int8_t*>(matrix.zeros->data) + row * matrix.zeros->strides[0]
-                            : nullptr) {}
+        zeros_(matrix.zeros ? static_cast<const int8_t*>(matrix.zeros.data) + row * matrix.zeros.strides[0] : nullptr) {
+  }
 
   int q(int64_t col) const {
     if (bits_ == 8) return q_[col * stride_];

@@ -15,11 +15,6 @@
 namespace opst::test {
 namespace {
 
-std::optional<ConstTensor> given(const Tensor& t) {
-  return t.data != nullptr ? std::optional<ConstTensor>(t) : std::nullopt;
-}
-std::optional<Tensor> wanted(const Tensor& t) { return t.data != nullptr ? std::optional<Tensor>(t) : std::nullopt; }
-
 FuzzedCall draw_matmul(Choices& c, Operands& t) {
   const int64_t m = c.pick<int64_t>({1, 2, 3, 17, 40}), n = 2 * c.integer(1, 30),
                 k = c.pick<int64_t>({1, 7, 32, 64, 130});
@@ -39,7 +34,7 @@ FuzzedCall draw_matmul(Choices& c, Operands& t) {
   const bool packed = c.coin();
   return {[=](Context& context, const Views& v) {
             MatmulOptions o = options;
-            o.bias = given(v[2]), o.residual = given(v[3]), o.out_scales = wanted(v[5]);
+            o.bias = v[2], o.residual = v[3], o.out_scales = v[5];
             if (!packed) return matmul(context, v[0], ConstTensor(v[1]), v[4], o);
             const Result<PackedWeight> weight = PackedWeight::pack(context, v[1]);
             return weight.ok() ? matmul(context, v[0], weight.value(), v[4], o) : weight.status();
@@ -57,7 +52,7 @@ FuzzedCall draw_matmul_backward(Choices& c, Operands& t) {
   c.rarely(4) ? t.absent() : t.output(x, {n, k});
   c.rarely(4) ? t.absent() : t.output(x, {n});
   return {[](Context& context, const Views& v) {
-    return matmul_backward(context, v[0], v[1], v[2], {wanted(v[3]), wanted(v[4]), wanted(v[5])});
+    return matmul_backward(context, v[0], v[1], v[2], {v[3], v[4], v[5]});
   }};
 }
 
@@ -108,17 +103,14 @@ FuzzedCall draw_integers(Choices& c, Operands& t) {
     q_of(m, true);
     t.output(DType::f32, {m, groups});
     c.coin() ? t.output(DType::i8, {m, groups}) : t.absent();
-    return {
-        [](Context& context, const Views& v) { return quantize(context, v[0], v[1], v[2], {.zeros = wanted(v[3])}); },
-        0.0};
+    return {[](Context& context, const Views& v) { return quantize(context, v[0], v[1], v[2], {.zeros = v[3]}); }, 0.0};
   }
   if (what == 1) {
     t.input(x, {m, k});
     q_of(m, true);
     t.output(DType::f32, {m});
     c.coin() ? t.input(DType::f32, {k}) : t.absent();
-    return {[](Context& context, const Views& v) { return dynamic_quant(context, v[0], v[1], v[2], {given(v[3])}); },
-            0.0};
+    return {[](Context& context, const Views& v) { return dynamic_quant(context, v[0], v[1], v[2], {v[3]}); }, 0.0};
   }
   q_of(what == 2 ? m : n, false);
   t.input(DType::f32, {what == 2 ? m : n, groups});
@@ -126,7 +118,7 @@ FuzzedCall draw_integers(Choices& c, Operands& t) {
   if (what == 2) {
     t.output(x, {m, k});
     return {[](Context& context, const Views& v) {
-              return dequantize(context, IntMatrix{v[0], v[1], given(v[2])}, v[3]);
+              return dequantize(context, IntMatrix{v[0], v[1], v[2]}, v[3]);
             },
             0.0};
   }
@@ -136,9 +128,9 @@ FuzzedCall draw_integers(Choices& c, Operands& t) {
   c.coin() ? t.input(c.pick({DType::f32, DType::i32}), {n}) : t.absent();
   t.output(integers ? c.pick({DType::f32, DType::i32}) : x, {m, n});
   return {[](Context& context, const Views& v) {
-    const Result<PackedIntWeight> weight = PackedIntWeight::pack(context, {v[0], v[1], given(v[2])});
+    const Result<PackedIntWeight> weight = PackedIntWeight::pack(context, {v[0], v[1], v[2]});
     if (!weight.ok()) return weight.status();
-    return matmul(context, v[3], weight.value(), v[6], {.x_scales = given(v[4]), .bias = given(v[5])});
+    return matmul(context, v[3], weight.value(), v[6], {.x_scales = v[4], .bias = v[5]});
   }};
 }
 

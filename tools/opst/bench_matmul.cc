@@ -206,6 +206,7 @@ nlohmann::ordered_json to_json(const Row& row) {
 }
 
 void run(const MatmulArguments& options) {
+  check_products(options);
   Context context = make_context(options.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true;

@@ -27,8 +27,7 @@ void add_matmul_options(CLI::App& command, MatmulArguments& arguments) {
   command.add_flag("--json", arguments.json, "Print one JSON object");
 }
 
-void for_each_product(const MatmulArguments& arguments,
-                      const std::function<void(const std::string& dtype, const MatmulShape& shape)>& body) {
+void check_products(const MatmulArguments& arguments) {
   for (const std::string& dtype : arguments.dtypes) {
     const int64_t block = is_integers(dtype) ? 1 : block_values(parse_quant_format(dtype).value());
     for (const int64_t k : arguments.k) {
@@ -37,6 +36,14 @@ void for_each_product(const MatmulArguments& arguments,
                     " values");
       }
       if (dtype == "i4" && k % 2 != 0) usage_error("k is " + std::to_string(k) + ", but i4 has two values to a byte");
+    }
+  }
+}
+
+void for_each_product(const MatmulArguments& arguments,
+                      const std::function<void(const std::string& dtype, const MatmulShape& shape)>& body) {
+  for (const std::string& dtype : arguments.dtypes) {
+    for (const int64_t k : arguments.k) {
       for (const int64_t n : arguments.n) {
         for (const int64_t m : arguments.m) body(dtype, {m, n, k});
       }

@@ -21,7 +21,9 @@ struct MatmulShape {
   int64_t m, n, k;
 };
 
-// Every combination, in the order of a table's rows. A k that the type's blocks do not divide is a usage error.
+// A k that the blocks of one of the types do not divide is a usage error. Before anything is printed.
+void check_products(const MatmulArguments& arguments);
+// Every combination, in the order of a table's rows.
 void for_each_product(const MatmulArguments& arguments,
                       const std::function<void(const std::string& dtype, const MatmulShape& shape)>& body);
 

@@ -50,6 +50,18 @@ TEST_F(OpstUsage, AMissingSubcommandNamesTheChoices) {
   EXPECT_EQ(refusal({"dance"}).rfind("opst: 'dance' is none of generate, chat, ", 0), 0u);
 }
 
+// A table whose later rows cannot be has no first row either.
+TEST_F(OpstUsage, EveryCombinationIsCheckedBeforeTheFirstRow) {
+  for (const char* const command : {"plan", "bench"}) {
+    EXPECT_EQ(refusal({command, "matmul", "--m", "1", "--n", "8", "--k", "64,40", "--dtype", "f32,q4_1"}),
+              std::string("opst ") + command + " matmul: k is 40, but q4_1 has blocks of 32 values\n");
+    EXPECT_EQ(refusal({command, "matmul", "--m", "1", "--n", "8", "--k", "3", "--dtype", "f32,i4"}),
+              std::string("opst ") + command + " matmul: k is 3, but i4 has two values to a byte\n");
+  }
+  EXPECT_EQ(refusal({"plan", "matmul", "--m", "1", "--n", "8,7", "--k", "64", "--activation", "swiglu"}),
+            "opst plan matmul: n is 7, but swiglu needs two halves\n");
+}
+
 TEST_F(OpstUsage, NamesOfLlamaCppAreUnderstood) {
   const auto generate = [&](const std::vector<std::string>& more) {
     const Outcome outcome = run_program(with_model("generate", more));

@@ -16,6 +16,12 @@ constexpr Activation kActivations[] = {Activation::none,      Activation::silu, 
                                        Activation::gelu_tanh, Activation::swiglu, Activation::swiglu_swapped};
 
 void run(const Options& options) {
+  check_products(options.products);
+  for (const int64_t n : options.products.n) {
+    if (options.activation.rfind("swiglu", 0) == 0 && n % 2 != 0) {
+      usage_error("n is " + std::to_string(n) + ", but " + options.activation + " needs two halves");
+    }
+  }
   const Context context = make_context(options.products.num_threads);
   const int threads = context.num_threads();
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
@@ -26,9 +32,6 @@ void run(const Options& options) {
     }
     problem.activations = options.int8 ? ActivationType::int8 : ActivationType::exact;
     problem.batch_invariant = options.batch_invariant;
-    if (options.activation.rfind("swiglu", 0) == 0 && s.n % 2 != 0) {
-      usage_error("n is " + std::to_string(s.n) + ", but " + options.activation + " needs two halves");
-    }
     const MatmulPlan plan = plan_matmul(problem, context.machine(), threads);
     if (!options.products.json) {
       write_output(dtype + ", " + std::to_string(s.m) + " x " + std::to_string(s.n) + " x " + std::to_string(s.k) +
