@@ -67,7 +67,7 @@ struct Accumulate {
   using S = typename P::V::Scalar;
   static constexpr bool kOnly = false;  // whether there is but one tile
   template <int kVecs>
-  static OPST_INLINE tile::ScaledAccumulate<P> product_for(int rows) {
+  static OPST_INLINE auto product_for(int rows) {
     return tile::scaled_accumulate_for<P, kVecs>(rows);
   }
 
