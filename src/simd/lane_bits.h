@@ -48,8 +48,7 @@ OPST_INLINE uint32_t bits_of_bytes(const uint8_t* p, int64_t n) {
 
 template <class T>
 OPST_INLINE GenericVec<T> select_bits(uint32_t bits, GenericVec<T> a, GenericVec<T> b) {
-  const auto x = a.lanes();
-  return each(b, [&](T y, int i) { return (bits >> i & 1u) != 0 ? x.x[i] : y; });
+  return each(b, [&](T y, int i) { return (bits >> i & 1u) != 0 ? a.v[i] : y; });
 }
 template <class V>
 OPST_INLINE uint32_t bits_of_bytes(const uint8_t* p, int64_t n) {
