@@ -179,21 +179,4 @@ OPST_INLINE F32 hmax_each(const F32 (&row)[8]) {
   return reduce_each(row, [](__m256 a, __m256 b) OPST_INLINE_LAMBDA { return _mm256_max_ps(a, b); });
 }
 
-// Words of two bf16 values.
-struct Bf16Words {
-  __m256i v;
-
-  static OPST_INLINE Bf16Words load(const uint32_t* p) {
-    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
-  }
-  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
-    return {_mm256_maskload_epi32(reinterpret_cast<const int*>(p), F32::first_lanes(n))};
-  }
-  // The lower and the upper value of each word, widened.
-  OPST_INLINE F32 low() const { return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16))}; }
-  OPST_INLINE F32 high() const {
-    return {_mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
-  }
-};
-
 }  // namespace opst::OPST_ISA_NS::simd

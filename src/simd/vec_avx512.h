@@ -182,34 +182,7 @@ OPST_INLINE F32 hmax_each(const F32 (&row)[16]) {
   return reduce_each(row, [](__m512 a, __m512 b) OPST_INLINE_LAMBDA { return _mm512_max_ps(a, b); });
 }
 
-// Words of two bf16 values, the operand of the pairwise dot instruction.
-struct Bf16Words {
-  __m512i v;
-
-  static OPST_INLINE Bf16Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
-    return {_mm512_maskz_loadu_epi32(F32::first_lanes(n), p)};
-  }
-  static OPST_INLINE Bf16Words set1(uint32_t word) { return {_mm512_set1_epi32(static_cast<int32_t>(word))}; }
-  // The words as they are, to the memory of floats.
-  OPST_INLINE void store_bits(float* p) const { _mm512_storeu_si512(p, v); }
-  // The lower and the upper value of each word, widened.
-  OPST_INLINE F32 low() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16))}; }
-  OPST_INLINE F32 high() const {
-    return {_mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
-  }
-};
-
 #if defined(__AVX512BF16__)
-OPST_INLINE __m512bh as_bf16(__m512i bits) {
-  __m512bh out;
-  __builtin_memcpy(&out, &bits, sizeof(out));
-  return out;
-}
-// acc + a.low * b.low + a.high * b.high per lane (subnormals count as zero).
-OPST_INLINE F32 dot_pairs(F32 acc, Bf16Words a, Bf16Words b) {
-  return {_mm512_dpbf16_ps(acc.v, as_bf16(a.v), as_bf16(b.v))};
-}
 // 32 consecutive values rounded to bf16 (nearest even, subnormals to zero).
 OPST_INLINE void store_bf16_fast(F32 low, F32 high, bf16* p) {
   const __m512bh pair = _mm512_cvtne2ps_pbh(high.v, low.v);

@@ -209,22 +209,6 @@ OPST_INLINE GenericVec<T> exp2_scale(GenericVec<T> p, GenericVec<T> x) {
   });
 }
 
-// Words of two bf16 values.
-struct Bf16Words {
-  typedef uint32_t Register __attribute__((vector_size(16)));
-  Register v;
-
-  static OPST_INLINE Bf16Words load(const uint32_t* p) { return load_n(p, F32::kLanes); }
-  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {  // at any even address
-    Bf16Words out = {};
-    __builtin_memcpy(&out.v, p, static_cast<size_t>(n) * sizeof(uint32_t));
-    return out;
-  }
-  // The lower and the upper value of each word, widened.
-  OPST_INLINE F32 low() const { return {(F32::Raw)(v << 16)}; }
-  OPST_INLINE F32 high() const { return {(F32::Raw)(v & 0xffff0000u)}; }
-};
-
 template <class T>
 OPST_INLINE T hsum(GenericVec<T> a) {
   if constexpr (GenericVec<T>::kLanes == 2)
