@@ -108,12 +108,6 @@ OPST_INLINE void load_tile(const typename P::V::Scalar* c, int64_t ldc, typename
   }
 }
 template <class P, int MR, int NV>
-OPST_INLINE void scale_tile(const typename P::V::Scalar* factor, typename P::V (&acc)[MR][NV]) {
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] * P::V::set1(factor[i]);
-  }
-}
-template <class P, int MR, int NV>
 OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], typename P::V::Scalar* c, int64_t ldc) {
   using V = typename P::V;
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
@@ -197,9 +191,11 @@ template <class P, int MR, int NV, class Ahead>
 OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                      int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
                                      const typename P::V::Scalar* factor, Ahead ahead) {
-  typename P::V acc[MR][NV];
-  load_tile<P, MR, NV>(c, ldc, acc);
-  scale_tile<P, MR, NV>(factor, acc);
+  using V = typename P::V;
+  V acc[MR][NV];
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]);
+  }
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, ahead, acc);
   store_tile<P, MR, NV>(acc, c, ldc);
 }
@@ -211,7 +207,9 @@ OPST_NOINLINE void scaled_product(int64_t depth, const typename P::Word* a, int6
   typename P::V acc[MR][NV];
   clear_tile<P, MR, NV>(acc);
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
-  scale_tile<P, MR, NV>(factor, acc);
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] * P::V::set1(factor[i]);
+  }
   store_tile<P, MR, NV>(acc, c, ldc);
 }
 
