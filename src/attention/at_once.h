@@ -13,9 +13,6 @@
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::FinishRows;
-using opst::attention::RowsAhead;
-
 template <class P>
 class AtOnce {
  public:

@@ -122,14 +122,15 @@ struct Kernels {
   // Whether values, dimensions next to each other, are finite.
   bool (*values_finite)(const void* const* rows, int64_t count, int64_t value_head_dim);
 
-  void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);           // packed tiles
-  void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // at most tile_rows rows
-  void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);     // panel32 pages
+  void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // packed tiles
+  // At most tile_rows rows; panel32 pages.
+  void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
+  void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
   // Writes outputs and statistics, straight from the registers that hold them; block.state is scratch. Wants one
   // element per word, outputs of the accumulator type next to each other, rows evenly spaced, value_head_dim a multiple
   // of the lanes. `ahead`: keys, queries and values to fetch meanwhile, where they are likely not to be in a cache.
   void (*attend_at_once)(const QueryBlock& block, const KvTile& tile, const FinishRows& finish,
-                         const RowsAhead (&ahead)[3]);
+                         const RowsAhead (&ahead)[3]) = nullptr;
 
   void (*finish_rows)(const FinishRows& finish);
 };
@@ -139,10 +140,10 @@ struct Kernels {
 // and attend_at_once too; attend_pages for what panel32 cannot hold.
 struct KernelTable {
   Kernels f32_product[3];  // keys stored as f32, bf16, f16
-  Kernels bf16_dot;        // keys and queries stored as bf16
-  bool has_bf16_dot;
-  Kernels f64_product;  // at the generic level only
-  bool has_f64;
+  Kernels bf16_dot = {};   // keys and queries stored as bf16
+  bool has_bf16_dot = false;
+  Kernels f64_product = {};  // at the generic level only
+  bool has_f64 = false;
 };
 
 // The standard form (options.path), apart from Kernels: made of the same pieces at every level, so that a level has
@@ -151,7 +152,7 @@ struct KernelTable {
 using AttendStandard = void (*)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles, void* matrix,
                                 int64_t matrix_stride);
 struct StandardTable {
-  AttendStandard f32, bf16_dot, f64;  // by AttentionProduct; null as in KernelTable
+  AttendStandard f32, bf16_dot = nullptr, f64 = nullptr;  // by AttentionProduct; null as in KernelTable
 };
 
 }  // namespace opst::attention

@@ -61,6 +61,7 @@ class PagesSource {
 
   template <class Sink>
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
+    static_assert(!Sink::kOnly, "adds to what is there");
     S ones[kTileRows];
     for (S& one : ones) one = 1;
     const int64_t row_words = q_.value_head_dim, distance = groups_ahead(q_.value_head_dim);
@@ -84,10 +85,11 @@ class PagesSource {
       alpha = ones;
       key = end;
     }
-    if (whole_end < s.span.end) {  // half a pair
-      Stored row[kMaxColumns];
+    if constexpr (kElements == 2) {
+      if (whole_end == s.span.end) return;
+      Stored row[kMaxColumns];  // half a pair
       const Stored* values = group(tile_.value_rows, whole_end) + whole_end % kGroup / kElements * row_words;
-      for (int64_t d = 0; d < row_words; ++d) row[d] = lower_half(values[d]);
+      for (int64_t d = 0; d < row_words; ++d) row[d] = values[d] & 0xffffu;
       multiply_from(whole_end, row, 1, row);
     }
   }
@@ -118,8 +120,6 @@ class PagesSource {
   }
 
   static constexpr int kMaxColumns = 768;
-  static OPST_INLINE float lower_half(float word) { return word; }  // never called: a float is no pair
-  static OPST_INLINE uint32_t lower_half(uint32_t word) { return word & 0xffffu; }
 
   // O = alpha O + P V for `depth` rows of stored words at `values`, all columns.
   OPST_INLINE void multiply(int rows, const Word* p, int64_t stride, const Stored* values, int64_t depth,

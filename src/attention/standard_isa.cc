@@ -12,8 +12,6 @@
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::StandardTable;
-
 template <class P>
 void attend_standard(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, void* matrix, int64_t stride) {
   using V = typename P::V;
@@ -76,13 +74,9 @@ constinit const StandardTable kStandardTable = {
     .f32 = attend_standard<tile::ProductF32>,
 #if defined(__AVX512BF16__)
     .bf16_dot = attend_standard<tile::ProductBf16Dot>,
-#else
-    .bf16_dot = nullptr,
 #endif
 #if !defined(__AVX2__)
     .f64 = attend_standard<tile::ProductF64>,
-#else
-    .f64 = nullptr,
 #endif
 };
 
