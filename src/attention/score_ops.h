@@ -14,7 +14,6 @@
 #pragma once
 
 #include "attention/score_rules.h"
-#include "simd/lane_bits.h"
 #include "simd/math.h"
 #include "simd/philox.h"
 

@@ -14,6 +14,9 @@
 //                max and min return b where either is NaN. fma is one rounding except at the generic level.
 //   choice       a < b, a <= b, a == b -> V::Mask (false on NaN);  select(mask, a, b);  any(mask)
 //                blend_n(n, a, b) = a in lanes below n, b in the others
+//                select_bits(bits, a, b): lane i of a where bit i is set, else of b
+//                bits_of_bytes<V>(p, n): bit i set where p[i] != 0; n <= kLanes bytes are read, bits from n on are 0
+//                keep_bf16(p, bits): 32 values of bf16 in place become 0 where their bit is not set (avx512_bf16 only)
 //   bits         copy_sign(magnitude, sign)
 //   exponent     scale_pow2(p, n) = p * 2^n; exp2_fraction(x), exp2_scale(p, x): the two halves of exp2, see math.h
 //   across       hsum(v), hmax(v) in a fixed order

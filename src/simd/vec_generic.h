@@ -242,4 +242,15 @@ OPST_INLINE GenericVec<T> hmax_each(const GenericVec<T> (&row)[N]) {
   return each(row[0], [&](T, int i) { return hmax(row[i]); });
 }
 
+template <class T>
+OPST_INLINE GenericVec<T> select_bits(uint32_t bits, GenericVec<T> a, GenericVec<T> b) {
+  return each(b, [&](T y, int i) { return (bits >> i & 1u) != 0 ? a.v[i] : y; });
+}
+template <class V>
+OPST_INLINE uint32_t bits_of_bytes(const uint8_t* p, int64_t n) {
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < n; ++i) bits |= static_cast<uint32_t>(p[i] != 0) << i;
+  return bits;
+}
+
 }  // namespace opst::OPST_ISA_NS::simd
