@@ -14,12 +14,10 @@
 
 namespace opst::OPST_ISA_NS::simd {
 
-#if defined(__AVX2__)
 typedef int16_t Pairs __attribute__((vector_size(kIntsBytes)));
 typedef uint16_t PairBits __attribute__((vector_size(kIntsBytes)));
-#endif
 
-// Of bytes: u * s, added up in pairs. Of pairs: a * b, added up in lanes.
+// Of bytes: u * s, added up in pairs. Of pairs: a * b, added up in lanes (generic: products of 16 bits).
 #if defined(__AVX512F__)
 OPST_INLINE Pairs multiply_bytes(Words u, Words s) { return (Pairs)_mm512_maddubs_epi16((__m512i)u.v, (__m512i)s.v); }
 OPST_INLINE I32 multiply_pairs(Pairs a, Pairs b) { return {(I32::Register)_mm512_madd_epi16((__m512i)a, (__m512i)b)}; }
@@ -37,6 +35,10 @@ OPST_INLINE void store_i8(F32 v, int8_t* p) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
 }
 #else
+OPST_INLINE I32 multiply_pairs(Pairs a, Pairs b) {
+  const I32 products = {(I32::Register)(a * b)};
+  return {((products << 16).v >> 16) + (products.v >> 16)};
+}
 OPST_INLINE I32 to_i32(F32 a) { return {__builtin_convertvector(a.v, I32::Register)}; }
 OPST_INLINE void store_i8(F32 v, int8_t* p) {
   for (int i = 0; i < F32::kLanes; ++i) p[i] = static_cast<int8_t>(v.v[i]);
@@ -47,20 +49,12 @@ template <int kMost>
 OPST_INLINE I32 dot(I32 acc, Words u, Words s) {
 #if defined(__AVX512VNNI__)
   return {(I32::Register)_mm512_dpbusd_epi32((__m512i)acc.v, (__m512i)u.v, (__m512i)s.v)};
-#elif defined(__AVX2__)
+#else
+#if defined(__AVX2__)
   if constexpr (kMost <= 127) return acc + multiply_pairs(multiply_bytes(u, s), Pairs{} + 1);
+#endif
   const PairBits a = (PairBits)u.v, b = (PairBits)s.v;
   return acc + multiply_pairs((Pairs)(a & 255), (Pairs)(b << 8) >> 8) + multiply_pairs((Pairs)(a >> 8), (Pairs)b >> 8);
-#else
-  for (int i = 0; i < F32::kLanes; ++i) {
-    uint32_t sum = static_cast<uint32_t>(acc.v[i]);
-    for (int byte = 0; byte < 32; byte += 8) {
-      const int32_t a = static_cast<int32_t>(u.v[i] >> byte & 255u);
-      sum += static_cast<uint32_t>(a * static_cast<int8_t>(s.v[i] >> byte & 255u));
-    }
-    acc.v[i] = static_cast<int32_t>(sum);
-  }
-  return acc;
 #endif
 }
 
