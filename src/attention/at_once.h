@@ -13,9 +13,6 @@
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::FinishRows;
-using opst::attention::RowsAhead;
-
 template <class P>
 class AtOnce {
  public:
@@ -24,7 +21,7 @@ class AtOnce {
   static constexpr bool kOnly = true;
   static constexpr int kLanes = V::kLanes, kTileRows = P::kTileRows;
   template <int kVecs>
-  static OPST_INLINE tile::ScaledAccumulate<P> product_for(int rows) {
+  static OPST_INLINE auto product_for(int rows) {
     return tile::scaled_product_for<P, kVecs>(rows);
   }
 

@@ -9,7 +9,7 @@
 #include "attention/backward_kernels.h"
 #include "attention/score_ops.h"
 #include "simd/math.h"
-#include "tile/gemm_accumulate.h"
+#include "tile/gemm_tile.h"
 #include "tile/pack.h"
 #include "tile/row_tiles.h"
 

@@ -10,8 +10,6 @@
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::FinishRows;
-
 template <class V>
 struct Finish {
   using S = typename V::Scalar;

@@ -41,7 +41,7 @@ namespace opst::OPST_ISA_NS::attention {
 
 using tile::RowTiles;
 
-// O = alpha O + P V for each row over the keys that reach it, one key at a time.
+// O = alpha O + P V of a register tile, row by row and key by key, over the keys that reach the row.
 template <class Source, class S>
 OPST_NOINLINE void weigh_by_key(const Source source, const QueryBlock& q, const KvTile& tile, const Scores<S>& s,
                                 const S* alpha) {
@@ -67,7 +67,7 @@ struct Accumulate {
   using S = typename P::V::Scalar;
   static constexpr bool kOnly = false;  // whether there is but one tile
   template <int kVecs>
-  static OPST_INLINE tile::ScaledAccumulate<P> product_for(int rows) {
+  static OPST_INLINE auto product_for(int rows) {
     return tile::scaled_accumulate_for<P, kVecs>(rows);
   }
 

@@ -13,8 +13,6 @@
 //            only, so a hidden non-finite value cannot reach it. With rules, whether values are finite is looked up.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/online_softmax.h"
 #include "tile/pack.h"
 
@@ -48,6 +46,7 @@ class InPlaceSource {
 
   template <class Sink>
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
+    static_assert(!Sink::kOnly, "adds to what is there");
     const bool by_row = tile_.partial && q_.rules == nullptr;
     for (int i = 0; i < s.rt.rows; i += by_row ? 1 : kMaxGroup) {
       const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(i) : RowKeys{0, tile_.count};
@@ -74,12 +73,9 @@ class InPlaceSource {
   }
 
   // visit(R), R = min(rows, kMaxGroup) as a constant: rows for which each key and value is read once.
-  template <int R = kMaxGroup, class Visit>
+  template <class Visit>
   static OPST_INLINE void for_group(int rows, const Visit& visit) {
-    if constexpr (R > 1) {
-      if (rows < R) return for_group<R - 1>(rows, visit);
-    }
-    visit(std::integral_constant<int, R>{});
+    tile::with_rows<kMaxGroup>(rows < kMaxGroup ? rows : kMaxGroup, visit);
   }
 
   // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.

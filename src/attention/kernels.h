@@ -119,14 +119,15 @@ struct Kernels {
   // Whether values, dimensions next to each other, are finite.
   bool (*values_finite)(const void* const* rows, int64_t count, int64_t value_head_dim);
 
-  void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);           // packed tiles
-  void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // at most tile_rows rows
-  void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);     // panel32 pages
+  void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // packed tiles
+  // At most tile_rows rows; panel32 pages.
+  void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
+  void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
   // Writes outputs and statistics, straight from the registers that hold them; block.state is scratch. Wants one
   // element per word, outputs of the accumulator type next to each other, rows evenly spaced, value_head_dim a multiple
   // of the lanes. `ahead`: keys, queries and values to fetch meanwhile, where they are likely not to be in a cache.
   void (*attend_at_once)(const QueryBlock& block, const KvTile& tile, const FinishRows& finish,
-                         const RowsAhead (&ahead)[3]);
+                         const RowsAhead (&ahead)[3]) = nullptr;
 
   void (*finish_rows)(const FinishRows& finish);
 };

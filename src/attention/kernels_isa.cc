@@ -5,15 +5,11 @@
 #include "attention/finish.h"
 #include "attention/forward.h"
 #include "attention/in_place_source.h"
-#include "attention/kernels.h"
 #include "attention/packed_source.h"
 #include "attention/pages_source.h"
 #include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::attention {
-
-using opst::attention::Kernels;
-using opst::attention::KernelTable;
 
 template <class P, class T>
 void pack_keys(const void* const* rows, int64_t dim_stride, int64_t count, int64_t head_dim, void* out) {
@@ -40,9 +36,6 @@ constexpr Kernels kernels() {
                .pack_values = pack_values<P, T>,
                .values_finite = tile::rows_finite<V, T>,
                .attend = attend<PackedSource<P>>,
-               .attend_in_place = nullptr,
-               .attend_pages = nullptr,
-               .attend_at_once = nullptr,
                .finish_rows = Finish<V>::finish_rows};
   if constexpr (P::kStep == 1) {
     k.attend_in_place = attend<InPlaceSource<P, T>>;

@@ -34,11 +34,12 @@ struct TileKeys {
 
   // Of the row's interval; the prefix is seen besides.
   OPST_INLINE RowKeys of_row(int64_t r) const {
+    if (!partial) return {0, count};
     const int64_t begin = visible_begin[r] - first_key, end = visible_end[r] - first_key;
     return {begin < 0 ? 0 : begin, end > count ? count : end};
   }
 
-  // For rows of intervals whose ends only grow from row to row.
+  // Without a prefix, the ends of the intervals must only grow from row to row.
   template <class P>
   OPST_INLINE KeySpan span(RowTile rt) const {
     constexpr int64_t kLanes = P::V::kLanes, kPanel = P::kTileVecs * kLanes;

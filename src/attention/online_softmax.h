@@ -23,9 +23,6 @@
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::KvTile;
-using opst::attention::QueryBlock;
-
 // What of a tile's scores is computed for a register tile of rows.
 template <class S>
 struct Scores {
@@ -107,10 +104,8 @@ struct OnlineSoftmax {
   }
   // Scores [begin, end) of row i that are of keys in the row's interval.
   static OPST_INLINE RowKeys interval(const QueryBlock& q, const KvTile& tile, const Scores<S>& s, int64_t i) {
-    const int64_t r = s.rt.first + i, origin = tile.first_key + s.span.begin, count = s.span.end - s.span.begin;
-    if (!tile.partial) return {0, count};
-    const int64_t end = q.visible_end[r] - origin;
-    return {q.visible_begin[r] - origin, end < count ? end : count};
+    const auto [begin, end] = keys_of(q, tile).of_row(s.rt.first + i);
+    return {begin - s.span.begin, end - s.span.begin};
   }
 
   // As the product and hide, where there are rules: raw scores become S.

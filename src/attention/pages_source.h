@@ -6,7 +6,7 @@
 // Loop nest  as packed tiles. Values of stretches that follow one another in memory (in a page) are multiplied as one
 // Memory     nothing is packed. Up to four rows the products are bound by the stream of pages: a tile's keys, stretch
 //            by stretch, its values, the next tile's keys. While a stretch is read, the stretch 8 KB or more ahead is
-//            fetched (tile/stream_tile.h), whichever page holds it
+//            fetched (tile/gemm_tile.h), whichever page holds it
 // Numerics   What lies in a page beyond the context never counts: its keys are hidden, its values are not multiplied,
 //            and half a pair is taken from a copy whose other half is 0. Whether the values of a tile are finite is
 //            looked up where some may be hidden, since no packing has seen them.
@@ -14,7 +14,7 @@
 
 #include "attention/online_softmax.h"
 #include "opst/page_layout.h"
-#include "tile/stream_tile.h"
+#include "tile/gemm_tile.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -49,8 +49,8 @@ class PagesSource {
       if (s.rt.rows <= tile::kStreamRows) {
         const auto stream = wide ? tile::stream_product_with_max_for<P, kTileVecs>(s.rt.rows)
                                  : tile::stream_product_with_max_for<P, 1>(s.rt.rows);
-        stream(depth, a, q_.query_stride, b, kGroup, in_stream(key / kGroup + distance) + key % kGroup, s.data + j,
-               s.stride, maxima);
+        stream(depth, a, q_.query_stride, b, kGroup, s.data + j, s.stride, maxima,
+               in_stream(key / kGroup + distance) + key % kGroup);
       } else {
         const auto product =
             wide ? tile::product_with_max_for<P, kTileVecs>(s.rt.rows) : tile::product_with_max_for<P, 1>(s.rt.rows);
@@ -61,6 +61,7 @@ class PagesSource {
 
   template <class Sink>
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
+    static_assert(!Sink::kOnly, "adds to what is there");
     S ones[kTileRows];
     for (S& one : ones) one = 1;
     const int64_t row_words = q_.value_head_dim, distance = groups_ahead(q_.value_head_dim);
@@ -84,10 +85,11 @@ class PagesSource {
       alpha = ones;
       key = end;
     }
-    if (whole_end < s.span.end) {  // half a pair
-      Stored row[kMaxColumns];
+    if constexpr (kElements == 2) {
+      if (whole_end == s.span.end) return;
+      Stored row[kMaxColumns];  // half a pair
       const Stored* values = group(tile_.value_rows, whole_end) + whole_end % kGroup / kElements * row_words;
-      for (int64_t d = 0; d < row_words; ++d) row[d] = lower_half(values[d]);
+      for (int64_t d = 0; d < row_words; ++d) row[d] = values[d] & 0xffffu;
       multiply_from(whole_end, row, 1, row);
     }
   }
@@ -118,8 +120,6 @@ class PagesSource {
   }
 
   static constexpr int kMaxColumns = 768;
-  static OPST_INLINE float lower_half(float word) { return word; }  // never called: a float is no pair
-  static OPST_INLINE uint32_t lower_half(uint32_t word) { return word & 0xffffu; }
 
   // O = alpha O + P V for `depth` rows of stored words at `values`, all columns.
   OPST_INLINE void multiply(int rows, const Word* p, int64_t stride, const Stored* values, int64_t depth,
@@ -131,7 +131,7 @@ class PagesSource {
       for (; c + kLanes <= columns; c += columns - c >= kWide ? kWide : kLanes) {
         const auto stream = columns - c >= kWide ? tile::stream_scaled_accumulate_for<P, tile::kStreamVecs>(rows)
                                                  : tile::stream_scaled_accumulate_for<P, 1>(rows);
-        stream(depth, p, stride, values + c, columns, ahead + c, out + c, out_stride, alpha);
+        stream(depth, p, stride, values + c, columns, out + c, out_stride, alpha, ahead + c);
       }
     }
     for (; c + kLanes <= columns; c += columns - c >= kPanel ? kPanel : kLanes) {

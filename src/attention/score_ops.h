@@ -14,14 +14,27 @@
 #pragma once
 
 #include "attention/score_rules.h"
-#include "simd/lane_bits.h"
 #include "simd/math.h"
 #include "simd/philox.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::RowRules;
-using opst::attention::ScoreRules;
+// What kernels share with their callers, for all of the room's kernels.
+using namespace opst::attention;
+
+// visit(T()) for the type of elements that are stored: f64 meets kernels of S = double, and no other type does.
+template <class S, class Visit>
+OPST_INLINE void with_type(DType dtype, const Visit& visit) {
+  if constexpr (sizeof(S) == 8) {
+    visit(double());
+  } else if (dtype == DType::f32) {
+    visit(float());
+  } else if (dtype == DType::bf16) {
+    visit(bf16());
+  } else {
+    visit(f16());
+  }
+}
 
 // One bit per key of a row: bit j is key first_key + j.
 struct KeepBits {
@@ -64,17 +77,11 @@ struct ScoreOps {
   }
   static OPST_INLINE void add_bias(const ScoreRules& o, const RowRules& w, int64_t first_key, int64_t count,
                                    int64_t width, S factor, S* row) {
-    const int64_t stride = o.bias_stride, at = first_key * stride;
-    const S scale = static_cast<S>(o.bias_scale);
-    if constexpr (sizeof(S) == 8) {
-      add_bias(static_cast<const double*>(w.bias) + at, stride, scale, count, width, factor, row);
-    } else if (o.bias_dtype == DType::f32) {
-      add_bias(static_cast<const float*>(w.bias) + at, stride, scale, count, width, factor, row);
-    } else if (o.bias_dtype == DType::bf16) {
-      add_bias(static_cast<const bf16*>(w.bias) + at, stride, scale, count, width, factor, row);
-    } else {
-      add_bias(static_cast<const f16*>(w.bias) + at, stride, scale, count, width, factor, row);
-    }
+    const int64_t stride = o.bias_stride;
+    with_type<S>(o.bias_dtype, [&](auto zero) OPST_INLINE_LAMBDA {
+      const auto* bias = static_cast<const decltype(zero)*>(w.bias) + first_key * stride;
+      add_bias(bias, stride, static_cast<S>(o.bias_scale), count, width, factor, row);
+    });
   }
 
   // Fetches the mask and bias of 32 keys from `key` on.

@@ -4,30 +4,21 @@
 #include <type_traits>
 
 #include "attention/kernels.h"
+#include "attention/score_ops.h"
 #include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::attention {
-
-using opst::attention::StackedRows;
 
 // In elements.
 OPST_INLINE int64_t offset_of(const StackedRows& rows, int64_t row) {
   return row / rows.group * rows.seq_stride + row % rows.group * rows.head_stride;
 }
 
-// visit(pointer to element 0 of the row). f64 rows meet kernels of S = double, and no other rows do.
+// visit(pointer to element 0 of the row)
 template <class S, class Visit>
 OPST_INLINE void with_row(const StackedRows& rows, int64_t row, const Visit& visit) {
   const int64_t at = offset_of(rows, row);
-  if constexpr (sizeof(S) == 8) {
-    visit(static_cast<double*>(rows.data) + at);
-  } else if (rows.dtype == DType::f32) {
-    visit(static_cast<float*>(rows.data) + at);
-  } else if (rows.dtype == DType::bf16) {
-    visit(static_cast<bf16*>(rows.data) + at);
-  } else {
-    visit(static_cast<f16*>(rows.data) + at);
-  }
+  with_type<S>(rows.dtype, [&](auto zero) OPST_INLINE_LAMBDA { visit(static_cast<decltype(zero)*>(rows.data) + at); });
 }
 
 // The first n lanes of x to elements d, d + 1, ... of a row.

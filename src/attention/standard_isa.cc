@@ -12,8 +12,6 @@
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::StandardTable;
-
 template <class P>
 void attend_standard(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, void* matrix, int64_t stride) {
   using V = typename P::V;

@@ -26,12 +26,17 @@ inline constexpr bool kExp2Floor = true;  // exp2_fraction in [0, 1)
 inline constexpr bool kExp2Floor = false;  // exp2_fraction in [-0.5, 0.5]
 #endif
 
-// 1 + x (c[0] + x (c[1] + ...)), Horner.
+// c[0] + x (c[1] + x (c[2] + ...)), Horner.
 template <class V, int N>
-OPST_INLINE V polynomial_from_one(V x, const typename V::Scalar (&c)[N]) {
+OPST_INLINE V polynomial(V x, const typename V::Scalar (&c)[N]) {
   V p = V::set1(c[N - 1]);
   OPST_UNROLL for (int i = N - 2; i >= 0; --i) p = fma(p, x, V::set1(c[i]));
-  return fma(p, x, V::set1(1));
+  return p;
+}
+// 1 + x (c[0] + x (c[1] + ...))
+template <class V, int N>
+OPST_INLINE V polynomial_from_one(V x, const typename V::Scalar (&c)[N]) {
+  return fma(polynomial(x, c), x, V::set1(1));
 }
 
 // Taylor series of 2^x on [-0.5, 0.5]; the remainder is below 2^-57.
@@ -116,9 +121,7 @@ OPST_INLINE V tanh(V x) {
     constexpr double c[12] = {1.0 / 2,       1.0 / 6,        1.0 / 24,        1.0 / 120,
                               1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
                               1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
-    V e = V::set1(c[11]);
-    for (int i = 10; i >= 0; --i) e = fma(e, t, V::set1(c[i]));
-    e = fma(e * t, t, t);                                  // e^t - 1
+    V e = fma(polynomial(t, c) * t, t, t);                 // e^t - 1
     for (int i = 0; i < 3; ++i) e = e * (e + V::set1(2));  // e^2t - 1 = (e^t - 1)(e^t + 1)
     near = e / (e + V::set1(2));
   } else {
@@ -126,9 +129,7 @@ OPST_INLINE V tanh(V x) {
     // tanh(m) / m - 1 in s, fitted on [0, 0.55].
     constexpr float c[6] = {-0x1.555554p-2f, 0x1.1110dap-3f,  -0x1.ba095ap-5f,
                             0x1.64e046p-6f,  -0x1.139e28p-7f, 0x1.399522p-9f};
-    V p = V::set1(c[5]);
-    OPST_UNROLL for (int i = 4; i >= 0; --i) p = fma(p, s, V::set1(c[i]));
-    near = fma(p * s, magnitude, magnitude);
+    near = fma(polynomial(s, c) * s, magnitude, magnitude);
   }
   return copy_sign(select(magnitude < V::set1(static_cast<S>(0.55)), near, far), x);
 }
@@ -142,15 +143,11 @@ OPST_INLINE V erf(V x) {
   const V s = magnitude * magnitude;
   constexpr float kNear[6] = {0x1.06eba6p-3f,  -0x1.8126e8p-2f, 0x1.ce1abap-4f,
                               -0x1.b68ff4p-6f, 0x1.475758p-8f,  -0x1.3a8aa4p-11f};
-  V p = V::set1(kNear[5]);
-  OPST_UNROLL for (int i = 4; i >= 0; --i) p = fma(p, s, V::set1(kNear[i]));
-  const V near = fma(p, magnitude, magnitude);
+  const V near = fma(polynomial(s, kNear), magnitude, magnitude);
   constexpr float kFar[7] = {-0x1.5d0c4ep-13f, -0x1.20b752p0f,  -0x1.4621b8p-1f, -0x1.aa732cp-4f,
                              0x1.6d9cfp-6f,    -0x1.91cd1ap-9f, 0x1.9fb2eep-13f};
   const V t = min(V::set1(4), magnitude);  // NaN stays
-  V h = V::set1(kFar[6]);
-  OPST_UNROLL for (int i = 5; i >= 0; --i) h = fma(h, t, V::set1(kFar[i]));
-  const V far = V::set1(1) - exp(h);
+  const V far = V::set1(1) - exp(polynomial(t, kFar));
   return copy_sign(select(magnitude < V::set1(0.92f), near, far), x);
 }
 

@@ -1,7 +1,13 @@
-// Small packed integers to float lanes: the verbs that decoding quantised weights needs besides vec.h.
+// Vectors of 32-bit integers: packed small integers to float lanes, the verbs that decoding quantised weights needs
+// besides vec.h, and the sums of their products (dot_i8.h).
 //
-//   Words::load(p)              kLanes 32-bit words; p may point to uint16_t (widened)
-//   words >> n                  any n in 0..31
+//   Words                       kLanes 32-bit words: load(p), p may point to uint16_t (widened); store(words, p)
+//                               words_of(x): the same 32 bits in every lane
+//                               a & b, a | b, a ^ b, a << n, a >> n (any n in 0..31), shift_right<n>(a)
+//   I32                         kLanes sums: zero(), set1(x), load(p), store(p)
+//                               a + b, a - b, a * b, a << n: wrap around
+//                               to_f32(a); as_ints(words): the same bits
+//                               low_byte(a): the lowest eight bits, signed; high_bytes(a): a / 256, rounded down
 //
 // Each lane of the results is a float; M is subtracted from it; i is a constant after unrolling:
 //   nibble<M>(words, i)         field i of four bits of the lane's word (0 the lowest): 0..15
@@ -16,23 +22,75 @@
 
 namespace opst::OPST_ISA_NS::simd {
 
-#if defined(__AVX512F__)
+// The compiler's own vector types: g++-12 copies and spills __m512i accumulators of the dot product.
+inline constexpr int kIntsBytes = 4 * F32::kLanes;
 
 struct Words {
-  __m512i v;
-  static OPST_INLINE Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-  static OPST_INLINE Words load(const uint16_t* p) {
-    return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
+  typedef uint32_t Register __attribute__((vector_size(kIntsBytes)));
+  typedef uint32_t Unaligned __attribute__((vector_size(kIntsBytes), aligned(1), may_alias));
+  Register v;
+  static OPST_INLINE Words load(const uint32_t* p) { return {*reinterpret_cast<const Unaligned*>(p)}; }
+  static OPST_INLINE Words load(const uint16_t* p);
 };
-OPST_INLINE Words operator>>(Words words, int n) { return {_mm512_srl_epi32(words.v, _mm_cvtsi32_si128(n))}; }
-// Shifts by a constant of either sign, positive to the right.
-OPST_INLINE __m512i shifted(__m512i v, int n) {
-  return n >= 0 ? _mm512_srli_epi32(v, static_cast<unsigned>(n)) : _mm512_slli_epi32(v, static_cast<unsigned>(-n));
+OPST_INLINE void store(Words words, uint32_t* p) { *reinterpret_cast<Words::Unaligned*>(p) = words.v; }
+OPST_INLINE Words words_of(uint32_t x) { return {Words::Register{} + x}; }
+OPST_INLINE Words operator&(Words a, Words b) { return {a.v & b.v}; }
+OPST_INLINE Words operator|(Words a, Words b) { return {a.v | b.v}; }
+OPST_INLINE Words operator^(Words a, Words b) { return {a.v ^ b.v}; }
+OPST_INLINE Words operator<<(Words a, int n) { return {a.v << n}; }
+OPST_INLINE Words operator>>(Words a, int n) { return {a.v >> n}; }
+template <int kBits>
+OPST_INLINE Words shift_right(Words a) {
+  return a >> kBits;
 }
-// Bits 0..3: a field of words; above them: bits of high, whose bit `from` goes to bit 4.
-OPST_INLINE __m512i joined(Words words, Words high, int field, int from) {
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi32(15), shifted(words.v, 4 * field), shifted(high.v, from - 4), 0xca);
+// Shifts by a constant of either sign, positive to the right.
+OPST_INLINE Words shifted(Words a, int n) { return n >= 0 ? a >> n : a << -n; }
+
+struct I32 {
+  typedef int32_t Register __attribute__((vector_size(kIntsBytes)));
+  typedef int32_t Unaligned __attribute__((vector_size(kIntsBytes), aligned(1), may_alias));
+  using Wrapping = Words::Register;
+  Register v;
+  static OPST_INLINE I32 zero() { return {Register{}}; }
+  static OPST_INLINE I32 set1(int32_t x) { return {Register{} + x}; }
+  static OPST_INLINE I32 load(const int32_t* p) { return {*reinterpret_cast<const Unaligned*>(p)}; }
+  OPST_INLINE void store(int32_t* p) const { *reinterpret_cast<Unaligned*>(p) = v; }
+};
+OPST_INLINE I32 as_ints(Words words) { return {(I32::Register)words.v}; }
+OPST_INLINE I32 operator+(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v + (I32::Wrapping)b.v)}; }
+OPST_INLINE I32 operator-(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v - (I32::Wrapping)b.v)}; }
+OPST_INLINE I32 operator*(I32 a, I32 b) { return {(I32::Register)((I32::Wrapping)a.v * (I32::Wrapping)b.v)}; }
+OPST_INLINE I32 operator<<(I32 a, int n) { return {(I32::Register)((I32::Wrapping)a.v << n)}; }
+OPST_INLINE I32 low_byte(I32 a) { return {(a << 24).v >> 24}; }
+OPST_INLINE I32 high_bytes(I32 a) { return {a.v >> 8}; }
+
+#if defined(__AVX512F__)
+OPST_INLINE Words Words::load(const uint16_t* p) {
+  return {(Register)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+OPST_INLINE F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
+OPST_INLINE F32 load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+#elif defined(__AVX2__)
+OPST_INLINE Words Words::load(const uint16_t* p) {
+  return {(Register)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+OPST_INLINE F32 to_f32(I32 a) { return {_mm256_cvtepi32_ps((__m256i)a.v)}; }
+OPST_INLINE F32 load_i8(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+#else
+OPST_INLINE Words Words::load(const uint16_t* p) { return {Register{p[0], p[1], p[2], p[3]}}; }
+OPST_INLINE F32 to_f32(I32 a) { return {__builtin_convertvector(a.v, F32::Raw)}; }
+OPST_INLINE F32 load_i8(const int8_t* p) { return to_f32({I32::Register{p[0], p[1], p[2], p[3]}}); }
+#endif
+
+#if defined(__AVX512F__)
+// Bits 0..3: a field of words; above them: bits of high, of whose field the lowest goes to bit 4.
+OPST_INLINE __m512i joined(Words words, Words high, int field) {
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi32(15), (__m512i)shifted(words, 4 * field).v,
+                                   (__m512i)shifted(high, 4 * field - 4).v, 0xca);
 }
 // 0..15, minus M: a table of floats.
 template <int M>
@@ -42,119 +100,39 @@ OPST_INLINE __m512 counting() {
 // The table look-up uses the low four bits of an index only, so nothing needs masking; of two tables, the low five.
 template <int M = 0>
 OPST_INLINE F32 nibble(Words words, int field) {
-  return {_mm512_permutexvar_ps(shifted(words.v, 4 * field), counting<M>())};
+  return {_mm512_permutexvar_ps((__m512i)shifted(words, 4 * field).v, counting<M>())};
 }
 template <int M = 0>
 OPST_INLINE F32 field5(Words words, Words high, int field) {
-  return {_mm512_permutex2var_ps(counting<M>(), joined(words, high, field, 4 * field), counting<M - 16>())};
+  return {_mm512_permutex2var_ps(counting<M>(), joined(words, high, field), counting<M - 16>())};
 }
 // With the exponent of 2^23 above it, a small integer is a float that exceeds 2^23 by just that integer.
 template <int M = 0>
 OPST_INLINE F32 field6(Words words, Words high, int field) {
-  const __m512i bits = _mm512_ternarylogic_epi32(joined(words, high, field, 4 * field), _mm512_set1_epi32(63),
-                                                 _mm512_set1_epi32(0x4b000000), 0xea);
+  const __m512i bits =
+      _mm512_ternarylogic_epi32(joined(words, high, field), _mm512_set1_epi32(63), _mm512_set1_epi32(0x4b000000), 0xea);
   return F32{_mm512_castsi512_ps(bits)} - F32::set1(static_cast<float>((1 << 23) + M));
 }
-OPST_INLINE F32 signed_byte(Words words, int i) {
-  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(shifted(words.v, 8 * i - 24), 24))};
-}
-OPST_INLINE F32 load_i8(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
-
-#elif defined(__AVX2__)
-
-struct Words {
-  __m256i v;
-  static OPST_INLINE Words load(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
-  static OPST_INLINE Words load(const uint16_t* p) {
-    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
-  }
-};
-OPST_INLINE Words operator>>(Words words, int n) { return {_mm256_srl_epi32(words.v, _mm_cvtsi32_si128(n))}; }
-// Shifts by a constant of either sign, positive to the right.
-OPST_INLINE __m256i shifted(__m256i v, int n) { return n >= 0 ? _mm256_srli_epi32(v, n) : _mm256_slli_epi32(v, -n); }
-// Bits 0..3: a field of words; above them: the bits in `mask` of high, whose bit `from` goes to bit 4. Minus M.
-template <int M>
-OPST_INLINE F32 joined(Words words, Words high, int field, int from, int mask) {
-  const __m256i low_bits = _mm256_and_si256(shifted(words.v, 4 * field), _mm256_set1_epi32(15));
-  const __m256i high_bits = _mm256_and_si256(shifted(high.v, from - 4), _mm256_set1_epi32(mask));
-  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_or_si256(low_bits, high_bits), _mm256_set1_epi32(M)))};
-}
-template <int M = 0>
-OPST_INLINE F32 nibble(Words words, int field) {
-  const __m256i bits = _mm256_and_si256(shifted(words.v, 4 * field), _mm256_set1_epi32(15));
-  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(bits, _mm256_set1_epi32(M)))};
-}
-template <int M = 0>
-OPST_INLINE F32 field5(Words words, Words high, int field) {
-  return joined<M>(words, high, field, 4 * field, 16);
-}
-template <int M = 0>
-OPST_INLINE F32 field6(Words words, Words high, int field) {
-  return joined<M>(words, high, field, 4 * field, 48);
-}
-OPST_INLINE F32 signed_byte(Words words, int i) {
-  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(shifted(words.v, 8 * i - 24), 24))};
-}
-OPST_INLINE F32 load_i8(const int8_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
-}
-
 #else
-
-struct Words {
-  uint32_t lane[F32::kLanes];
-  static OPST_INLINE Words load(const uint32_t* p) {
-    Words out;
-    __builtin_memcpy(out.lane, p, sizeof(out.lane));
-    return out;
-  }
-  static OPST_INLINE Words load(const uint16_t* p) {
-    Words out;
-    for (int i = 0; i < F32::kLanes; ++i) out.lane[i] = p[i];
-    return out;
-  }
-};
-OPST_INLINE Words operator>>(Words words, int n) {
-  for (uint32_t& lane : words.lane) lane >>= n;
-  return words;
-}
-// Bits 0..3: a field of words; above them: the bits in `mask` of high >> from. Minus M.
+// Bits 0..3: a field of words; above them: the bits in `mask` of high, of whose field the lowest goes to bit 4. Minus M.
 template <int M>
-OPST_INLINE F32 joined(Words words, Words high, int field, int from, uint32_t mask) {
-  F32::Lanes out;
-  for (int i = 0; i < F32::kLanes; ++i) {
-    const uint32_t bits = (words.lane[i] >> (4 * field) & 15u) | (high.lane[i] >> from & mask) << 4;
-    out.x[i] = static_cast<float>(static_cast<int>(bits) - M);
-  }
-  return F32::of(out);
+OPST_INLINE F32 joined(Words words, Words high, int field, uint32_t mask) {
+  const Words bits = (shifted(words, 4 * field) & words_of(15)) | (shifted(high, 4 * field - 4) & words_of(mask));
+  return to_f32(as_ints(bits) - I32::set1(M));
 }
 template <int M = 0>
 OPST_INLINE F32 nibble(Words words, int field) {
-  return joined<M>(words, words, field, 0, 0);
+  return joined<M>(words, words, field, 0);
 }
 template <int M = 0>
 OPST_INLINE F32 field5(Words words, Words high, int field) {
-  return joined<M>(words, high, field, 4 * field, 1);
+  return joined<M>(words, high, field, 16);
 }
 template <int M = 0>
 OPST_INLINE F32 field6(Words words, Words high, int field) {
-  return joined<M>(words, high, field, 4 * field, 3);
+  return joined<M>(words, high, field, 48);
 }
-OPST_INLINE F32 signed_byte(Words words, int i) {
-  F32::Lanes out;
-  for (int l = 0; l < F32::kLanes; ++l) {
-    out.x[l] = static_cast<float>(static_cast<int8_t>(words.lane[l] >> (8 * i) & 255u));
-  }
-  return F32::of(out);
-}
-OPST_INLINE F32 load_i8(const int8_t* p) {
-  F32::Lanes out;
-  for (int i = 0; i < F32::kLanes; ++i) out.x[i] = static_cast<float>(p[i]);
-  return F32::of(out);
-}
-
 #endif
+OPST_INLINE F32 signed_byte(Words words, int i) { return to_f32({as_ints(shifted(words, 8 * i - 24)).v >> 24}); }
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -14,6 +14,9 @@
 //                max and min return b where either is NaN. fma is one rounding except at the generic level.
 //   choice       a < b, a <= b, a == b -> V::Mask (false on NaN);  select(mask, a, b);  any(mask)
 //                blend_n(n, a, b) = a in lanes below n, b in the others
+//                select_bits(bits, a, b): lane i of a where bit i is set, else of b
+//                bits_of_bytes<V>(p, n): bit i set where p[i] != 0; n <= kLanes bytes are read, bits from n on are 0
+//                keep_bf16(p, bits): 32 values of bf16 in place become 0 where their bit is not set (avx512_bf16 only)
 //   bits         copy_sign(magnitude, sign)
 //   exponent     scale_pow2(p, n) = p * 2^n; exp2_fraction(x), exp2_scale(p, x): the two halves of exp2, see math.h
 //   across       hsum(v), hmax(v) in a fixed order
@@ -22,7 +25,7 @@
 //                load_transposed(rows, offset, v): v[c] lane i = rows[i][offset + c], rows of V::Scalar
 //
 // Bf16Words: a vector of pairs of bf16, load(p), load_n(p, n); low() and high() widen the lower and the upper values.
-// Levels with the pairwise dot instruction multiply them as they are (dot_pairs in vec_avx512.h).
+// Levels with the pairwise dot instruction multiply them as they are (dot_pairs).
 //
 // All of it lives in namespace opst::OPST_ISA_NS (see cmake/OpstBuild.cmake): the linker can never exchange the code of
 // two levels. Nothing here, and nothing that kernel code includes, uses a function of the standard library.
@@ -58,5 +61,35 @@ template <class V>
 OPST_INLINE int64_t clamp_lanes(int64_t n) {
   return n < 0 ? 0 : n > V::kLanes ? V::kLanes : n;
 }
+
+// Words of two bf16 values, at any even address: they travel as floats.
+struct Bf16Words {
+  typedef uint32_t Register __attribute__((vector_size(4 * F32::kLanes)));
+  Register v;
+
+  static OPST_INLINE Bf16Words of(F32 bits) { return {(Register)bits.v}; }
+  static OPST_INLINE F32 bits(Register v) { return {(decltype(F32::v))v}; }
+  static OPST_INLINE Bf16Words load(const uint32_t* p) { return of(F32::load(reinterpret_cast<const float*>(p))); }
+  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
+    return of(F32::load_n(reinterpret_cast<const float*>(p), n));
+  }
+  static OPST_INLINE Bf16Words set1(uint32_t word) { return {Register{} + word}; }
+  // The words as they are, to the memory of floats.
+  OPST_INLINE void store_bits(float* p) const { bits(v).store(p); }
+  // The lower and the upper value of each word, widened.
+  OPST_INLINE F32 low() const { return bits(v << 16); }
+  OPST_INLINE F32 high() const { return bits(v & 0xffff0000u); }
+};
+#if defined(__AVX512BF16__)
+OPST_INLINE __m512bh as_bf16(Bf16Words words) {
+  __m512bh out;
+  __builtin_memcpy(&out, &words.v, sizeof(out));
+  return out;
+}
+// acc + a.low * b.low + a.high * b.high per lane (subnormals count as zero).
+OPST_INLINE F32 dot_pairs(F32 acc, Bf16Words a, Bf16Words b) {
+  return {_mm512_dpbf16_ps(acc.v, as_bf16(a), as_bf16(b))};
+}
+#endif
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -179,21 +179,20 @@ OPST_INLINE F32 hmax_each(const F32 (&row)[8]) {
   return reduce_each(row, [](__m256 a, __m256 b) OPST_INLINE_LAMBDA { return _mm256_max_ps(a, b); });
 }
 
-// Words of two bf16 values.
-struct Bf16Words {
-  __m256i v;
-
-  static OPST_INLINE Bf16Words load(const uint32_t* p) {
-    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
-  }
-  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
-    return {_mm256_maskload_epi32(reinterpret_cast<const int*>(p), F32::first_lanes(n))};
-  }
-  // The lower and the upper value of each word, widened.
-  OPST_INLINE F32 low() const { return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16))}; }
-  OPST_INLINE F32 high() const {
-    return {_mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
-  }
-};
+OPST_INLINE F32 select_bits(uint32_t bits, F32 a, F32 b) {
+  const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane_bit);
+  return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, lane_bit)))};
+}
+template <class V>
+OPST_INLINE uint32_t bits_of_bytes(const uint8_t* p, int64_t n) {
+  uint64_t bytes = 0;
+  if (n == 8)
+    __builtin_memcpy(&bytes, p, 8);
+  else
+    for (int64_t i = 0; i < n; ++i) bytes |= static_cast<uint64_t>(p[i]) << (8 * i);
+  const __m128i x = _mm_cvtsi64_si128(static_cast<int64_t>(bytes));
+  return ~static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(x, _mm_setzero_si128()))) & 0xffu;
+}
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -21,21 +21,18 @@ struct F32 {
   OPST_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
   OPST_INLINE void store_n(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
 
-  static OPST_INLINE F32 load(const bf16* p) {
-    return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  static OPST_INLINE __m256i load_halves(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static OPST_INLINE __m256i load_halves_n(const void* p, int64_t n) {
+    return _mm256_maskz_loadu_epi16(first_lanes(n), p);
   }
-  static OPST_INLINE F32 load_n(const bf16* p, int64_t n) {
-    return widen_bf16(_mm256_maskz_loadu_epi16(first_lanes(n), p));
-  }
+
+  static OPST_INLINE F32 load(const bf16* p) { return widen_bf16(load_halves(p)); }
+  static OPST_INLINE F32 load_n(const bf16* p, int64_t n) { return widen_bf16(load_halves_n(p, n)); }
   OPST_INLINE void store(bf16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16()); }
   OPST_INLINE void store_n(bf16* p, int64_t n) const { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16()); }
 
-  static OPST_INLINE F32 load(const f16* p) {
-    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
-  static OPST_INLINE F32 load_n(const f16* p, int64_t n) {
-    return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))};
-  }
+  static OPST_INLINE F32 load(const f16* p) { return {_mm512_cvtph_ps(load_halves(p))}; }
+  static OPST_INLINE F32 load_n(const f16* p, int64_t n) { return {_mm512_cvtph_ps(load_halves_n(p, n))}; }
   OPST_INLINE void store(f16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_f16()); }
   OPST_INLINE void store_n(f16* p, int64_t n) const { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16()); }
 
@@ -182,34 +179,7 @@ OPST_INLINE F32 hmax_each(const F32 (&row)[16]) {
   return reduce_each(row, [](__m512 a, __m512 b) OPST_INLINE_LAMBDA { return _mm512_max_ps(a, b); });
 }
 
-// Words of two bf16 values, the operand of the pairwise dot instruction.
-struct Bf16Words {
-  __m512i v;
-
-  static OPST_INLINE Bf16Words load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
-    return {_mm512_maskz_loadu_epi32(F32::first_lanes(n), p)};
-  }
-  static OPST_INLINE Bf16Words set1(uint32_t word) { return {_mm512_set1_epi32(static_cast<int32_t>(word))}; }
-  // The words as they are, to the memory of floats.
-  OPST_INLINE void store_bits(float* p) const { _mm512_storeu_si512(p, v); }
-  // The lower and the upper value of each word, widened.
-  OPST_INLINE F32 low() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16))}; }
-  OPST_INLINE F32 high() const {
-    return {_mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
-  }
-};
-
 #if defined(__AVX512BF16__)
-OPST_INLINE __m512bh as_bf16(__m512i bits) {
-  __m512bh out;
-  __builtin_memcpy(&out, &bits, sizeof(out));
-  return out;
-}
-// acc + a.low * b.low + a.high * b.high per lane (subnormals count as zero).
-OPST_INLINE F32 dot_pairs(F32 acc, Bf16Words a, Bf16Words b) {
-  return {_mm512_dpbf16_ps(acc.v, as_bf16(a.v), as_bf16(b.v))};
-}
 // 32 consecutive values rounded to bf16 (nearest even, subnormals to zero).
 OPST_INLINE void store_bf16_fast(F32 low, F32 high, bf16* p) {
   const __m512bh pair = _mm512_cvtne2ps_pbh(high.v, low.v);
@@ -239,5 +209,15 @@ OPST_INLINE void interleave_words(const bf16* even, const bf16* odd, int64_t n, 
   _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
   if (n > 16) _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi16(a, high, b));
 }
+
+OPST_INLINE F32 select_bits(uint32_t bits, F32 a, F32 b) { return select(static_cast<__mmask16>(bits), a, b); }
+template <class V>
+OPST_INLINE uint32_t bits_of_bytes(const uint8_t* p, int64_t n) {
+  const __m128i bytes = _mm_maskz_loadu_epi8(F32::first_lanes(n), p);
+  return _mm_test_epi8_mask(bytes, bytes);
+}
+#if defined(__AVX512BF16__)
+OPST_INLINE void keep_bf16(bf16* p, uint32_t bits) { _mm512_storeu_si512(p, _mm512_maskz_loadu_epi16(bits, p)); }
+#endif
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -54,30 +54,16 @@ struct GenericVec {
   using Raw [[gnu::vector_size(16)]] = T;
   static constexpr int kLanes = 16 / static_cast<int>(sizeof(T));
   struct Mask {
-    bool lane[kLanes];
+    decltype(Raw{} < Raw{}) v;
   };
   Raw v;
-
-  struct Lanes {
-    T x[kLanes];
-  };
-  OPST_INLINE Lanes lanes() const {
-    Lanes out;
-    __builtin_memcpy(&out, &v, sizeof(out));
-    return out;
-  }
-  static OPST_INLINE GenericVec of(const Lanes& lanes) {
-    GenericVec out;
-    __builtin_memcpy(&out.v, &lanes, sizeof(lanes));
-    return out;
-  }
 
   static OPST_INLINE GenericVec zero() { return {Raw{}}; }
   static OPST_INLINE GenericVec set1(T x) { return {Raw{} + x}; }
   static OPST_INLINE GenericVec iota() {
-    Lanes out;
-    for (int i = 0; i < kLanes; ++i) out.x[i] = static_cast<T>(i);
-    return of(out);
+    GenericVec out = zero();
+    for (int i = 0; i < kLanes; ++i) out.v[i] = static_cast<T>(i);
+    return out;
   }
 
   static OPST_INLINE GenericVec load(const T* p) {
@@ -97,72 +83,59 @@ struct GenericVec {
   // As bytes: pairs of 16-bit numbers travel as floats, and lie at any even address.
   template <class S>
   static OPST_INLINE GenericVec load_n(const S* p, int64_t n) {
-    Lanes out = {};
+    GenericVec out = zero();
     for (int64_t i = 0; i < n; ++i) {
       S x;
       __builtin_memcpy(&x, reinterpret_cast<const char*>(p) + i * static_cast<int64_t>(sizeof(S)), sizeof(S));
-      out.x[i] = widen(x);
+      out.v[i] = widen(x);
     }
-    return of(out);
+    return out;
   }
   template <class S>
   OPST_INLINE void store_n(S* p, int64_t n) const {
-    const Lanes in = lanes();
     for (int64_t i = 0; i < n; ++i) {
       S x;
-      narrow(in.x[i], &x);
+      narrow(v[i], &x);
       __builtin_memcpy(reinterpret_cast<char*>(p) + i * static_cast<int64_t>(sizeof(S)), &x, sizeof(S));
     }
   }
+
+  friend OPST_INLINE GenericVec operator+(GenericVec a, GenericVec b) { return {a.v + b.v}; }
+  friend OPST_INLINE GenericVec operator-(GenericVec a, GenericVec b) { return {a.v - b.v}; }
+  friend OPST_INLINE GenericVec operator*(GenericVec a, GenericVec b) { return {a.v * b.v}; }
+  friend OPST_INLINE GenericVec operator/(GenericVec a, GenericVec b) { return {a.v / b.v}; }
+  friend OPST_INLINE Mask operator<(GenericVec a, GenericVec b) { return {a.v < b.v}; }
+  friend OPST_INLINE Mask operator<=(GenericVec a, GenericVec b) { return {a.v <= b.v}; }
+  friend OPST_INLINE Mask operator==(GenericVec a, GenericVec b) { return {a.v == b.v}; }
 };
 
 using F32 = GenericVec<float>;
 using F64 = GenericVec<double>;
 
 template <class T>
-OPST_INLINE GenericVec<T> operator+(GenericVec<T> a, GenericVec<T> b) {
-  return {a.v + b.v};
-}
-template <class T>
-OPST_INLINE GenericVec<T> operator-(GenericVec<T> a, GenericVec<T> b) {
-  return {a.v - b.v};
-}
-template <class T>
-OPST_INLINE GenericVec<T> operator*(GenericVec<T> a, GenericVec<T> b) {
-  return {a.v * b.v};
-}
-template <class T>
-OPST_INLINE GenericVec<T> operator/(GenericVec<T> a, GenericVec<T> b) {
-  return {a.v / b.v};
-}
-template <class T>
 OPST_INLINE GenericVec<T> fma(GenericVec<T> a, GenericVec<T> b, GenericVec<T> c) {
   return {a.v * b.v + c.v};
 }
+template <class T>
+OPST_INLINE GenericVec<T> max(GenericVec<T> a, GenericVec<T> b) {
+  return {a.v > b.v ? a.v : b.v};
+}
+template <class T>
+OPST_INLINE GenericVec<T> min(GenericVec<T> a, GenericVec<T> b) {
+  return {a.v < b.v ? a.v : b.v};
+}
+template <class T>
+OPST_INLINE GenericVec<T> select(typename GenericVec<T>::Mask mask, GenericVec<T> a, GenericVec<T> b) {
+  return {mask.v ? a.v : b.v};
+}
+OPST_INLINE bool any(F32::Mask mask) { return (mask.v[0] | mask.v[1] | mask.v[2] | mask.v[3]) != 0; }
+OPST_INLINE bool any(F64::Mask mask) { return (mask.v[0] | mask.v[1]) != 0; }
 
 // One lane at a time.
 template <class T, class F>
 OPST_INLINE GenericVec<T> each(GenericVec<T> a, F f) {
-  auto out = a.lanes();
-  for (int i = 0; i < GenericVec<T>::kLanes; ++i) out.x[i] = f(out.x[i], i);
-  return GenericVec<T>::of(out);
-}
-template <class T, class F>
-OPST_INLINE typename GenericVec<T>::Mask compare(GenericVec<T> a, GenericVec<T> b, F f) {
-  const auto x = a.lanes(), y = b.lanes();
-  typename GenericVec<T>::Mask mask;
-  for (int i = 0; i < GenericVec<T>::kLanes; ++i) mask.lane[i] = f(x.x[i], y.x[i]);
-  return mask;
-}
-template <class T>
-OPST_INLINE GenericVec<T> max(GenericVec<T> a, GenericVec<T> b) {
-  const auto y = b.lanes();
-  return each(a, [&](T x, int i) { return x > y.x[i] ? x : y.x[i]; });
-}
-template <class T>
-OPST_INLINE GenericVec<T> min(GenericVec<T> a, GenericVec<T> b) {
-  const auto y = b.lanes();
-  return each(a, [&](T x, int i) { return x < y.x[i] ? x : y.x[i]; });
+  for (int i = 0; i < GenericVec<T>::kLanes; ++i) a.v[i] = f(a.v[i], i);
+  return a;
 }
 OPST_INLINE float sqrt_scalar(float x) { return __builtin_sqrtf(x); }
 OPST_INLINE double sqrt_scalar(double x) { return __builtin_sqrt(x); }
@@ -174,44 +147,21 @@ template <class T>
 OPST_INLINE GenericVec<T> abs(GenericVec<T> a) {
   return each(a, [](T x, int) { return static_cast<T>(__builtin_fabs(x)); });
 }
+template <class T>
+OPST_INLINE GenericVec<T> copy_sign(GenericVec<T> magnitude, GenericVec<T> sign) {
+  return each(magnitude, [&](T x, int i) { return static_cast<T>(__builtin_copysign(x, sign.v[i])); });
+}
 // To nearest even: above 2^(mantissa bits) there are integers only, so adding that power and taking it away drops the
 // fraction.
 template <class T>
 OPST_INLINE GenericVec<T> round(GenericVec<T> a) {
-  constexpr T kWhole = sizeof(T) == 4 ? static_cast<T>(0x1p23) : static_cast<T>(0x1p52);
-  const GenericVec<T> whole = GenericVec<T>::set1(kWhole);
-  const auto r = ((abs(a) + whole) - whole).lanes();
-  return each(
-      a, [&](T x, int i) { return x > -kWhole && x < kWhole ? static_cast<T>(__builtin_copysign(r.x[i], x)) : x; });
+  const auto whole = GenericVec<T>::set1(sizeof(T) == 4 ? static_cast<T>(0x1p23) : static_cast<T>(0x1p52));
+  const auto size = abs(a);
+  return select(size < whole, copy_sign((size + whole) - whole, a), a);
 }
-template <class T>
-OPST_INLINE auto operator<(GenericVec<T> a, GenericVec<T> b) {
-  return compare(a, b, [](T x, T y) { return x < y; });
-}
-template <class T>
-OPST_INLINE auto operator<=(GenericVec<T> a, GenericVec<T> b) {
-  return compare(a, b, [](T x, T y) { return x <= y; });
-}
-template <class T>
-OPST_INLINE auto operator==(GenericVec<T> a, GenericVec<T> b) {
-  return compare(a, b, [](T x, T y) { return x == y; });
-}
-template <class T>
-OPST_INLINE GenericVec<T> select(typename GenericVec<T>::Mask mask, GenericVec<T> a, GenericVec<T> b) {
-  const auto x = a.lanes();
-  return each(b, [&](T y, int i) { return mask.lane[i] ? x.x[i] : y; });
-}
-OPST_INLINE bool any(F32::Mask mask) { return mask.lane[0] || mask.lane[1] || mask.lane[2] || mask.lane[3]; }
-OPST_INLINE bool any(F64::Mask mask) { return mask.lane[0] || mask.lane[1]; }
 template <class T>
 OPST_INLINE GenericVec<T> blend_n(int64_t n, GenericVec<T> a, GenericVec<T> b) {
-  const auto x = a.lanes();
-  return each(b, [&](T y, int i) { return i < n ? x.x[i] : y; });
-}
-template <class T>
-OPST_INLINE GenericVec<T> copy_sign(GenericVec<T> magnitude, GenericVec<T> sign) {
-  const auto s = sign.lanes();
-  return each(magnitude, [&](T x, int i) { return static_cast<T>(__builtin_copysign(x, s.x[i])); });
+  return each(b, [&](T y, int i) { return i < n ? a.v[i] : y; });
 }
 
 // Exponents of the format: 2^kMin is the smallest normal number, 2^kMax is infinity.
@@ -231,9 +181,8 @@ OPST_INLINE double pow2(double n) {
 template <class T>
 OPST_INLINE GenericVec<T> scale_pow2(GenericVec<T> p, GenericVec<T> n) {
   constexpr T kStep = static_cast<T>(Exponents<T>::kMax - 4);
-  const auto k = n.lanes();
   return each(p, [&](T x, int i) {
-    T left = k.x[i];
+    T left = n.v[i];
     if (!(left > -3 * kStep)) left = -3 * kStep;
     if (left > 3 * kStep) left = 3 * kStep;
     while (left > kStep) x *= pow2(kStep), left -= kStep;
@@ -252,51 +201,25 @@ OPST_INLINE GenericVec<T> exp2_fraction(GenericVec<T> x) {
 template <class T>
 OPST_INLINE GenericVec<T> exp2_scale(GenericVec<T> p, GenericVec<T> x) {
   constexpr T kLow = static_cast<T>(Exponents<T>::kMin), kHigh = static_cast<T>(Exponents<T>::kMax);
-  const auto k = round(min(GenericVec<T>::set1(kHigh), max(GenericVec<T>::set1(kLow), x))).lanes();
-  const auto raw = x.lanes();
+  const auto k = round(min(GenericVec<T>::set1(kHigh), max(GenericVec<T>::set1(kLow), x)));
   return each(p, [&](T y, int i) {
-    if (raw.x[i] < kLow) return T(0);
-    if (!(k.x[i] < kHigh)) return y * pow2(kHigh - 1) * 2;
-    return y * pow2(k.x[i]);
+    if (x.v[i] < kLow) return T(0);
+    if (!(k.v[i] < kHigh)) return y * pow2(kHigh - 1) * 2;
+    return y * pow2(k.v[i]);
   });
 }
 
-// Words of two bf16 values.
-struct Bf16Words {
-  uint32_t word[F32::kLanes];
-
-  static OPST_INLINE Bf16Words load(const uint32_t* p) { return load_n(p, F32::kLanes); }
-  static OPST_INLINE Bf16Words load_n(const uint32_t* p, int64_t n) {
-    Bf16Words out = {};
-    for (int64_t i = 0; i < n; ++i) __builtin_memcpy(&out.word[i], p + i, sizeof(uint32_t));  // at any even address
-    return out;
-  }
-  // The lower and the upper value of each word, widened.
-  OPST_INLINE F32 low() const {
-    F32::Lanes out;
-    for (int i = 0; i < F32::kLanes; ++i) out.x[i] = as_float(word[i] << 16);
-    return F32::of(out);
-  }
-  OPST_INLINE F32 high() const {
-    F32::Lanes out;
-    for (int i = 0; i < F32::kLanes; ++i) out.x[i] = as_float(word[i] & 0xffff0000u);
-    return F32::of(out);
-  }
-};
-
 template <class T>
 OPST_INLINE T hsum(GenericVec<T> a) {
-  const auto x = a.lanes();
   if constexpr (GenericVec<T>::kLanes == 2)
-    return x.x[0] + x.x[1];
+    return a.v[0] + a.v[1];
   else
-    return (x.x[0] + x.x[2]) + (x.x[1] + x.x[3]);
+    return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
 }
 template <class T>
 OPST_INLINE T hmax(GenericVec<T> a) {
-  const auto x = a.lanes();
-  T best = x.x[0];
-  for (int i = 1; i < GenericVec<T>::kLanes; ++i) best = best > x.x[i] ? best : x.x[i];
+  T best = a.v[0];
+  for (int i = 1; i < GenericVec<T>::kLanes; ++i) best = best > a.v[i] ? best : a.v[i];
   return best;
 }
 template <class T, int N>
@@ -317,6 +240,17 @@ OPST_INLINE GenericVec<T> hsum_each(const GenericVec<T> (&row)[N]) {
 template <class T, int N>
 OPST_INLINE GenericVec<T> hmax_each(const GenericVec<T> (&row)[N]) {
   return each(row[0], [&](T, int i) { return hmax(row[i]); });
+}
+
+template <class T>
+OPST_INLINE GenericVec<T> select_bits(uint32_t bits, GenericVec<T> a, GenericVec<T> b) {
+  return each(b, [&](T y, int i) { return (bits >> i & 1u) != 0 ? a.v[i] : y; });
+}
+template <class V>
+OPST_INLINE uint32_t bits_of_bytes(const uint8_t* p, int64_t n) {
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < n; ++i) bits |= static_cast<uint32_t>(p[i] != 0) << i;
+  return bits;
 }
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -1,12 +1,22 @@
 // Register-tile matrix products: the micro-kernels under attention and matmul.
 //
-// Computes   C[i][j] (+)= sum over k of A[i][k] * B[k][j]     for one tile of C that stays in registers
+// Computes   sum over k of A[i][k] * B[k][j], a tile that stays in registers until it is written:
+//              product                  C = A B
+//              product_with_max         C = A B, and row_max[i] (one vector per row) takes the maximum over C's vectors
+//              scaled_product           C = factor[i] * (A B)
+//              scaled_accumulate        C = factor[i] * C + A B
+//              accumulate               C += A B
+//              accumulate_transposed    C += A^T B, A [depth][at least MR] words, rows `lda` apart
 // Shapes     i < MR rows, j < NV vectors of P::V, k < depth words of B
 // Loop nest  k outer; per k: NV loads of B, then per row one broadcast of A and NV multiply-adds
 // Memory     A: MR rows, `lda` words apart, read one word at a time                              L1
 //            B: packed rows of NV vectors, `ldb` words apart (in a panel: ldb = NV * lanes)      L1 or L2, streamed
 //            C: MR * NV accumulators                                                             registers
-// Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A
+//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to four rows, bound by the stream
+//            of B) the lines at the same offsets of `ahead`, the piece of the stream that is read next but one or two:
+//            the caller knows its address, while the hardware's prefetchers stop at the end of a page
+// Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A. C is the first
+//            summand, so that splitting the depth over several calls adds in the same order
 //
 // A word is one lane of the product instruction's operand: a float, a double, or a pair of bf16 (k, k + 1). Where B is
 // narrower than A (ProductWiden), a word of B goes with kParts words of A.
@@ -16,14 +26,15 @@
 // and spills accumulators.
 #pragma once
 
+#include <type_traits>
+
 #include "simd/vec.h"
 
 namespace opst::OPST_ISA_NS::tile {
 
 using simd::F32;
 
-// Rows and vectors of a full tile, by the number of registers. Every product inherits them or
-// has its own.
+// Rows and vectors of a full tile, by the number of registers. Every product inherits them.
 struct RegisterTile {
 #if defined(__AVX512F__)
   static constexpr int kTileRows = 12;
@@ -41,30 +52,29 @@ OPST_INLINE int64_t words(int64_t elements) {
   return (elements + P::kStep - 1) / P::kStep;
 }
 
-struct ProductF32 : RegisterTile {
-  using V = F32;
-  using Word = float;
-  using WordB = float;
+// Of one element a word.
+template <class Vec>
+struct ProductOf : RegisterTile {
+  using V = Vec;
+  using Word = typename V::Scalar;
+  using WordB = Word;
   static constexpr int kStep = 1;   // elements per word of A
   static constexpr int kParts = 1;  // words of A per word of B
-  using Operand = F32;
-  using OperandB = F32;
-  static OPST_INLINE Operand broadcast(const Word* p) { return F32::set1(*p); }
-  static OPST_INLINE OperandB load(const WordB* p) { return F32::load(p); }
+  using Operand = V;
+  using OperandB = V;
+  static OPST_INLINE Operand broadcast(const Word* p) { return Operand::set1(*p); }
   static OPST_INLINE V multiply_add(Operand a, OperandB b, int, V c) { return simd::fma(a, b, c); }
 };
+struct ProductF32 : ProductOf<F32> {};
+#if !defined(__AVX2__)
+struct ProductF64 : ProductOf<simd::F64> {};
+#endif
 
 // f32 times pairs of bf16, which are widened in registers.
-struct ProductWiden : RegisterTile {
-  using V = F32;
-  using Word = float;
+struct ProductWiden : ProductF32 {
   using WordB = uint32_t;
-  static constexpr int kStep = 1;
   static constexpr int kParts = 2;
-  using Operand = F32;
   using OperandB = simd::Bf16Words;
-  static OPST_INLINE Operand broadcast(const Word* p) { return F32::set1(*p); }
-  static OPST_INLINE OperandB load(const WordB* p) { return OperandB::load(p); }
   static OPST_INLINE V multiply_add(Operand a, OperandB b, int part, V c) {
     return simd::fma(a, part == 0 ? b.low() : b.high(), c);
   }
@@ -80,38 +90,21 @@ struct ProductBf16Dot : RegisterTile {
   using Operand = simd::Bf16Words;
   using OperandB = simd::Bf16Words;
   static OPST_INLINE Operand broadcast(const Word* p) { return Operand::set1(*p); }
-  static OPST_INLINE OperandB load(const WordB* p) { return OperandB::load(p); }
   static OPST_INLINE V multiply_add(Operand a, OperandB b, int, V c) { return simd::dot_pairs(c, a, b); }
 };
 #endif
 
-#if !defined(__AVX2__)
-struct ProductF64 : RegisterTile {
-  using V = simd::F64;
-  using Word = double;
-  using WordB = double;
-  static constexpr int kStep = 1;
-  static constexpr int kParts = 1;
-  using Operand = V;
-  using OperandB = V;
-  static OPST_INLINE Operand broadcast(const Word* p) { return V::set1(*p); }
-  static OPST_INLINE OperandB load(const WordB* p) { return V::load(p); }
-  static OPST_INLINE V multiply_add(Operand a, OperandB b, int, V c) { return simd::fma(a, b, c); }
-};
-#endif
-
-// ---- How a tile of C enters and leaves the registers
+// ---- The sums of a tile
 
 template <class P, int MR, int NV>
 OPST_INLINE void clear_tile(typename P::V (&acc)[MR][NV]) {
   OPST_UNROLL for (int i = 0; i < MR; ++i) { OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = P::V::zero(); }
 }
 template <class P, int MR, int NV>
-OPST_INLINE void load_scaled_tile(const typename P::V::Scalar* c, int64_t ldc, const typename P::V::Scalar* factor,
-                                  typename P::V (&acc)[MR][NV]) {
+OPST_INLINE void load_tile(const typename P::V::Scalar* c, int64_t ldc, typename P::V (&acc)[MR][NV]) {
   using V = typename P::V;
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) { acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]); }
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::load(c + i * ldc + j * V::kLanes);
   }
 }
 template <class P, int MR, int NV>
@@ -119,21 +112,6 @@ OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], typename P::V::S
   using V = typename P::V;
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
     OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
-  }
-}
-
-// store_tile, and row_max[i] (one vector per row) takes the maximum over the row's vectors.
-template <class P, int MR, int NV>
-OPST_INLINE void store_tile_with_max(const typename P::V (&acc)[MR][NV], typename P::V::Scalar* c, int64_t ldc,
-                                     typename P::V::Scalar* row_max) {
-  using V = typename P::V;
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    V top = V::load(row_max + i * V::kLanes);
-    OPST_UNROLL for (int j = 0; j < NV; ++j) {
-      acc[i][j].store(c + i * ldc + j * V::kLanes);
-      top = max(top, acc[i][j]);
-    }
-    top.store(row_max + i * V::kLanes);
   }
 }
 
@@ -148,7 +126,7 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
   OPST_UNROLL for (int g = 0; g < kGroups; ++g) group[g] = a + 4 * g * lda;
   const auto step = [&](int64_t k) OPST_INLINE_LAMBDA {
     typename P::OperandB bs[NV];
-    OPST_UNROLL for (int j = 0; j < NV; ++j) bs[j] = P::load(b + k * ldb + j * kLanes);
+    OPST_UNROLL for (int j = 0; j < NV; ++j) bs[j] = P::OperandB::load(b + k * ldb + j * kLanes);
     OPST_UNROLL for (int part = 0; part < P::kParts; ++part) {
       OPST_UNROLL for (int i = 0; i < MR; ++i) {
         const typename P::Operand ai = P::broadcast(group[i / 4] + (i % 4) * lda + k * P::kParts + part);
@@ -168,74 +146,174 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
   for (; k < depth; ++k) step(k);
 }
 
-// C = A B, and row_max[i] (one vector per row) takes the maximum over C's vectors.
+// The same sums of a stream: each word of k fetches the lines at the same offsets of `ahead`.
 template <class P, int MR, int NV>
-OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
-                                    int64_t ldb, typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
-                                    const char* prefetch) {
-  typename P::V acc[MR][NV];
-  clear_tile<P, MR, NV>(acc);
-  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
-  store_tile_with_max<P, MR, NV>(acc, c, ldc, row_max);
+OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
+                                   int64_t ldb, const typename P::WordB* ahead, typename P::V (&acc)[MR][NV]) {
+  constexpr int kLanes = P::V::kLanes;
+  constexpr int kWordsPerLine = 64 / static_cast<int>(sizeof(typename P::WordB));
+  for (int64_t k = 0; k < depth; ++k) {
+    typename P::OperandB bs[NV];
+    OPST_UNROLL for (int j = 0; j < NV; ++j) {
+      bs[j] = P::OperandB::load(b + k * ldb + j * kLanes);
+      if (j * kLanes % kWordsPerLine == 0) __builtin_prefetch(ahead + k * ldb + j * kLanes);
+    }
+    OPST_UNROLL for (int part = 0; part < P::kParts; ++part) {
+      OPST_UNROLL for (int i = 0; i < MR; ++i) {
+        const typename P::Operand ai = P::broadcast(a + i * lda + k * P::kParts + part);
+        OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = P::multiply_add(ai, bs[j], part, acc[i][j]);
+      }
+    }
+  }
 }
 
-// C = factor[i] * C + A B.
-template <class P, int MR, int NV>
+// ---- Functions of one instantiation each. Ahead: const char* (prefetch), or const WordB* (a stream)
+
+template <class P, int MR, int NV, class Ahead>
+OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
+                                    int64_t ldb, typename P::V::Scalar* c, int64_t ldc, typename P::V::Scalar* row_max,
+                                    Ahead ahead) {
+  using V = typename P::V;
+  V acc[MR][NV];
+  clear_tile<P, MR, NV>(acc);
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, ahead, acc);
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    V top = V::load(row_max + i * V::kLanes);
+    OPST_UNROLL for (int j = 0; j < NV; ++j) {
+      acc[i][j].store(c + i * ldc + j * V::kLanes);
+      top = max(top, acc[i][j]);
+    }
+    top.store(row_max + i * V::kLanes);
+  }
+}
+
+template <class P, int MR, int NV, class Ahead>
 OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                      int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
-                                     const typename P::V::Scalar* factor, const char* prefetch) {
-  typename P::V acc[MR][NV];
-  load_scaled_tile<P, MR, NV>(c, ldc, factor, acc);
-  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
+                                     const typename P::V::Scalar* factor, Ahead ahead) {
+  using V = typename P::V;
+  V acc[MR][NV];
+  OPST_UNROLL for (int i = 0; i < MR; ++i) {
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::load(c + i * ldc + j * V::kLanes) * V::set1(factor[i]);
+  }
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, ahead, acc);
   store_tile<P, MR, NV>(acc, c, ldc);
 }
 
-// C = factor[i] * (A B).
 template <class P, int MR, int NV>
 OPST_NOINLINE void scaled_product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                   int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
                                   const typename P::V::Scalar* factor, const char* prefetch) {
-  using V = typename P::V;
-  V acc[MR][NV];
+  typename P::V acc[MR][NV];
   clear_tile<P, MR, NV>(acc);
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] * V::set1(factor[i]);
+    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = acc[i][j] * P::V::set1(factor[i]);
   }
   store_tile<P, MR, NV>(acc, c, ldc);
 }
 
-template <class P>
-using ProductWithMax = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::WordB*, int64_t,
-                                typename P::V::Scalar*, int64_t, typename P::V::Scalar*, const char*);
-template <class P>
-using ScaledAccumulate = void (*)(int64_t, const typename P::Word*, int64_t, const typename P::WordB*, int64_t,
-                                  typename P::V::Scalar*, int64_t, const typename P::V::Scalar*, const char*);
+template <class P, int MR, int NV>
+OPST_NOINLINE void product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
+                           int64_t ldb, typename P::V::Scalar* c, int64_t ldc, const char* prefetch) {
+  typename P::V acc[MR][NV];
+  clear_tile<P, MR, NV>(acc);
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
+  store_tile<P, MR, NV>(acc, c, ldc);
+}
 
-// The instantiation for `rows` rows, 1 <= rows <= P::kTileRows.
-template <class P, int NV, int MR = P::kTileRows>
-OPST_INLINE ProductWithMax<P> product_with_max_for(int rows) {
-  if constexpr (MR == 1) {
-    return product_with_max<P, 1, NV>;
-  } else {
-    return rows == MR ? product_with_max<P, MR, NV> : product_with_max_for<P, NV, MR - 1>(rows);
-  }
+template <class P, int MR, int NV>
+OPST_NOINLINE void accumulate(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
+                              int64_t ldb, typename P::V::Scalar* c, int64_t ldc, const char* prefetch) {
+  typename P::V acc[MR][NV];
+  load_tile<P, MR, NV>(c, ldc, acc);
+  multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
+  store_tile<P, MR, NV>(acc, c, ldc);
 }
-template <class P, int NV, int MR = P::kTileRows>
-OPST_INLINE ScaledAccumulate<P> scaled_accumulate_for(int rows) {
-  if constexpr (MR == 1) {
-    return scaled_accumulate<P, 1, NV>;
-  } else {
-    return rows == MR ? scaled_accumulate<P, MR, NV> : scaled_accumulate_for<P, NV, MR - 1>(rows);
+
+// A register tile takes one word of A at a time, whether the next word lies beside it or in the next row: nothing is
+// transposed.
+template <class P, int MR, int NV>
+OPST_NOINLINE void accumulate_transposed(int64_t depth, const typename P::Word* a, int64_t lda,
+                                         const typename P::WordB* b, int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
+                                         const char* prefetch) {
+  static_assert(P::kParts == 1, "a word of A per word of B");
+  constexpr int kLanes = P::V::kLanes;
+  typename P::V acc[MR][NV];
+  load_tile<P, MR, NV>(c, ldc, acc);
+  const auto step = [&](const typename P::Word* ak, const typename P::WordB* bk) OPST_INLINE_LAMBDA {
+    typename P::OperandB bs[NV];
+    OPST_UNROLL for (int j = 0; j < NV; ++j) bs[j] = P::OperandB::load(bk + j * kLanes);
+    OPST_UNROLL for (int i = 0; i < MR; ++i) {
+      const typename P::Operand ai = P::broadcast(ak + i);
+      OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = P::multiply_add(ai, bs[j], 0, acc[i][j]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 2 <= depth; k += 2) {
+    __builtin_prefetch(prefetch);
+    prefetch += 64;
+    step(a, b);
+    step(a + lda, b + ldb);
+    a += 2 * lda;
+    b += 2 * ldb;
   }
+  if (k < depth) step(a, b);
+  store_tile<P, MR, NV>(acc, c, ldc);
 }
-template <class P, int NV, int MR = P::kTileRows>
-OPST_INLINE ScaledAccumulate<P> scaled_product_for(int rows) {
-  if constexpr (MR == 1) {
-    return scaled_product<P, 1, NV>;
-  } else {
-    return rows == MR ? scaled_product<P, MR, NV> : scaled_product_for<P, NV, MR - 1>(rows);
+
+// visit(n) for n = rows as a constant, 1 <= rows <= kMost.
+template <int kMost, class Visit>
+OPST_INLINE auto with_rows(int rows, const Visit& visit) {
+  if constexpr (kMost > 1) {
+    if (rows != kMost) return with_rows<kMost - 1>(rows, visit);
   }
+  return visit(std::integral_constant<int, kMost>());
+}
+
+// The instantiations for `rows` rows: 1 <= rows <= P::kTileRows, or kStreamRows.
+template <class P, int NV>
+OPST_INLINE auto product_for(int rows) {
+  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return product<P, n, NV>; });
+}
+template <class P, int NV>
+OPST_INLINE auto product_with_max_for(int rows) {
+  return with_rows<P::kTileRows>(rows,
+                                 [](auto n) OPST_INLINE_LAMBDA { return product_with_max<P, n, NV, const char*>; });
+}
+template <class P, int NV>
+OPST_INLINE auto scaled_product_for(int rows) {
+  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_product<P, n, NV>; });
+}
+template <class P, int NV>
+OPST_INLINE auto scaled_accumulate_for(int rows) {
+  return with_rows<P::kTileRows>(rows,
+                                 [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, const char*>; });
+}
+template <class P, int NV>
+OPST_INLINE auto accumulate_for(int rows) {
+  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return accumulate<P, n, NV>; });
+}
+template <class P, int NV>
+OPST_INLINE auto accumulate_transposed_for(int rows) {
+  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return accumulate_transposed<P, n, NV>; });
+}
+
+inline constexpr int kStreamRows = 4;
+#if defined(__AVX512F__)
+inline constexpr int kStreamVecs = 4;  // side by side, so that rows of B are read whole
+#else
+inline constexpr int kStreamVecs = 2;
+#endif
+template <class P, int NV>
+OPST_INLINE auto stream_product_with_max_for(int rows) {
+  using Ahead = const typename P::WordB*;
+  return with_rows<kStreamRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return product_with_max<P, n, NV, Ahead>; });
+}
+template <class P, int NV>
+OPST_INLINE auto stream_scaled_accumulate_for(int rows) {
+  using Ahead = const typename P::WordB*;
+  return with_rows<kStreamRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, Ahead>; });
 }
 
 }  // namespace opst::OPST_ISA_NS::tile

@@ -43,17 +43,6 @@ OPST_INLINE void prefetch_element(const T* row, int64_t dim_stride, int64_t d) {
   __builtin_prefetch(row + d * dim_stride);
 }
 
-// num_words pairs of bf16 of a row from element `begin` on as raw words, zero from element `length` on.
-OPST_INLINE void load_words(const bf16* row, int64_t dim_stride, int64_t begin, int64_t length, int64_t num_words,
-                            uint32_t* words) {
-  for (int64_t w = 0; w < num_words; ++w) {
-    const int64_t d = begin + 2 * w;
-    const uint32_t low = d < length ? row[d * dim_stride].bits : 0u;
-    const uint32_t high = d + 1 < length ? row[(d + 1) * dim_stride].bits : 0u;
-    words[w] = low | high << 16;
-  }
-}
-
 // kLanes words of kLanes rows from element `begin` on, transposed. Pairs travel as raw 32-bit lanes.
 template <class P, class T>
 OPST_INLINE void load_words_transposed(const void* const* rows, int64_t begin, typename P::V (&block)[P::V::kLanes]) {
@@ -71,9 +60,10 @@ OPST_NOINLINE typename P::V load_part(const T* row, int64_t dim_stride, int64_t 
   if constexpr (P::kStep == 1) {
     return load_row<typename P::V>(row, dim_stride, begin, length);
   } else {
-    uint32_t words[P::V::kLanes] = {};
-    load_words(row, dim_stride, 2 * begin, length, P::V::kLanes, words);
-    return P::V::load(reinterpret_cast<const float*>(words));
+    bf16 elements[2 * P::V::kLanes] = {};
+    const int64_t left = length - 2 * begin;
+    for (int64_t i = 0; i < left && i < 2 * P::V::kLanes; ++i) elements[i] = row[(2 * begin + i) * dim_stride];
+    return P::V::load(reinterpret_cast<const float*>(elements));
   }
 }
 

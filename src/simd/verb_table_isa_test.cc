@@ -1,5 +1,4 @@
 // The verbs of one level as functions on arrays. See verb_table_test.h.
-#include "simd/lane_bits.h"
 #include "simd/math.h"
 #include "simd/philox.h"
 #include "simd/small_ints.h"
