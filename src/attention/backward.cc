@@ -21,18 +21,15 @@
 //                  pass the turn            to the task of the next tile
 //                worker's memory -> tensors: dK, dV as grad_key, grad_value
 //
-// The gradient of a bias that repeats (bias_gradient.h) is added up in the order of the tasks, too, and so are the
-// gradients of pages that come more than once in the block table (key_gradients.h).
+// The gradients of a bias that repeats (bias_gradient.h) and of shared pages (key_gradients.h) are added up in the order
+// of the tasks, too.
+#include <algorithm>
 #include <cmath>
 #include <new>
 
-#include "attention/backward_check.h"
-#include "attention/backward_data.h"
 #include "attention/bias_gradient.h"
 #include "attention/check.h"
-#include "attention/fill.h"
 #include "attention/key_gradients.h"
-#include "attention/sink_gradient.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
@@ -60,28 +57,11 @@ class BackwardCall {
   using Worker = BackwardWorker;
 
  public:
-  BackwardCall(const AttentionInputs& inputs, const AttentionSaved& saved, const AttentionGradients& gradients,
-               const AttentionBackwardProblem& problem, const AttentionBackwardPlan& plan, const Machine& machine,
-               void* scratch, Interruption& interruption)
-      : d_{{inputs, problem.forward},
-           saved,
-           gradients,
-           problem,
-           plan,
-           backward_kernels_for(machine.isa, plan.product, problem.forward.kv_dtype),
-           geometry_of(machine.isa, plan.product),
-           static_cast<char*>(scratch)},
-        interruption_(interruption) {}
+  BackwardCall(const BackwardData& data, Interruption& interruption) : d_(data), interruption_(interruption) {}
 
   void run(ThreadPool& pool) {
     fill(d_.grads.grad_bias, 0, pool);
     keys_.clear(pool);
-    // Of causal masks the first tiles, which most rows see, come first.
-    const WaveLoop loop = {.heads = d_.heads,
-                           .heads_per_wave = d_.plan.heads_per_wave,
-                           .packs_per_head = d_.layout.blocks,
-                           .tasks_per_head = d_.layout.tiles,
-                           .order = WaveLoop::Order::heads_in_turn};
     const auto pack = [&](int64_t head, int64_t block, int worker) { pack_block(head, block, worker); };
     const auto grad = [&](int64_t head, int64_t tile, int64_t number, int worker) {
       if (head < d_.heads && !interruption_.requested(worker)) {
@@ -90,6 +70,9 @@ class BackwardCall {
         pass_tile(head, tile, number);
       }
     };
+    // Of causal masks the first tiles, which most rows see, come first.
+    const WaveLoop loop = {d_.heads, d_.plan.heads_per_wave, d_.layout.blocks, d_.layout.tiles,
+                           WaveLoop::Order::heads_in_turn};
     loop.run(pool, pack, grad);
     if (interruption_.happened()) return;
     sinks_.finish();
@@ -119,7 +102,7 @@ class BackwardCall {
     const Block b = d_.block(head, index);
     BlockState& s = *new (b.state) BlockState;
     find_visible(head, b, w);
-    const PackQueries pack = rows_of_block(head, b, w);
+    const PackQueries pack = rows_of_head(head, b.first_row, w);
     d_.kernels.pack_queries(pack, d_.layout.sizes, b.queries);
     hide_absent_rows(b, w);
     s.has_rules = d_.rules.any(d_.batch(head));
@@ -135,23 +118,22 @@ class BackwardCall {
       recompute_statistics(head, index, b, w);
     }
   }
-  PackQueries rows_of_block(int64_t head, const Block& b, const Worker& w) const {
-    PackQueries pack;
-    pack.query = d_.stacked_rows(d_.in.query, head);
-    pack.out = d_.stacked_rows(d_.saved.out, head);
-    pack.grad_out = d_.stacked_rows(d_.saved.grad_out, head);
-    pack.lse = d_.stacked_rows(d_.saved.softmax_lse, head);
-    pack.max = d_.stacked_rows(d_.saved.softmax_max, head);
-    pack.sum = d_.stacked_rows(d_.saved.softmax_sum, head);
-    pack.grad_lse = d_.stacked_rows(d_.saved.grad_lse, head);
-    pack.first_row = b.first_row;
-    pack.visible_begin = w.block.visible_begin;
-    pack.visible_end = w.block.visible_end;
-    pack.query_factor = d_.rules.scale().of_query;
-    pack.score_scale = d_.rules.score_scale();
-    pack.exponent_scale = d_.rules.exponent_scale();
-    pack.pointers = w.query_rows;
-    return pack;
+  PackQueries rows_of_head(int64_t head, int64_t first_row, const Worker& w) const {
+    const auto rows = [&](const ConstTensor& t) { return d_.stacked_rows(t, head); };
+    return {.query = rows(d_.in.query),
+            .out = rows(d_.saved.out),
+            .grad_out = rows(d_.saved.grad_out),
+            .lse = rows(d_.saved.softmax_lse),
+            .max = rows(d_.saved.softmax_max),
+            .sum = rows(d_.saved.softmax_sum),
+            .grad_lse = rows(d_.saved.grad_lse),
+            .first_row = first_row,
+            .visible_begin = w.block.visible_begin,
+            .visible_end = w.block.visible_end,
+            .query_factor = d_.rules.scale().of_query,
+            .score_scale = d_.rules.score_scale(),
+            .exponent_scale = d_.rules.exponent_scale(),
+            .pointers = w.query_rows};
   }
   // The keys that all rows see, and the tiles that some row does.
   void find_tiles(const Block& b, const Worker& w) const {
@@ -169,12 +151,11 @@ class BackwardCall {
   }
   // Maxima and sums of a block's rows once more.
   void recompute_statistics(int64_t head, int64_t index, const Block& b, const Worker& w) const {
-    const Accumulators& numbers = d_.numbers;
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       double sink = -HUGE_VAL;
       if (d_.in.sinks.data != nullptr) sink = d_.sink(head, b.first_row + r) / d_.rules.score_scale();
-      numbers.set(w.max, r, sink);
-      numbers.set(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
+      d_.numbers.set(w.max, r, sink);
+      d_.numbers.set(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
     }
     const BlockTiles& tiles = b.state->tiles;
     for (int64_t place = 0; place < tiles.count(); ++place) {
@@ -189,10 +170,10 @@ class BackwardCall {
   void run_tile(int64_t head, int64_t index, int64_t number, int worker) {
     const Worker w = d_.worker(worker);
     GradTile tile = pack_tile(head, index, w);
-    const BackwardSizes& sizes = d_.layout.sizes;
-    if (d_.grads.grad_key.data != nullptr) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, sizes.acc_stride);
+    const BackwardSizes& z = d_.layout.sizes;
+    if (d_.grads.grad_key.data != nullptr) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, z.acc_stride);
     if (d_.grads.grad_value.data != nullptr)
-      tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, sizes.value_acc_stride);
+      tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, z.value_acc_stride);
     bias_.begin(w);
     const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0;
     for (int64_t i = 0; i < d_.layout.blocks; ++i) {
@@ -274,18 +255,12 @@ class BackwardCall {
                             .out = d_.stacked_rows(d_.grads.grad_query, head)});
   }
 
-  const BackwardData d_;
+  const BackwardData& d_;
   const BiasGradient bias_{d_};
   const SinkGradient sinks_{d_};
   KeyGradients keys_{d_};
   Interruption& interruption_;
 };
-
-Status too_many_tasks(const AttentionProblem& p) {
-  return Status::invalid_argument("flash_attention_backward: " + std::to_string(p.batch) + " sequences, " +
-                                  std::to_string(p.num_kv_heads) + " KV heads and " + std::to_string(p.kv_len) +
-                                  " keys are more than 2^56 tiles");
-}
 
 }  // namespace
 }  // namespace attention
@@ -297,43 +272,49 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     if (!checked.ok()) return checked.status();
     AttentionBackwardProblem problem = checked.value();
     const AttentionProblem& p = problem.forward;
-
-    using attention::uniform_if_there;
     const AttentionInputs in = attention::uniform_shapes(inputs, p);
     AttentionSaved from = saved;
     AttentionGradients to = gradients;
     for (ConstTensor* t :
          {&from.out, &from.grad_out, &from.softmax_lse, &from.softmax_max, &from.softmax_sum, &from.grad_lse}) {
-      *t = uniform_if_there(*t, p.varlen_q);
+      *t = attention::uniform_if_there(*t, p.varlen_q);
     }
-    to.grad_query = uniform_if_there(to.grad_query, p.varlen_q);
-    to.grad_key = uniform_if_there(to.grad_key, p.varlen_k);
-    to.grad_value = uniform_if_there(to.grad_value, p.varlen_k);
+    to.grad_query = attention::uniform_if_there(to.grad_query, p.varlen_q);
+    for (Tensor* t : {&to.grad_key, &to.grad_value}) *t = attention::uniform_if_there(*t, p.varlen_k);
 
     Context::Impl& impl = context.impl();
-    const bool wanted = to.grad_query.data != nullptr || to.grad_key.data != nullptr || to.grad_value.data != nullptr ||
-                        to.grad_bias.data != nullptr || to.grad_sinks.data != nullptr;
-    if (!wanted) return {};
-    const bool no_rows = p.batch == 0 || p.num_heads == 0 || p.query_len == 0;
-    if (p.paged && !no_rows && (to.grad_key.data != nullptr || to.grad_value.data != nullptr)) {
-      Result<WorkspaceLease> lease = impl.workspaces.lease(attention::SharedPages::ordinal_bytes(problem));
-      if (!lease.ok()) return lease.status();
-      problem.shared_blocks =
-          attention::SharedPages::number(in, p, problem.num_blocks, static_cast<int64_t*>(lease.value().data()));
-    }
-    if (no_rows) {
-      for (const Tensor& t : {to.grad_query, to.grad_key, to.grad_value, to.grad_bias, to.grad_sinks}) {
-        attention::fill(t, 0, impl.pool);
-      }
+    const auto outputs = {&to.grad_query, &to.grad_key, &to.grad_value, &to.grad_bias, &to.grad_sinks};
+    const auto absent = [](const Tensor* t) { return t->data == nullptr; };
+    if (std::all_of(outputs.begin(), outputs.end(), absent)) return {};
+    if (p.batch == 0 || p.num_heads == 0 || p.query_len == 0) {
+      for (const Tensor* t : outputs) attention::fill(*t, 0, impl.pool);
       return {};
     }
+    if (p.paged && !(absent(&to.grad_key) && absent(&to.grad_value))) {
+      Result<WorkspaceLease> lease = impl.workspaces.lease(Arena::size_of<int64_t>(problem.num_blocks));
+      if (!lease.ok()) return lease.status();
+      auto* ordinals = static_cast<int64_t*>(lease.value().data());
+      problem.shared_blocks = attention::KeyGradients::number_shared(in, p, problem.num_blocks, ordinals);
+    }
     const AttentionBackwardPlan plan = plan_attention_backward(problem, impl.machine);
-    if (!Size(plan.num_tasks).within_limit()) return attention::too_many_tasks(p);
+    if (!Size(plan.num_tasks).within_limit()) {
+      return Status::invalid_argument(text("flash_attention_backward: ", p.batch, " sequences, ", p.num_kv_heads,
+                                           " KV heads and ", p.kv_len, " keys are more than 2^56 tiles"));
+    }
     Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
     if (!lease.ok()) return lease.status();
     Interruption interruption(impl.interrupted, attention::multiply_adds(p));
-    attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data(), interruption)
-        .run(impl.pool);
+    const Isa isa = impl.machine.isa;
+    const attention::BackwardKernels& kernels = attention::backward_kernels_for(isa, plan.product, p.kv_dtype);
+    const attention::BackwardData data = {{in, p},
+                                          from,
+                                          to,
+                                          problem,
+                                          plan,
+                                          kernels,
+                                          attention::geometry_of(isa, plan.product),
+                                          static_cast<char*>(lease.value().data())};
+    attention::BackwardCall(data, interruption).run(impl.pool);
     if (interruption.happened()) return interruption.status("flash_attention_backward");
     const auto end_of = [&](const ConstTensor& offsets) { return index_at(offsets, p.batch); };
     if (p.varlen_q) attention::fill_rows(to.grad_query, end_of(inputs.cu_seqlens_q), 0, impl.pool);

@@ -1,8 +1,12 @@
-// BiasGradient: adds dS of every task to the gradient of the bias, in an order that does not depend on the threads.
+// BiasGradient and SinkGradient: what of dS and delta becomes the gradients of the bias and of the sinks, added up in an
+// order that does not depend on the threads.
 //
 //   grad_bias[b, h, i, j] = bias_scale * sum of dS over the indices that the bias repeats
+//   grad_sinks[h] = - sum over rows of head h of exp(sink - m) / l * delta       m, l: maximum and sum, or lse and 1
 //
-// Memory   the tensor itself, in the accumulator type; a worker's bias_sums; Turn [blocks + 1]. All tasks call it.
+// Memory   bias    the tensor itself, in the accumulator type; a worker's bias_sums; bias_turns [blocks + 1]. All tasks.
+//          sinks   sink_sums [heads][blocks][group] of double: the task that packs a block writes the block's; added up
+//                  in the end, in the order of batches and blocks.
 //
 // Who adds to an element, and so what keeps the order of the additions, is a BiasOrder.
 //
@@ -26,9 +30,11 @@
 // With by_task there is one turn, turns[blocks]: a task sums over all its rows in its worker's memory, and then adds.
 #pragma once
 
+#include <cmath>
 #include <new>
 
-#include "attention/backward_data.h"
+#include "attention/backward_layout.h"
+#include "core/elements.h"
 
 namespace opst::attention {
 
@@ -41,15 +47,12 @@ enum class BiasOrder : uint8_t {
 
 class BiasGradient {
  public:
-  explicit BiasGradient(const BackwardData& data)
-      : d_(data), to_(data.grads.grad_bias), blocks_(data.layout.blocks), turns_(data.call().bias_turns) {
+  explicit BiasGradient(const BackwardData& data) : d_(data) {
     if (to_.data == nullptr) return;
     for (int i = 0; i < to_.rank; ++i) {
       if (to_.shape[i] != 1) strides_[4 - to_.rank + i] = to_.strides[i];
     }
-    const auto repeats = [&](int i, int64_t size) {
-      return size > 1 && (i < 4 - to_.rank || to_.shape[i - 4 + to_.rank] == 1);
-    };
+    const auto repeats = [&](int i, int64_t size) { return size > 1 && strides_[i] == 0; };
     // The heads of a query stand in consecutive rows, which may belong to several blocks.
     const bool query_in_blocks = repeats(1, d_.group) && d_.plan.block_q % d_.group != 0;
     order_ = repeats(2, d_.p.query_len)                                                   ? BiasOrder::by_task
@@ -114,11 +117,64 @@ class BiasGradient {
   }
 
   const BackwardData& d_;
-  const Tensor& to_;
-  const int64_t blocks_;
-  Turn* const turns_;
+  const Tensor& to_ = d_.grads.grad_bias;
+  const int64_t blocks_ = d_.layout.blocks;
+  Turn* const turns_ = d_.call.bias_turns;
   BiasOrder order_ = BiasOrder::none;
   int64_t strides_[4] = {};  // of the tensor; 0 where it repeats
+};
+
+class SinkGradient {
+ public:
+  explicit SinkGradient(const BackwardData& data) : d_(data) {}
+
+  // For block `index` of a head, also where a shorter sequence has no such block.
+  void clear(int64_t head, int64_t index) const {
+    for (int64_t g = 0; g < d_.group && wanted(); ++g) sum(head, index, g) = 0;
+  }
+  // When the block is packed.
+  void add(int64_t head, int64_t index, const BackwardBlock& b, const PackQueries& pack) const {
+    if (!wanted()) return;
+    clear(head, index);
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      const int64_t row = b.first_row + r;
+      const double sink = d_.sink(head, row);
+      const double top = d_.statistic(pack.max.data != nullptr ? pack.max : pack.lse, row);
+      const double l = pack.max.data != nullptr ? d_.statistic(pack.sum, row) : 1;
+      if (std::isinf(sink) || std::isinf(top)) continue;
+      double delta = d_.numbers.get(b.queries.delta, r);
+      // dO of a row that sees no key does not matter. O is 0 there, so a finite delta has nothing of dO.
+      const auto sees_key = [&] {
+        return !b.state->has_rules ||
+               d_.kernels.sees_key(b.state->rules, r, pack.visible_begin[r], pack.visible_end[r]);
+      };
+      if (d_.numbers.get(b.queries.weight, r) == 0 || (!std::isfinite(delta) && !sees_key())) {
+        delta = pack.grad_lse.data != nullptr ? -d_.statistic(pack.grad_lse, row) : 0;
+      }
+      sum(head, index, row % d_.group) -= std::exp(sink - top) / l * delta;
+    }
+  }
+  void finish() const {
+    const AttentionProblem& p = d_.p;
+    for (int64_t h = 0; h < p.num_heads && wanted(); ++h) {
+      double total = 0;
+      for (int64_t b = 0; b < p.batch; ++b) {
+        const int64_t head = b * p.num_kv_heads + h / d_.group;
+        for (int64_t i = 0; i < d_.layout.blocks; ++i) total += sum(head, i, h % d_.group);
+      }
+      store_element(to_, h * to_.strides[0], total);
+    }
+  }
+
+ private:
+  bool wanted() const { return to_.data != nullptr; }
+  double& sum(int64_t head, int64_t block, int64_t g) const {
+    return sums_[(head * d_.layout.blocks + block) * d_.group + g];
+  }
+
+  const BackwardData& d_;
+  const Tensor& to_ = d_.grads.grad_sinks;
+  double* const sums_ = d_.call.sink_sums;
 };
 
 }  // namespace opst::attention
