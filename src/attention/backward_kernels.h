@@ -132,8 +132,8 @@ struct BackwardKernels {
 // By product and storage type of keys, as KernelTable.
 struct BackwardKernelTable {
   BackwardKernels f32_product[3];
-  BackwardKernels bf16_dot;
-  BackwardKernels f64_product;
+  BackwardKernels bf16_dot = {};
+  BackwardKernels f64_product = {};
 };
 
 }  // namespace opst::attention

@@ -22,7 +22,8 @@ struct QueryDims {
 const QueryDims& query_dims(bool varlen_q);
 // Of key and value, and of their gradients; where paged, of norm pages.
 struct KeyDims {
-  std::span<const char*const> key, value;
+  std::span<const char* const> key;
+  std::span<const char* const> value;
 };
 KeyDims key_dims(const AttentionInputs& inputs);
 
