@@ -11,7 +11,6 @@
 //               tile 2                                  block 0   block 1   block 2   block 3
 //
 // Waves of heads share packed query rows (wave_loop.h):
-//
 //   pack_block   tensors -> wave buffer: Q and dO as words, statistics, delta, visible keys, rules; dQ = 0
 //   run_tile     tensors -> worker's memory: K and V of the tile, packed; dK = dV = 0
 //                for each block of the head, in ascending order, that sees the tile (meet)
@@ -20,7 +19,6 @@
 //                  grad_query               dQ += dS K in the wave buffer; the block's last tile writes grad_query
 //                  pass the turn            to the task of the next tile
 //                worker's memory -> tensors: dK, dV as grad_key, grad_value
-//
 // The gradients of a bias that repeats (bias_gradient.h) and of shared pages (key_gradients.h) are added up in the order
 // of the tasks, too.
 #include <algorithm>
@@ -81,8 +79,8 @@ class BackwardCall {
 
  private:
   // The intervals of keys that a block's rows see.
-  void find_visible(int64_t head, const Block& b, const Worker& w) const {
-    const Visibility v = d_.visibility(head);
+  void find_visible(const Block& b, const Worker& w) const {
+    const Visibility v = d_.visibility(b.head);
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const KeyInterval keys = v.keys_of_query((b.first_row + r) / d_.group);
       w.block.visible_begin[r] = keys.begin;
@@ -101,8 +99,8 @@ class BackwardCall {
     const Worker w = d_.worker(worker);
     const Block b = d_.block(head, index);
     BlockState& s = *new (b.state) BlockState;
-    find_visible(head, b, w);
-    const PackQueries pack = rows_of_head(head, b.first_row, w);
+    find_visible(b, w);
+    const PackQueries pack = rows_of_block(b, w);
     d_.kernels.pack_queries(pack, d_.layout.sizes, b.queries);
     hide_absent_rows(b, w);
     s.has_rules = d_.rules.any(d_.batch(head));
@@ -110,16 +108,16 @@ class BackwardCall {
       s.rules = d_.rules.of_block(d_.batch(head), d_.kv_head(head), b.first_row, b.queries.rows, b.row_rules);
     }
     find_tiles(b, w);
-    bias_.locate(head, b);
-    sinks_.add(head, index, b, pack);
+    bias_.locate(b);
+    sinks_.add(b, pack);
     if (s.tiles.count() == 0) {
-      finish_query(head, b);
+      finish_query(b);
     } else if (s.far) {
-      recompute_statistics(head, index, b, w);
+      recompute_statistics(b, w);
     }
   }
-  PackQueries rows_of_head(int64_t head, int64_t first_row, const Worker& w) const {
-    const auto rows = [&](const ConstTensor& t) { return d_.stacked_rows(t, head); };
+  PackQueries rows_of_block(const Block& b, const Worker& w) const {
+    const auto rows = [&](const ConstTensor& t) { return d_.stacked_rows(t, b.head); };
     return {.query = rows(d_.in.query),
             .out = rows(d_.saved.out),
             .grad_out = rows(d_.saved.grad_out),
@@ -127,7 +125,7 @@ class BackwardCall {
             .max = rows(d_.saved.softmax_max),
             .sum = rows(d_.saved.softmax_sum),
             .grad_lse = rows(d_.saved.grad_lse),
-            .first_row = first_row,
+            .first_row = b.first_row,
             .visible_begin = w.block.visible_begin,
             .visible_end = w.block.visible_end,
             .query_factor = d_.rules.scale().of_query,
@@ -150,17 +148,17 @@ class BackwardCall {
     s.tiles = BlockTiles(some, d_.plan.block_kv);
   }
   // Maxima and sums of a block's rows once more.
-  void recompute_statistics(int64_t head, int64_t index, const Block& b, const Worker& w) const {
+  void recompute_statistics(const Block& b, const Worker& w) const {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       double sink = -HUGE_VAL;
-      if (d_.in.sinks.data != nullptr) sink = d_.sink(head, b.first_row + r) / d_.rules.score_scale();
+      if (d_.in.sinks.data != nullptr) sink = d_.sink(b.head, b.first_row + r) / d_.rules.score_scale();
       d_.numbers.set(w.max, r, sink);
       d_.numbers.set(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
     }
     const BlockTiles& tiles = b.state->tiles;
     for (int64_t place = 0; place < tiles.count(); ++place) {
-      const GradTile tile = pack_tile(head, tiles[place], w);
-      d_.kernels.add_statistics(block_against(head, index, b, w, tile), tile, w.max, w.sum);
+      const GradTile tile = pack_tile(b.head, tiles[place], w);
+      d_.kernels.add_statistics(block_against(b, w, tile), tile, w.max, w.sum);
     }
     d_.kernels.keep_statistics(b.queries, w.max, w.sum);
   }
@@ -177,7 +175,7 @@ class BackwardCall {
     bias_.begin(w);
     const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0;
     for (int64_t i = 0; i < d_.layout.blocks; ++i) {
-      if (i < blocks) meet(head, i, index, w, tile, number);
+      if (i < blocks) meet(d_.block(head, i), index, w, tile, number);
       bias_.pass(i, number);
     }
     bias_.finish(head, w, tile, number);
@@ -198,24 +196,21 @@ class BackwardCall {
 
   // Tile `index` of a head's keys, packed if the sequence has any of them. `grad_key` and `grad_value` null.
   GradTile pack_tile(int64_t head, int64_t index, const Worker& w) const {
-    GradTile tile = {};
-    tile.first_key = index * d_.plan.block_kv;
-    tile.count = std::clamp<int64_t>(d_.sequences.kv_len(d_.batch(head)) - tile.first_key, 0, d_.plan.block_kv);
-    tile.keys = w.keys;
-    tile.values = w.values;
-    tile.key_columns = w.key_columns;
-    if (tile.count == 0) return tile;
-    d_.kv_rows(d_.in.key, head).locate(tile.first_key, tile.count, w.key_rows);
-    d_.kv_rows(d_.in.value, head).locate(tile.first_key, tile.count, w.value_rows);
+    const int64_t first = index * d_.plan.block_kv, kv_len = d_.sequences.kv_len(d_.batch(head));
+    const int64_t count = std::clamp<int64_t>(kv_len - first, 0, d_.plan.block_kv);
+    GradTile tile = {first, count, w.keys, w.values, w.key_columns};
+    if (count == 0) return tile;
+    d_.kv_rows(d_.in.key, head).locate(first, count, w.key_rows);
+    d_.kv_rows(d_.in.value, head).locate(first, count, w.value_rows);
     const PackKeys pack = {w.key_rows, w.value_rows, d_.in.key.strides[3], d_.in.value.strides[3]};
     d_.kernels.pack_keys(pack, d_.layout.sizes, tile);
     return tile;
   }
 
-  GradBlock block_against(int64_t head, int64_t index, const Block& b, const Worker& w, const GradTile& tile) const {
+  GradBlock block_against(const Block& b, const Worker& w, const GradTile& tile) const {
     const BlockState& s = *b.state;
     const int64_t end = tile.first_key + tile.count, prefix = s.has_rules ? s.rules.prefix : 0;
-    const int64_t next = std::min(index + 1, d_.layout.blocks - 1);
+    const int64_t next = std::min(b.index + 1, d_.layout.blocks - 1);
     const GradBlock g = {w.block,
                          d_.layout.sizes,
                          b.queries,
@@ -223,36 +218,30 @@ class BackwardCall {
                          d_.rules.keep_prob(),
                          s.has_rules ? &s.rules : nullptr,
                          (tile.first_key < s.all.begin || end > s.all.end) && end > prefix,
-                         static_cast<const char*>(b.queries.query) + (next - index) * d_.layout.block_bytes};
-    if (g.partial) find_visible(head, b, w), hide_absent_rows(b, w);
+                         static_cast<const char*>(b.queries.query) + (next - b.index) * d_.layout.block_bytes};
+    if (g.partial) find_visible(b, w), hide_absent_rows(b, w);
     return g;
   }
 
-  // Block `index` of query rows against a tile, if it sees any of it.
-  void meet(int64_t head, int64_t index, int64_t tile_index, const Worker& w, const GradTile& tile,
-            int64_t number) const {
-    const Block b = d_.block(head, index);
+  // A block of query rows against tile `index`, if it sees any of it.
+  void meet(const Block& b, int64_t index, const Worker& w, const GradTile& tile, int64_t number) const {
     BlockState& s = *b.state;
-    const int64_t place = s.tiles.place_of(tile_index);
+    const int64_t place = s.tiles.place_of(index);
     if (place < 0) return;
-    const GradBlock g = block_against(head, index, b, w, tile);
+    const GradBlock g = block_against(b, w, tile);
     d_.kernels.grad_tile(g, tile);
     bias_.sum(g, tile, b, w);
     s.turn.wait_for(place);
     bias_.add(g, tile, b, number);
     if (d_.grads.grad_query.data != nullptr) d_.kernels.grad_query(g, tile);
-    if (place + 1 == s.tiles.count()) finish_query(head, b);
+    if (place + 1 == s.tiles.count()) finish_query(b);
     s.turn.pass(place);
   }
-  void finish_query(int64_t head, const Block& b) const {
+  void finish_query(const Block& b) const {
     if (d_.grads.grad_query.data == nullptr) return;
-    d_.kernels.finish_rows({.acc = b.queries.grad_query,
-                            .rows = b.queries.rows,
-                            .length = d_.p.head_dim,
-                            .acc_stride = d_.layout.sizes.acc_stride,
-                            .factor = d_.rules.scale().of_query * d_.rules.scale().of_score,
-                            .first_row = b.first_row,
-                            .out = d_.stacked_rows(d_.grads.grad_query, head)});
+    const double factor = d_.rules.scale().of_query * d_.rules.scale().of_score;
+    d_.kernels.finish_rows({b.queries.grad_query, b.queries.rows, d_.p.head_dim, d_.layout.sizes.acc_stride, factor,
+                            b.first_row, d_.stacked_rows(d_.grads.grad_query, b.head)});
   }
 
   const BackwardData& d_;

@@ -69,11 +69,8 @@ struct BackwardLayout {
   const int64_t worker_bytes = bytes_of<struct BackwardWorker>();
 
   // Two waves are in flight at a time, if there are two.
-  int64_t wave_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return (Size(std::min(heads, 2 * heads_per_wave)) * head_bytes).value();
-  }
   int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return (Size(wave_bytes(heads, heads_per_wave)) + call_bytes).value();
+    return (Size(std::min(heads, 2 * heads_per_wave)) * head_bytes + call_bytes).value();
   }
   template <class Pieces>
   int64_t bytes_of() const {
@@ -127,10 +124,8 @@ struct BackwardBlock {
                        .reference = take.numbers(of.block_q, 1),
                        .weight = take.numbers(of.block_q, 1),
                        .delta = take.numbers(of.block_q, 1),
-                       .grad_query = take.numbers(of.block_q, of.sizes.acc_stride),
-                       .finite = nullptr,
-                       .far = nullptr};
-  int64_t first_row = 0;
+                       .grad_query = take.numbers(of.block_q, of.sizes.acc_stride)};
+  int64_t head = 0, index = 0, first_row = 0;
 };
 
 struct BackwardWorker {
@@ -179,7 +174,7 @@ struct Accumulators {
 
   void* at(void* numbers, int64_t i) const { return static_cast<char*>(numbers) + i * (f64 ? 8 : 4); }
   double get(const void* numbers, int64_t i) const {
-    return f64 ? static_cast<const double*>(numbers)[i] : static_cast<double>(static_cast<const float*>(numbers)[i]);
+    return f64 ? static_cast<const double*>(numbers)[i] : double{static_cast<const float*>(numbers)[i]};
   }
   void set(void* numbers, int64_t i, double x) const {
     if (f64)
@@ -192,10 +187,8 @@ struct Accumulators {
     const auto add_numbers = [&](const auto* terms, auto* sums) {
       for (int64_t i = 0; i < count; ++i) sums[i * stride] += terms[i];
     };
-    if (f64)
-      add_numbers(static_cast<const double*>(from), static_cast<double*>(to));
-    else
-      add_numbers(static_cast<const float*>(from), static_cast<float*>(to));
+    if (f64) return add_numbers(static_cast<const double*>(from), static_cast<double*>(to));
+    add_numbers(static_cast<const float*>(from), static_cast<float*>(to));
   }
 };
 
@@ -210,7 +203,7 @@ struct BackwardData : CallHeads {
   const CallRules rules{in, p};
   const BackwardLayout layout{problem, geometry, plan.block_q, plan.block_kv};
   const Accumulators numbers{plan.product == AttentionProduct::f64};
-  const BackwardCallPieces call{{layout, at(layout.wave_bytes(heads, plan.heads_per_wave), layout.call_bytes)}};
+  const BackwardCallPieces call{{layout, at(plan.scratch_bytes_shared - layout.call_bytes, layout.call_bytes)}};
 
   // Blocks of a head; fewer than layout.blocks for a shorter sequence of the batch.
   int64_t blocks(int64_t head) const { return ceil_div(query_rows(head), plan.block_q); }
@@ -218,7 +211,7 @@ struct BackwardData : CallHeads {
   BackwardBlock block(int64_t head, int64_t index) const {
     const int64_t place = head % (2 * plan.heads_per_wave);
     BackwardBlock b{{layout, at(place * layout.head_bytes + index * layout.block_bytes, layout.block_bytes)}};
-    b.first_row = index * plan.block_q;
+    b.head = head, b.index = index, b.first_row = index * plan.block_q;
     b.queries.rows = std::min(plan.block_q, query_rows(head) - b.first_row);
     b.queries.finite = &b.state->finite;
     b.queries.far = &b.state->far;

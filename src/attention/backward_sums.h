@@ -169,7 +169,6 @@ struct VisiblePairs : BackwardForms<P> {
     const S ds = number(b.grad_score_columns, b.scores_stride, r, j);
     return ds != ds;
   }
-  // Whether row r sees any key of the block's sequence, whatever dropout keeps.
   static bool sees_key(const ScoreRules& all, int64_t r, int64_t begin, int64_t end) {
     ScoreRules rules = all;
     rules.keep_below = 0, rules.drop_mask = nullptr;

@@ -62,8 +62,8 @@ class BiasGradient {
   }
 
   // Finds the addresses that rows of a block add to.
-  void locate(int64_t head, const BackwardBlock& b) const {
-    for (int64_t r = 0; adds_by_row() && r < b.queries.rows; ++r) b.bias_targets[r] = target(head, b.first_row + r);
+  void locate(const BackwardBlock& b) const {
+    for (int64_t r = 0; adds_by_row() && r < b.queries.rows; ++r) b.bias_targets[r] = target(b.head, b.first_row + r);
   }
 
   // A task calls `begin`; for each block that sees its tile `sum` after grad_tile, and `add` in the turn of the block's
@@ -82,7 +82,7 @@ class BiasGradient {
       // Heads of the last query may be rows of later blocks, from which tasks before this one add to the same bias.
       const int64_t last_query = (b.first_row + b.queries.rows - 1) / d_.group;
       const int64_t last_block = std::min(((last_query + 1) * d_.group - 1) / d_.plan.block_q, blocks_ - 1);
-      for (int64_t i = b.first_row / d_.plan.block_q; i <= last_block; ++i) turns_[i].wait_for(number);
+      for (int64_t i = b.index; i <= last_block; ++i) turns_[i].wait_for(number);
     }
     if (adds_by_row()) d_.kernels.add_grad_bias(g, tile, b.bias_targets, 0, strides_[3], scale());
   }
@@ -133,12 +133,12 @@ class SinkGradient {
     for (int64_t g = 0; g < d_.group && wanted(); ++g) sum(head, index, g) = 0;
   }
   // When the block is packed.
-  void add(int64_t head, int64_t index, const BackwardBlock& b, const PackQueries& pack) const {
+  void add(const BackwardBlock& b, const PackQueries& pack) const {
     if (!wanted()) return;
-    clear(head, index);
+    clear(b.head, b.index);
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const int64_t row = b.first_row + r;
-      const double sink = d_.sink(head, row);
+      const double sink = d_.sink(b.head, row);
       const double top = d_.statistic(pack.max.data != nullptr ? pack.max : pack.lse, row);
       const double l = pack.max.data != nullptr ? d_.statistic(pack.sum, row) : 1;
       if (std::isinf(sink) || std::isinf(top)) continue;
@@ -151,15 +151,13 @@ class SinkGradient {
       if (d_.numbers.get(b.queries.weight, r) == 0 || (!std::isfinite(delta) && !sees_key())) {
         delta = pack.grad_lse.data != nullptr ? -d_.statistic(pack.grad_lse, row) : 0;
       }
-      sum(head, index, row % d_.group) -= std::exp(sink - top) / l * delta;
+      sum(b.head, b.index, row % d_.group) -= std::exp(sink - top) / l * delta;
     }
   }
   void finish() const {
-    const AttentionProblem& p = d_.p;
-    for (int64_t h = 0; h < p.num_heads && wanted(); ++h) {
+    for (int64_t h = 0; h < d_.p.num_heads && wanted(); ++h) {
       double total = 0;
-      for (int64_t b = 0; b < p.batch; ++b) {
-        const int64_t head = b * p.num_kv_heads + h / d_.group;
+      for (int64_t head = h / d_.group; head < d_.heads; head += d_.p.num_kv_heads) {
         for (int64_t i = 0; i < d_.layout.blocks; ++i) total += sum(head, i, h % d_.group);
       }
       store_element(to_, h * to_.strides[0], total);
