@@ -95,7 +95,7 @@ class BackwardCall {
   }
 
   void pack_block(int64_t head, int64_t index, int worker) const {
-    if (index >= d_.blocks(head)) return sinks_.clear(head, index);  // a shorter sequence of the batch
+    if (index >= d_.blocks(head)) return;  // a shorter sequence of the batch
     const Worker w = d_.worker(worker);
     const Block b = d_.block(head, index);
     BlockState& s = *new (b.state) BlockState;
@@ -209,16 +209,13 @@ class BackwardCall {
 
   GradBlock block_against(const Block& b, const Worker& w, const GradTile& tile) const {
     const BlockState& s = *b.state;
+    const ScoreRules* rules = s.has_rules ? &s.rules : nullptr;
     const int64_t end = tile.first_key + tile.count, prefix = s.has_rules ? s.rules.prefix : 0;
+    const bool partial = (tile.first_key < s.all.begin || end > s.all.end) && end > prefix;
     const int64_t next = std::min(b.index + 1, d_.layout.blocks - 1);
-    const GradBlock g = {w.block,
-                         d_.layout.sizes,
-                         b.queries,
-                         d_.rules.exponent_scale(),
-                         d_.rules.keep_prob(),
-                         s.has_rules ? &s.rules : nullptr,
-                         (tile.first_key < s.all.begin || end > s.all.end) && end > prefix,
-                         static_cast<const char*>(b.queries.query) + (next - b.index) * d_.layout.block_bytes};
+    const char* ahead = static_cast<const char*>(b.queries.query) + (next - b.index) * d_.layout.block_bytes;
+    const double c = d_.rules.exponent_scale(), keep_prob = d_.rules.keep_prob();
+    const GradBlock g = {w.block, d_.layout.sizes, b.queries, c, keep_prob, rules, partial, ahead};
     if (g.partial) find_visible(b, w), hide_absent_rows(b, w);
     return g;
   }
@@ -295,14 +292,9 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     Interruption interruption(impl.interrupted, attention::multiply_adds(p));
     const Isa isa = impl.machine.isa;
     const attention::BackwardKernels& kernels = attention::backward_kernels_for(isa, plan.product, p.kv_dtype);
-    const attention::BackwardData data = {{in, p},
-                                          from,
-                                          to,
-                                          problem,
-                                          plan,
-                                          kernels,
-                                          attention::geometry_of(isa, plan.product),
-                                          static_cast<char*>(lease.value().data())};
+    const attention::Geometry& geometry = attention::geometry_of(isa, plan.product);
+    const auto memory = static_cast<char*>(lease.value().data());
+    const attention::BackwardData data = {{in, p}, from, to, problem, plan, kernels, geometry, memory};
     attention::BackwardCall(data, interruption).run(impl.pool);
     if (interruption.happened()) return interruption.status("flash_attention_backward");
     const auto end_of = [&](const ConstTensor& offsets) { return index_at(offsets, p.batch); };

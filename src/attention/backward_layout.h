@@ -78,13 +78,10 @@ struct BackwardLayout {
   }
   static BackwardSizes sizes_of(const AttentionProblem& p, const Geometry& g) {
     // One vector more than the data: rows a power of two apart would share few cache sets.
-    const auto row_stride = [&](int64_t length) { return round_up(ceil_div(length, g.step), g.lanes) + g.lanes; };
-    return {p.head_dim,
-            p.value_head_dim,
-            row_stride(p.head_dim),
-            row_stride(p.value_head_dim),
-            round_up(p.head_dim, g.lanes),
-            round_up(p.value_head_dim, g.lanes)};
+    const auto row = [&](int64_t length) { return round_up(ceil_div(length, g.step), g.lanes) + g.lanes; };
+    const auto acc = [&](int64_t length) { return round_up(length, g.lanes); };
+    const int64_t d = p.head_dim, v = p.value_head_dim;
+    return {d, v, row(d), row(v), acc(d), acc(v)};
   }
 };
 

@@ -242,10 +242,11 @@ struct BackwardScores : BackwardForms<P> {
   static OPST_INLINE void differentiate(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span, Tile of,
                                         KeepBits* bits) {
     const auto by = [&](const auto& rule) OPST_INLINE_LAMBDA {
-#if defined(__AVX512BF16__)
-      if constexpr (kStep == 2) return differentiate_pairs(b, t, rt, span, of.scores, of.grads, rule, bits);
-#endif
-      if constexpr (kStep == 1) differentiate_rows(b, t, rt, span, of.scores, of.grads, rule, bits);
+      if constexpr (kStep == 1) {
+        differentiate_rows(b, t, rt, span, of.scores, of.grads, rule, bits);
+      } else {
+        differentiate_pairs(b, t, rt, span, of.scores, of.grads, rule, bits);
+      }
     };
     if (b.rules == nullptr) {
       by(Plain{V::set1(static_cast<S>(b.exponent_scale))});

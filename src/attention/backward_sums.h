@@ -131,25 +131,17 @@ struct VisiblePairs : BackwardForms<P> {
     const bool some_hidden = b.partial || (b.rules != nullptr && b.rules->hides());
     return some_hidden && !(t.keys_finite && *b.queries.finite);
   }
-  static OPST_INLINE S widened(uint32_t bits) {
-    S x = 0;
-    __builtin_memcpy(&x, &bits, sizeof(bits));
-    return x;
-  }
   // Element (row, key) of a column form.
   static OPST_INLINE S number(const void* column_form, int64_t stride, int64_t row, int64_t key) {
     const Word* word = static_cast<const Word*>(column_form) + row / kStep * stride + key;
     if constexpr (kStep == 1)
       return *word;
     else
-      return widened(row % 2 == 0 ? *word << 16 : *word & 0xffff0000u);
+      return __builtin_bit_cast(S, row % 2 == 0 ? *word << 16 : *word & 0xffff0000u);
   }
-  static OPST_INLINE V element(const void* column_form, int64_t stride, int64_t row, int64_t key) {
-    return V::set1(number(column_form, stride, row, key));
-  }
-  static OPST_INLINE void add_row(V factor, const void* row_form, int64_t stride, int64_t row, int64_t length, S* acc) {
+  static OPST_INLINE void add_row(S factor, const void* row_form, int64_t stride, int64_t row, int64_t length, S* acc) {
     for (int64_t d = 0; d < length; d += kLanes) {
-      simd::fma(factor, F::elements(row_form, stride, row, d), V::load(acc + d)).store(acc + d);
+      simd::fma(V::set1(factor), F::elements(row_form, stride, row, d), V::load(acc + d)).store(acc + d);
     }
   }
 
@@ -184,11 +176,11 @@ struct VisiblePairs : BackwardForms<P> {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       for (int64_t j = 0; j < t.count; ++j) {
         if (t.grad_value != nullptr && sees(b, t, r, j, true)) {
-          add_row(element(b.probability_columns, b.scores_stride, r, j), b.queries.grad_out, z.value_stride, r,
+          add_row(number(b.probability_columns, b.scores_stride, r, j), b.queries.grad_out, z.value_stride, r,
                   z.value_head_dim, accumulators(t.grad_value) + j * z.value_acc_stride);
         }
         if (t.grad_key != nullptr && sees(b, t, r, j, false)) {
-          add_row(element(b.grad_score_columns, b.scores_stride, r, j), b.queries.query, z.query_stride, r, z.head_dim,
+          add_row(number(b.grad_score_columns, b.scores_stride, r, j), b.queries.query, z.query_stride, r, z.head_dim,
                   accumulators(t.grad_key) + j * z.acc_stride);
         }
       }
@@ -202,7 +194,7 @@ struct VisiblePairs : BackwardForms<P> {
       S* acc = accumulators(b.queries.grad_query) + r * z.acc_stride;
       for (int64_t j = 0; j < t.count; ++j) {
         if (!sees(b, t, r, j, false)) continue;
-        const V ds = element(b.grad_score_columns, b.scores_stride, r, j);
+        const V ds = V::set1(number(b.grad_score_columns, b.scores_stride, r, j));
         for (int64_t d = 0; d < z.head_dim; d += kLanes) {
           const int64_t column = d / kPanel * kPanel;
           const Word* at = keys.panel(column) + j / kStep * keys.stride(column) + (d - column);

@@ -19,9 +19,6 @@
 //   task 0           + block 0   + block 1   + block 2
 //   task 1                       + block 0   + block 1   + block 2
 //   task 2                                   + block 0   + block 1   + block 2
-//   turn of block 0  0           1           2           3           3           3
-//   turn of block 1  0           0           1           2           3           3
-//   turn of block 2  0           0           0           1           2           3
 //
 // Every element becomes ((task 0) + task 1) + task 2 ..., whoever runs the tasks. Where block_q is no multiple of the
 // group, the last query of a block has heads in the next ones, which add to the same elements: a task that adds from
@@ -126,17 +123,12 @@ class BiasGradient {
 
 class SinkGradient {
  public:
-  explicit SinkGradient(const BackwardData& data) : d_(data) {}
-
-  // For block `index` of a head, also where a shorter sequence has no such block.
-  void clear(int64_t head, int64_t index) const {
-    for (int64_t g = 0; g < d_.group && wanted(); ++g) sum(head, index, g) = 0;
+  explicit SinkGradient(const BackwardData& data) : d_(data) {
+    if (wanted()) std::fill_n(sums_, d_.heads * d_.layout.blocks * d_.group, 0.0);
   }
   // When the block is packed.
   void add(const BackwardBlock& b, const PackQueries& pack) const {
-    if (!wanted()) return;
-    clear(b.head, b.index);
-    for (int64_t r = 0; r < b.queries.rows; ++r) {
+    for (int64_t r = 0; r < b.queries.rows && wanted(); ++r) {
       const int64_t row = b.first_row + r;
       const double sink = d_.sink(b.head, row);
       const double top = d_.statistic(pack.max.data != nullptr ? pack.max : pack.lse, row);
