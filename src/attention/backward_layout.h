@@ -24,7 +24,7 @@
 namespace opst::attention {
 
 // The tiles of keys that add to the gradients of one block of query rows, in ascending order: from the first key that
-// some row of the block sees to the last. Some tiles between may hold none.
+// some row of the block sees to the last. Some tiles between may hold none. (A list of tiles would answer the same.)
 class BlockTiles {
  public:
   BlockTiles() = default;

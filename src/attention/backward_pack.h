@@ -98,8 +98,8 @@ struct BackwardPack : BackwardForms<P> {
     return static_cast<const S*>(t.data)[offset_of(t, row)];
   }
 
-  // A row as words, zeros up to `stride`. False where it is seen not to be finite: rows of pairs are looked at once
-  // more when they become columns.
+  // copy_words (stacked_rows.h) with zeros up to `stride`. False where the row is seen not to be finite: rows of pairs
+  // are looked at once more when they become columns.
   template <class T>
   static OPST_INLINE bool copy_row(const T* row, int64_t dim_stride, int64_t length, double factor, Word* out,
                                    int64_t stride) {

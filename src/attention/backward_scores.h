@@ -30,13 +30,9 @@ struct BackwardScores : BackwardForms<P> {
                                 const char*& prefetch) {
     const QueryRows& q = b.queries;
     const BackwardSizes& z = b.sizes;
-    Tile to = {};
-    if constexpr (kStep == 1) {
-      const int64_t at = rt.first * b.scores_stride + span.begin;
-      to = {accumulators(b.probability_columns) + at, accumulators(b.grad_scores) + at};
-    } else {
-      to = {accumulators(b.raw), accumulators(b.raw) + kTileRows * b.scores_stride};
-    }
+    const int64_t at = rt.first * b.scores_stride + span.begin;
+    const Tile to = kStep == 1 ? Tile{accumulators(b.probability_columns) + at, accumulators(b.grad_scores) + at}
+                               : Tile{accumulators(b.raw), accumulators(b.raw) + kTileRows * b.scores_stride};
     multiply(b, t, rt, span, q.query, z.query_stride, z.head_dim, t.keys, to.scores, prefetch);
     if constexpr (kGrads) {
       multiply(b, t, rt, span, q.grad_out, z.value_stride, z.value_head_dim, t.values, to.grads, prefetch);
@@ -156,16 +152,10 @@ struct BackwardScores : BackwardForms<P> {
     }
   }
   static OPST_INLINE Ruled ruled(const GradBlock& b, RowTile rt, KeySpan span, const KeepBits* bits) {
-    const ScoreRules& o = *b.rules;
-    S* bias_grads = accumulators(b.bias_grads);
-    if (bias_grads != nullptr) bias_grads += rt.first * b.scores_stride + span.begin;
-    return {V::set1(static_cast<S>(b.exponent_scale)),
-            V::set1(static_cast<S>(1 / b.keep_prob)),
-            o.drops(),
-            o.softcap > 0,
-            static_cast<const S*>(b.cap_slopes),
-            bias_grads,
-            bits};
+    const int64_t at = rt.first * b.scores_stride + span.begin;
+    S* bias_grads = b.bias_grads != nullptr ? accumulators(b.bias_grads) + at : nullptr;
+    const V c = V::set1(static_cast<S>(b.exponent_scale)), kept_scale = V::set1(static_cast<S>(1 / b.keep_prob));
+    return {c, kept_scale, b.rules->drops(), b.rules->softcap > 0, accumulators(b.cap_slopes), bias_grads, bits};
   }
   static OPST_INLINE void find_kept(const GradBlock& b, const GradTile& t, int64_t r, KeySpan span, KeepBits& bits) {
     if (b.rules == nullptr || !b.rules->drops()) return;
@@ -182,20 +172,19 @@ struct BackwardScores : BackwardForms<P> {
       const int64_t first = i * b.scores_stride;
       S* p = scores + first;
       S* ds = grads + first;
+      const auto at = [&](int64_t j)
+                          OPST_INLINE_LAMBDA { return rule(V::load(p + j), V::load(ds + j), row, first, j, 0); };
+      const auto put = [&](int64_t j, const Pair& x) OPST_INLINE_LAMBDA {
+        x.p.store(p + j);
+        x.ds.store(ds + j);
+      };
       int64_t j = 0;
       for (; j + 2 * kLanes <= span.width; j += 2 * kLanes) {
-        const Pair x = rule(V::load(p + j), V::load(ds + j), row, first, j, 0);
-        const Pair y = rule(V::load(p + j + kLanes), V::load(ds + j + kLanes), row, first, j + kLanes, 0);
-        x.p.store(p + j);
-        y.p.store(p + j + kLanes);
-        x.ds.store(ds + j);
-        y.ds.store(ds + j + kLanes);
+        const Pair x = at(j), y = at(j + kLanes);
+        put(j, x);
+        put(j + kLanes, y);
       }
-      if (j < span.width) {
-        const Pair x = rule(V::load(p + j), V::load(ds + j), row, first, j, 0);
-        x.p.store(p + j);
-        x.ds.store(ds + j);
-      }
+      if (j < span.width) put(j, at(j));
     }
   }
 

@@ -5,9 +5,8 @@
 //            targets += factor * dS             row by row, for the bias
 // Loop nest  for each panel of 32 columns, for each 12 keys (dV, dK) or MR rows (dQ): a register tile of the sum, which
 //            passes over the rows or keys that a partial tile hides from all of it
-// Numerics   Hidden pairs have P = dS = 0, but where K of the tile, or Q or dO of the block, holds a NaN or Inf, 0 * NaN
-//            would spoil sums of rows and keys that do not see it: VisiblePairs adds the visible pairs alone, one by one.
-//            Slow: such inputs went wrong elsewhere.
+// Numerics   backward.h has why VisiblePairs adds the visible pairs alone, one by one. Slow: such inputs went wrong
+//            elsewhere.
 // Memory     P, dS and operands in L2; dV and dK the worker's, dQ the block's: in the turn of its tiles.
 #pragma once
 

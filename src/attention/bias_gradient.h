@@ -50,7 +50,6 @@ class BiasGradient {
       if (to_.shape[i] != 1) strides_[4 - to_.rank + i] = to_.strides[i];
     }
     const auto repeats = [&](int i, int64_t size) { return size > 1 && strides_[i] == 0; };
-    // The heads of a query stand in consecutive rows, which may belong to several blocks.
     const bool query_in_blocks = repeats(1, d_.group) && d_.plan.block_q % d_.group != 0;
     order_ = repeats(2, d_.p.query_len)                                                   ? BiasOrder::by_task
              : repeats(0, d_.p.batch) || repeats(1, d_.p.num_kv_heads) || query_in_blocks ? BiasOrder::by_block
@@ -76,7 +75,6 @@ class BiasGradient {
   }
   void add(const GradBlock& g, const GradTile& tile, const BackwardBlock& b, int64_t number) const {
     if (order_ == BiasOrder::by_block) {
-      // Heads of the last query may be rows of later blocks, from which tasks before this one add to the same bias.
       const int64_t last_query = (b.first_row + b.queries.rows - 1) / d_.group;
       const int64_t last_block = std::min(((last_query + 1) * d_.group - 1) / d_.plan.block_q, blocks_ - 1);
       for (int64_t i = b.index; i <= last_block; ++i) turns_[i].wait_for(number);

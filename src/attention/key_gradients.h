@@ -78,8 +78,7 @@ class KeyGradients {
   };
 
   void* sums(const Gradient& g, int64_t ordinal, int64_t kv_head, int64_t row) const {
-    const int64_t page_head = ordinal * d_.p.num_kv_heads + kv_head;
-    const int64_t rows = d_.p.block_size;
+    const int64_t page_head = ordinal * d_.p.num_kv_heads + kv_head, rows = d_.p.block_size;
     return d_.numbers.at(d_.call.page_sums, rows * (page_head * page_stride_ + g.before) + row * g.acc_stride);
   }
   void put(const Gradient& g, void* acc, int64_t first, int64_t count, int64_t head) const {
