@@ -19,8 +19,8 @@
 //                  grad_query               dQ += dS K in the wave buffer; the block's last tile writes grad_query
 //                  pass the turn            to the task of the next tile
 //                worker's memory -> tensors: dK, dV as grad_key, grad_value
-// The gradients of a bias that repeats (bias_gradient.h) and of shared pages (key_gradients.h) are added up in the order
-// of the tasks, too.
+// The gradients of a bias that repeats (bias_gradient.h) and of shared pages (key_gradients.h) are added up in the
+// order of the tasks, too.
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -121,8 +121,7 @@ class BackwardCall {
     return {.query = rows(d_.in.query),
             .out = rows(d_.saved.out),
             .grad_out = rows(d_.saved.grad_out),
-            .lse = rows(d_.saved.softmax_lse),
-            .max = rows(d_.saved.softmax_max),
+            .top = rows(d_.saved.softmax_max.data != nullptr ? d_.saved.softmax_max : d_.saved.softmax_lse),
             .sum = rows(d_.saved.softmax_sum),
             .grad_lse = rows(d_.saved.grad_lse),
             .first_row = b.first_row,

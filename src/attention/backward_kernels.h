@@ -34,9 +34,9 @@ struct QueryRows {
 
 struct PackQueries {
   StackedRows query, out, grad_out;
-  StackedRows lse, max, sum, grad_lse;  // lse, or max and sum; grad_lse may have no data
-  int64_t first_row;                    // row r of the block is row first_row + r of these
-  const int64_t* visible_begin;         // keys that row r may see; a row without any takes no part
+  StackedRows top, sum, grad_lse;  // lse, or max with its sum; sum and grad_lse may have no data
+  int64_t first_row;               // row r of the block is row first_row + r of these
+  const int64_t* visible_begin;    // keys that row r may see; a row without any takes no part
   const int64_t* visible_end;
   double query_factor;    // 0 or a power of two, goes into Q
   double score_scale;     // turns a kernel's score into one of the statistics' unit
@@ -97,7 +97,7 @@ struct FinishGradient {
 struct BackwardKernels {
   void (*pack_queries)(const PackQueries& pack, const BackwardSizes& sizes, const QueryRows& out);
   void (*pack_keys)(const PackKeys& pack, const BackwardSizes& sizes, GradTile& tile);  // keys_finite, too
-  // For a block that is far: the tiles that it sees, each packed for it, give maxima and sums of grad_tile's scores anew.
+  // For a block that is far: the tiles that it sees, packed for it, give maxima and sums of grad_tile's scores anew.
   // `max` and `sum` [rows] begin as -inf and 0, or as a sink's; then keep_statistics.
   void (*add_statistics)(const GradBlock& block, const GradTile& tile, void* max, void* sum);
   void (*keep_statistics)(const QueryRows& queries, const void* max, const void* sum);

@@ -6,8 +6,8 @@
 // Shapes     Q [rows][query_stride], dO [rows][value_stride] row forms, and column forms for pairs of bf16; K^T and V^T
 //            panels, K's column form
 // Memory     a block's: only the task that packs it. A tile's: the task's worker.
-// Numerics   A row of weight 0 takes no part: its Q, dO and delta are 0, whatever the tensors hold. delta of dtypes that
-//            the product takes is dP's own arithmetic: a row that sees one key alone then has dS = 0 exactly.
+// Numerics   A row of weight 0 takes no part: its Q, dO and delta are 0, whatever the tensors hold. delta of dtypes
+//            that the product takes is dP's own arithmetic: a row that sees one key alone then has dS = 0 exactly.
 #pragma once
 
 #include "attention/backward_forms.h"
@@ -61,9 +61,8 @@ struct BackwardPack : BackwardForms<P> {
       __builtin_memset(grad_out, 0, static_cast<size_t>(z.value_stride) * sizeof(Word));
       return true;
     }
-    const bool has_max = from.max.data != nullptr;
-    const double top = static_cast<double>(statistic(has_max ? from.max : from.lse, row)) / from.score_scale;
-    const double sum = has_max ? static_cast<double>(statistic(from.sum, row)) : 1;
+    const double top = static_cast<double>(statistic(from.top, row)) / from.score_scale;
+    const double sum = from.sum.data != nullptr ? static_cast<double>(statistic(from.sum, row)) : 1;
     const double exact = top * static_cast<double>(static_cast<S>(from.exponent_scale));
     double rest = 0;
     if (exact > -kFar && exact < kFar) {  // the reference is rounded; its rest goes into the weight
@@ -90,9 +89,8 @@ struct BackwardPack : BackwardForms<P> {
     if (from.visible_begin[r] >= from.visible_end[r]) return false;
     const S inf = __builtin_inff();
     const auto infinite = [&](S x) { return x == inf || x == -inf; };
-    if (from.max.data == nullptr) return !infinite(statistic(from.lse, row));
-    const S sum = statistic(from.sum, row);
-    return !infinite(statistic(from.max, row)) && !infinite(sum) && sum != 0;
+    const S sum = from.sum.data != nullptr ? statistic(from.sum, row) : 1;
+    return !infinite(statistic(from.top, row)) && !infinite(sum) && sum != 0;
   }
   static OPST_INLINE S statistic(const StackedRows& t, int64_t row) {
     return static_cast<const S*>(t.data)[offset_of(t, row)];

@@ -2,8 +2,8 @@
 //
 // Computes   S = Q K^T;  dP = dO V^T;  P = exp2(c (S - origin) - reference) * weight;  dS = P (dP - delta)
 // Shapes     Q [rows, head_dim], dO [rows, value_head_dim], K^T and V^T panels; S, dP, P, dS [rows][span.width]
-// Memory     S and dP stay in L1: where P and dS will be, or in `raw` for pairs of bf16, whose P and dS are rounded into
-//            column forms (and dS into the row form, too). One task, in its worker's memory.
+// Memory     S and dP stay in L1: where P and dS will be, or in `raw` for pairs of bf16, whose P and dS are rounded
+//            into column forms (and dS into the row form, too). One task, in its worker's memory.
 // Numerics   Hidden pairs and padding: S = -inf, P = dS = 0. Rules of the rows: score_ops.h. Where scores are so large
 //            (BackwardPack::kFar) that what forward saved, rounded to f32, says too little about exp, add_statistics
 //            takes maxima and sums of exp2(c (S - max)) anew, tile by tile. Only the task that packs the block.

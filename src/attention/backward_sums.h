@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/backward_forms.h"
+#include "attention/stacked_rows.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -18,7 +19,7 @@ template <class P>
 struct BackwardSums : BackwardForms<P> {
   using F = BackwardForms<P>;
   using F::accumulators, F::kLanes, F::kPanel, F::kStep, F::kTileRows;
-  using typename F::Columns, typename F::S, typename F::V, typename F::Word;
+  using typename F::Columns, typename F::Ops, typename F::S, typename F::V, typename F::Word;
 
   // add(number of vectors, as a type, column) for each panel of columns.
   template <class Add>
@@ -103,14 +104,10 @@ struct BackwardSums : BackwardForms<P> {
         for (int64_t j = span.begin; j < span.end; j += kLanes) {
           const int64_t n = simd::clamp_lanes<V>(span.end - j);
           const V x = V::load_n(ds + j, n) * f;
-          if (stride == 1) {
-            (V::load_n(target + j, n) + x).store_n(target + j, n);
-          } else if (stride == 0) {
+          if (stride == 0) {
             total = total + x;
           } else {
-            S lanes[kLanes];
-            x.store(lanes);
-            for (int64_t k = 0; k < n; ++k) target[(j + k) * stride] += lanes[k];
+            store_elements(Ops::load_strided(target + j * stride, stride, n) + x, target, stride, j, n);
           }
         }
         if (stride == 0) *target += simd::hsum(total);

@@ -1,18 +1,17 @@
-// BiasGradient and SinkGradient: what of dS and delta becomes the gradients of the bias and of the sinks, added up in an
-// order that does not depend on the threads.
+// BiasGradient and SinkGradient: gradients of the bias and of the sinks, in an order that does not depend on the threads.
 //
 //   grad_bias[b, h, i, j] = bias_scale * sum of dS over the indices that the bias repeats
 //   grad_sinks[h] = - sum over rows of head h of exp(sink - m) / l * delta       m, l: maximum and sum, or lse and 1
 //
-// Memory   bias    the tensor itself, in the accumulator type; a worker's bias_sums; bias_turns [blocks + 1]. All tasks.
-//          sinks   sink_sums [heads][blocks][group] of double: the task that packs a block writes the block's; added up
-//                  in the end, in the order of batches and blocks.
+// Memory   bias    the tensor itself, in the accumulator type; a worker's bias_sums; bias_turns [blocks + 1]: all tasks
+//          sinks   sink_sums [heads][blocks][group] of double: the task that packs a block adds to the block's; summed
+//                  in the end, in the order of batches and blocks
 //
 // Who adds to an element, and so what keeps the order of the additions, is a BiasOrder.
 //
 // Bias turns. Tasks are numbered as they are handed out: tile 0 of each head of a wave, tile 1 of each head, ... With
-// by_block, turns[i] is the turn of adding to what block i of any head adds to. A task takes the turn of every block, in
-// ascending order, also where the block does not see its tile, and passes it on. Three blocks; + is the addition, whose
+// by_block, turns[i] is the turn of adding to what block i of any head adds to. A task takes the turn of every block,
+// ascending, also where the block does not see its tile, and passes it on. Three blocks; + is the addition, whose
 // dS was multiplied before without waiting:
 //
 //   time ->          |           |           |           |           |
@@ -129,8 +128,8 @@ class SinkGradient {
     for (int64_t r = 0; r < b.queries.rows && wanted(); ++r) {
       const int64_t row = b.first_row + r;
       const double sink = d_.sink(b.head, row);
-      const double top = d_.statistic(pack.max.data != nullptr ? pack.max : pack.lse, row);
-      const double l = pack.max.data != nullptr ? d_.statistic(pack.sum, row) : 1;
+      const double top = d_.statistic(pack.top, row);
+      const double l = pack.sum.data != nullptr ? d_.statistic(pack.sum, row) : 1;
       if (std::isinf(sink) || std::isinf(top)) continue;
       double delta = d_.numbers.get(b.queries.delta, r);
       // dO of a row that sees no key does not matter. O is 0 there, so a finite delta has nothing of dO.

@@ -3,8 +3,8 @@
 //   grad_key = softmax_scale dK,  grad_value = dV / keep_prob       rounded once to the tensor's dtype
 //
 // Shared pages come more than once in a block table. No task owns their gradients: tasks add to sums in accumulators,
-// in turn, which are rounded to the output when all is added. So the memory grows with the pages, however many sequences
-// share them.
+// in turn, which are rounded to the output when all is added. So the memory grows with the pages, however many
+// sequences share them.
 //
 // Memory   the tensors; page_ordinals [num_blocks]: place of each block among the shared ones, or -1;
 //          page_sums [shared_blocks][num_kv_heads]: sums of keys [block_size][acc_stride], then of values. A task calls
@@ -42,7 +42,7 @@ class KeyGradients {
       d_.cleared(sums(keys_, ordinal, 0, 0), d_.p.num_kv_heads * d_.p.block_size, page_stride_);
     });
   }
-  // Writes or adds a task's sums for the keys of its tile: all that the tensor has, which may be more than the sequence.
+  // Writes or adds a task's sums for the keys of its tile: all that the tensor has, maybe more than the sequence.
   void put(int64_t head, const GradTile& tile, int64_t number) {
     const int64_t rows = d_.key_rows(head), count = std::clamp<int64_t>(rows - tile.first_key, 0, d_.plan.block_kv);
     if (shared_ > 0) turn_.wait_for(number);
