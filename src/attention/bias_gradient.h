@@ -1,4 +1,4 @@
-// BiasGradient and SinkGradient: gradients of the bias and of the sinks, in an order that does not depend on the threads.
+// BiasGradient, SinkGradient: gradients of the bias and of the sinks, in an order that does not depend on the threads.
 //
 //   grad_bias[b, h, i, j] = bias_scale * sum of dS over the indices that the bias repeats
 //   grad_sinks[h] = - sum over rows of head h of exp(sink - m) / l * delta       m, l: maximum and sum, or lse and 1
