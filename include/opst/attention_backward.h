@@ -14,11 +14,9 @@
 //   grad_query, grad_key, grad_value    shapes of query, key, value; f32, bf16, f16; f64 where query is
 //   grad_bias, grad_sinks               shapes of bias, sinks; f32 (f64)
 // With cu_seqlens_q or cu_seqlens_k these, too, hold the sequences one after the other. Rows behind the last sequence
-// get 0.
-//
-// With a block_table grad_key and grad_value have the shapes of the cache, [num_blocks, block_size, num_kv_heads, ...],
-// and every element is written. A row of a page that belongs to several sequences, or to several places of one, gets
-// the sum of all its gradients, rounded once; a row that belongs to nobody gets 0. Pages must be of PageLayout::norm.
+// get 0. With a block_table grad_key and grad_value have the shapes of the cache, [num_blocks, block_size,
+// num_kv_heads, ...], of PageLayout::norm, and every element is written. A row of a page that belongs to several
+// sequences, or to several places of one, gets the sum of all its gradients, rounded once; to nobody, 0.
 //
 // Rules: a row that sees no key gets grad_query = 0 and adds nothing to the other gradients, whatever its grad_out
 // holds; so does a row whose saved lse is infinite. (With a sink its lse is a number, and its grad_lse reaches the
@@ -28,8 +26,8 @@
 // not overlap each other, themselves or an input.
 //
 // Time 2 * (3 head_dim + 2 value_head_dim) * visible pairs * num_heads flops: five products, S and dP once. Parallel
-// over tiles of keys as well as over heads. Memory beyond inputs and outputs: packed queries and gradients of a few
-// heads at a time, and a fixed amount per thread (plan_attention_backward tells).
+// over tiles of keys and over heads. Memory beyond inputs and outputs: packed queries and gradients of a few heads at a
+// time, and a fixed amount per thread (plan_attention_backward tells).
 //
 //   flash_attention_forward(context, inputs, {.out = o, .softmax_lse = lse}, options);
 //   flash_attention_backward(context, inputs, {.out = o, .softmax_lse = lse, .grad_out = go},

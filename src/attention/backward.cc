@@ -11,7 +11,6 @@
 //               tile 2                                  block 0   block 1   block 2   block 3
 //
 // Waves of heads share packed query rows (wave_loop.h):
-//
 //   pack_block   tensors -> wave buffer: Q and dO as words, statistics, delta, visible keys, rules; dQ = 0
 //   run_tile     tensors -> worker's memory: K and V of the tile, packed; dK = dV = 0
 //                for each block of the head, in ascending order, that sees the tile (meet)
@@ -20,19 +19,15 @@
 //                  grad_query               dQ += dS K in the wave buffer; the block's last tile writes grad_query
 //                  pass the turn            to the task of the next tile
 //                worker's memory -> tensors: dK, dV as grad_key, grad_value
-//
-// The gradient of a bias that repeats (bias_gradient.h) is added up in the order of the tasks, too, and so are the
-// gradients of pages that come more than once in the block table (key_gradients.h).
+// The gradients of a bias that repeats (bias_gradient.h) and of shared pages (key_gradients.h) are added up in the
+// order of the tasks, too.
+#include <algorithm>
 #include <cmath>
 #include <new>
 
-#include "attention/backward_check.h"
-#include "attention/backward_data.h"
 #include "attention/bias_gradient.h"
 #include "attention/check.h"
-#include "attention/fill.h"
 #include "attention/key_gradients.h"
-#include "attention/sink_gradient.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
@@ -60,28 +55,11 @@ class BackwardCall {
   using Worker = BackwardWorker;
 
  public:
-  BackwardCall(const AttentionInputs& inputs, const AttentionSaved& saved, const AttentionGradients& gradients,
-               const AttentionBackwardProblem& problem, const AttentionBackwardPlan& plan, const Machine& machine,
-               void* scratch, Interruption& interruption)
-      : d_{{inputs, problem.forward},
-           saved,
-           gradients,
-           problem,
-           plan,
-           backward_kernels_for(machine.isa, plan.product, problem.forward.kv_dtype),
-           geometry_of(machine.isa, plan.product),
-           static_cast<char*>(scratch)},
-        interruption_(interruption) {}
+  BackwardCall(const BackwardData& data, Interruption& interruption) : d_(data), interruption_(interruption) {}
 
   void run(ThreadPool& pool) {
     fill(d_.grads.grad_bias, 0, pool);
     keys_.clear(pool);
-    // Of causal masks the first tiles, which most rows see, come first.
-    const WaveLoop loop = {.heads = d_.heads,
-                           .heads_per_wave = d_.plan.heads_per_wave,
-                           .packs_per_head = d_.layout.blocks,
-                           .tasks_per_head = d_.layout.tiles,
-                           .order = WaveLoop::Order::heads_in_turn};
     const auto pack = [&](int64_t head, int64_t block, int worker) { pack_block(head, block, worker); };
     const auto grad = [&](int64_t head, int64_t tile, int64_t number, int worker) {
       if (head < d_.heads && !interruption_.requested(worker)) {
@@ -90,6 +68,9 @@ class BackwardCall {
         pass_tile(head, tile, number);
       }
     };
+    // Of causal masks the first tiles, which most rows see, come first.
+    const WaveLoop loop = {d_.heads, d_.plan.heads_per_wave, d_.layout.blocks, d_.layout.tiles,
+                           WaveLoop::Order::heads_in_turn};
     loop.run(pool, pack, grad);
     if (interruption_.happened()) return;
     sinks_.finish();
@@ -98,8 +79,8 @@ class BackwardCall {
 
  private:
   // The intervals of keys that a block's rows see.
-  void find_visible(int64_t head, const Block& b, const Worker& w) const {
-    const Visibility v = d_.visibility(head);
+  void find_visible(const Block& b, const Worker& w) const {
+    const Visibility v = d_.visibility(b.head);
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const KeyInterval keys = v.keys_of_query((b.first_row + r) / d_.group);
       w.block.visible_begin[r] = keys.begin;
@@ -114,12 +95,12 @@ class BackwardCall {
   }
 
   void pack_block(int64_t head, int64_t index, int worker) const {
-    if (index >= d_.blocks(head)) return sinks_.clear(head, index);  // a shorter sequence of the batch
+    if (index >= d_.blocks(head)) return;  // a shorter sequence of the batch
     const Worker w = d_.worker(worker);
     const Block b = d_.block(head, index);
     BlockState& s = *new (b.state) BlockState;
-    find_visible(head, b, w);
-    const PackQueries pack = rows_of_block(head, b, w);
+    find_visible(b, w);
+    const PackQueries pack = rows_of_block(b, w);
     d_.kernels.pack_queries(pack, d_.layout.sizes, b.queries);
     hide_absent_rows(b, w);
     s.has_rules = d_.rules.any(d_.batch(head));
@@ -127,31 +108,29 @@ class BackwardCall {
       s.rules = d_.rules.of_block(d_.batch(head), d_.kv_head(head), b.first_row, b.queries.rows, b.row_rules);
     }
     find_tiles(b, w);
-    bias_.locate(head, b);
-    sinks_.add(head, index, b, pack);
+    bias_.locate(b);
+    sinks_.add(b, pack);
     if (s.tiles.count() == 0) {
-      finish_query(head, b);
+      finish_query(b);
     } else if (s.far) {
-      recompute_statistics(head, index, b, w);
+      recompute_statistics(b, w);
     }
   }
-  PackQueries rows_of_block(int64_t head, const Block& b, const Worker& w) const {
-    PackQueries pack;
-    pack.query = d_.stacked_rows(d_.in.query, head);
-    pack.out = d_.stacked_rows(d_.saved.out, head);
-    pack.grad_out = d_.stacked_rows(d_.saved.grad_out, head);
-    pack.lse = d_.stacked_rows(d_.saved.softmax_lse, head);
-    pack.max = d_.stacked_rows(d_.saved.softmax_max, head);
-    pack.sum = d_.stacked_rows(d_.saved.softmax_sum, head);
-    pack.grad_lse = d_.stacked_rows(d_.saved.grad_lse, head);
-    pack.first_row = b.first_row;
-    pack.visible_begin = w.block.visible_begin;
-    pack.visible_end = w.block.visible_end;
-    pack.query_factor = d_.rules.scale().of_query;
-    pack.score_scale = d_.rules.score_scale();
-    pack.exponent_scale = d_.rules.exponent_scale();
-    pack.pointers = w.query_rows;
-    return pack;
+  PackQueries rows_of_block(const Block& b, const Worker& w) const {
+    const auto rows = [&](const ConstTensor& t) { return d_.stacked_rows(t, b.head); };
+    return {.query = rows(d_.in.query),
+            .out = rows(d_.saved.out),
+            .grad_out = rows(d_.saved.grad_out),
+            .top = rows(d_.saved.softmax_max.data != nullptr ? d_.saved.softmax_max : d_.saved.softmax_lse),
+            .sum = rows(d_.saved.softmax_sum),
+            .grad_lse = rows(d_.saved.grad_lse),
+            .first_row = b.first_row,
+            .visible_begin = w.block.visible_begin,
+            .visible_end = w.block.visible_end,
+            .query_factor = d_.rules.scale().of_query,
+            .score_scale = d_.rules.score_scale(),
+            .exponent_scale = d_.rules.exponent_scale(),
+            .pointers = w.query_rows};
   }
   // The keys that all rows see, and the tiles that some row does.
   void find_tiles(const Block& b, const Worker& w) const {
@@ -168,18 +147,17 @@ class BackwardCall {
     s.tiles = BlockTiles(some, d_.plan.block_kv);
   }
   // Maxima and sums of a block's rows once more.
-  void recompute_statistics(int64_t head, int64_t index, const Block& b, const Worker& w) const {
-    const Accumulators& numbers = d_.numbers;
+  void recompute_statistics(const Block& b, const Worker& w) const {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       double sink = -HUGE_VAL;
-      if (d_.in.sinks.data != nullptr) sink = d_.sink(head, b.first_row + r) / d_.rules.score_scale();
-      numbers.set(w.max, r, sink);
-      numbers.set(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
+      if (d_.in.sinks.data != nullptr) sink = d_.sink(b.head, b.first_row + r) / d_.rules.score_scale();
+      d_.numbers.set(w.max, r, sink);
+      d_.numbers.set(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
     }
     const BlockTiles& tiles = b.state->tiles;
     for (int64_t place = 0; place < tiles.count(); ++place) {
-      const GradTile tile = pack_tile(head, tiles[place], w);
-      d_.kernels.add_statistics(block_against(head, index, b, w, tile), tile, w.max, w.sum);
+      const GradTile tile = pack_tile(b.head, tiles[place], w);
+      d_.kernels.add_statistics(block_against(b, w, tile), tile, w.max, w.sum);
     }
     d_.kernels.keep_statistics(b.queries, w.max, w.sum);
   }
@@ -189,14 +167,14 @@ class BackwardCall {
   void run_tile(int64_t head, int64_t index, int64_t number, int worker) {
     const Worker w = d_.worker(worker);
     GradTile tile = pack_tile(head, index, w);
-    const BackwardSizes& sizes = d_.layout.sizes;
-    if (d_.grads.grad_key.data != nullptr) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, sizes.acc_stride);
+    const BackwardSizes& z = d_.layout.sizes;
+    if (d_.grads.grad_key.data != nullptr) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, z.acc_stride);
     if (d_.grads.grad_value.data != nullptr)
-      tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, sizes.value_acc_stride);
+      tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, z.value_acc_stride);
     bias_.begin(w);
     const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0;
     for (int64_t i = 0; i < d_.layout.blocks; ++i) {
-      if (i < blocks) meet(head, i, index, w, tile, number);
+      if (i < blocks) meet(d_.block(head, i), index, w, tile, number);
       bias_.pass(i, number);
     }
     bias_.finish(head, w, tile, number);
@@ -217,75 +195,57 @@ class BackwardCall {
 
   // Tile `index` of a head's keys, packed if the sequence has any of them. `grad_key` and `grad_value` null.
   GradTile pack_tile(int64_t head, int64_t index, const Worker& w) const {
-    GradTile tile = {};
-    tile.first_key = index * d_.plan.block_kv;
-    tile.count = std::clamp<int64_t>(d_.sequences.kv_len(d_.batch(head)) - tile.first_key, 0, d_.plan.block_kv);
-    tile.keys = w.keys;
-    tile.values = w.values;
-    tile.key_columns = w.key_columns;
-    if (tile.count == 0) return tile;
-    d_.kv_rows(d_.in.key, head).locate(tile.first_key, tile.count, w.key_rows);
-    d_.kv_rows(d_.in.value, head).locate(tile.first_key, tile.count, w.value_rows);
+    const int64_t first = index * d_.plan.block_kv, kv_len = d_.sequences.kv_len(d_.batch(head));
+    const int64_t count = std::clamp<int64_t>(kv_len - first, 0, d_.plan.block_kv);
+    GradTile tile = {first, count, w.keys, w.values, w.key_columns};
+    if (count == 0) return tile;
+    d_.kv_rows(d_.in.key, head).locate(first, count, w.key_rows);
+    d_.kv_rows(d_.in.value, head).locate(first, count, w.value_rows);
     const PackKeys pack = {w.key_rows, w.value_rows, d_.in.key.strides[3], d_.in.value.strides[3]};
     d_.kernels.pack_keys(pack, d_.layout.sizes, tile);
     return tile;
   }
 
-  GradBlock block_against(int64_t head, int64_t index, const Block& b, const Worker& w, const GradTile& tile) const {
+  GradBlock block_against(const Block& b, const Worker& w, const GradTile& tile) const {
     const BlockState& s = *b.state;
+    const ScoreRules* rules = s.has_rules ? &s.rules : nullptr;
     const int64_t end = tile.first_key + tile.count, prefix = s.has_rules ? s.rules.prefix : 0;
-    const int64_t next = std::min(index + 1, d_.layout.blocks - 1);
-    const GradBlock g = {w.block,
-                         d_.layout.sizes,
-                         b.queries,
-                         d_.rules.exponent_scale(),
-                         d_.rules.keep_prob(),
-                         s.has_rules ? &s.rules : nullptr,
-                         (tile.first_key < s.all.begin || end > s.all.end) && end > prefix,
-                         static_cast<const char*>(b.queries.query) + (next - index) * d_.layout.block_bytes};
-    if (g.partial) find_visible(head, b, w), hide_absent_rows(b, w);
+    const bool partial = (tile.first_key < s.all.begin || end > s.all.end) && end > prefix;
+    const int64_t next = std::min(b.index + 1, d_.layout.blocks - 1);
+    const char* ahead = static_cast<const char*>(b.queries.query) + (next - b.index) * d_.layout.block_bytes;
+    const double c = d_.rules.exponent_scale(), keep_prob = d_.rules.keep_prob();
+    const GradBlock g = {w.block, d_.layout.sizes, b.queries, c, keep_prob, rules, partial, ahead};
+    if (g.partial) find_visible(b, w), hide_absent_rows(b, w);
     return g;
   }
 
-  // Block `index` of query rows against a tile, if it sees any of it.
-  void meet(int64_t head, int64_t index, int64_t tile_index, const Worker& w, const GradTile& tile,
-            int64_t number) const {
-    const Block b = d_.block(head, index);
+  // A block of query rows against tile `index`, if it sees any of it.
+  void meet(const Block& b, int64_t index, const Worker& w, const GradTile& tile, int64_t number) const {
     BlockState& s = *b.state;
-    const int64_t place = s.tiles.place_of(tile_index);
+    const int64_t place = s.tiles.place_of(index);
     if (place < 0) return;
-    const GradBlock g = block_against(head, index, b, w, tile);
+    const GradBlock g = block_against(b, w, tile);
     d_.kernels.grad_tile(g, tile);
     bias_.sum(g, tile, b, w);
     s.turn.wait_for(place);
     bias_.add(g, tile, b, number);
     if (d_.grads.grad_query.data != nullptr) d_.kernels.grad_query(g, tile);
-    if (place + 1 == s.tiles.count()) finish_query(head, b);
+    if (place + 1 == s.tiles.count()) finish_query(b);
     s.turn.pass(place);
   }
-  void finish_query(int64_t head, const Block& b) const {
+  void finish_query(const Block& b) const {
     if (d_.grads.grad_query.data == nullptr) return;
-    d_.kernels.finish_rows({.acc = b.queries.grad_query,
-                            .rows = b.queries.rows,
-                            .length = d_.p.head_dim,
-                            .acc_stride = d_.layout.sizes.acc_stride,
-                            .factor = d_.rules.scale().of_query * d_.rules.scale().of_score,
-                            .first_row = b.first_row,
-                            .out = d_.stacked_rows(d_.grads.grad_query, head)});
+    const double factor = d_.rules.scale().of_query * d_.rules.scale().of_score;
+    d_.kernels.finish_rows({b.queries.grad_query, b.queries.rows, d_.p.head_dim, d_.layout.sizes.acc_stride, factor,
+                            b.first_row, d_.stacked_rows(d_.grads.grad_query, b.head)});
   }
 
-  const BackwardData d_;
+  const BackwardData& d_;
   const BiasGradient bias_{d_};
   const SinkGradient sinks_{d_};
   KeyGradients keys_{d_};
   Interruption& interruption_;
 };
-
-Status too_many_tasks(const AttentionProblem& p) {
-  return Status::invalid_argument("flash_attention_backward: " + std::to_string(p.batch) + " sequences, " +
-                                  std::to_string(p.num_kv_heads) + " KV heads and " + std::to_string(p.kv_len) +
-                                  " keys are more than 2^56 tiles");
-}
 
 }  // namespace
 }  // namespace attention
@@ -297,43 +257,44 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     if (!checked.ok()) return checked.status();
     AttentionBackwardProblem problem = checked.value();
     const AttentionProblem& p = problem.forward;
-
-    using attention::uniform_if_there;
     const AttentionInputs in = attention::uniform_shapes(inputs, p);
     AttentionSaved from = saved;
     AttentionGradients to = gradients;
     for (ConstTensor* t :
          {&from.out, &from.grad_out, &from.softmax_lse, &from.softmax_max, &from.softmax_sum, &from.grad_lse}) {
-      *t = uniform_if_there(*t, p.varlen_q);
+      *t = attention::uniform_if_there(*t, p.varlen_q);
     }
-    to.grad_query = uniform_if_there(to.grad_query, p.varlen_q);
-    to.grad_key = uniform_if_there(to.grad_key, p.varlen_k);
-    to.grad_value = uniform_if_there(to.grad_value, p.varlen_k);
+    to.grad_query = attention::uniform_if_there(to.grad_query, p.varlen_q);
+    for (Tensor* t : {&to.grad_key, &to.grad_value}) *t = attention::uniform_if_there(*t, p.varlen_k);
 
     Context::Impl& impl = context.impl();
-    const bool wanted = to.grad_query.data != nullptr || to.grad_key.data != nullptr || to.grad_value.data != nullptr ||
-                        to.grad_bias.data != nullptr || to.grad_sinks.data != nullptr;
-    if (!wanted) return {};
-    const bool no_rows = p.batch == 0 || p.num_heads == 0 || p.query_len == 0;
-    if (p.paged && !no_rows && (to.grad_key.data != nullptr || to.grad_value.data != nullptr)) {
-      Result<WorkspaceLease> lease = impl.workspaces.lease(attention::SharedPages::ordinal_bytes(problem));
-      if (!lease.ok()) return lease.status();
-      problem.shared_blocks =
-          attention::SharedPages::number(in, p, problem.num_blocks, static_cast<int64_t*>(lease.value().data()));
-    }
-    if (no_rows) {
-      for (const Tensor& t : {to.grad_query, to.grad_key, to.grad_value, to.grad_bias, to.grad_sinks}) {
-        attention::fill(t, 0, impl.pool);
-      }
+    const auto outputs = {&to.grad_query, &to.grad_key, &to.grad_value, &to.grad_bias, &to.grad_sinks};
+    const auto absent = [](const Tensor* t) { return t->data == nullptr; };
+    if (std::all_of(outputs.begin(), outputs.end(), absent)) return {};
+    if (p.batch == 0 || p.num_heads == 0 || p.query_len == 0) {
+      for (const Tensor* t : outputs) attention::fill(*t, 0, impl.pool);
       return {};
     }
+    if (p.paged && !(absent(&to.grad_key) && absent(&to.grad_value))) {
+      Result<WorkspaceLease> lease = impl.workspaces.lease(Arena::size_of<int64_t>(problem.num_blocks));
+      if (!lease.ok()) return lease.status();
+      auto* ordinals = static_cast<int64_t*>(lease.value().data());
+      problem.shared_blocks = attention::KeyGradients::number_shared(in, p, problem.num_blocks, ordinals);
+    }
     const AttentionBackwardPlan plan = plan_attention_backward(problem, impl.machine);
-    if (!Size(plan.num_tasks).within_limit()) return attention::too_many_tasks(p);
+    if (!Size(plan.num_tasks).within_limit()) {
+      return Status::invalid_argument(text("flash_attention_backward: ", p.batch, " sequences, ", p.num_kv_heads,
+                                           " KV heads and ", p.kv_len, " keys are more than 2^56 tiles"));
+    }
     Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
     if (!lease.ok()) return lease.status();
     Interruption interruption(impl.interrupted, attention::multiply_adds(p));
-    attention::BackwardCall(in, from, to, problem, plan, impl.machine, lease.value().data(), interruption)
-        .run(impl.pool);
+    const Isa isa = impl.machine.isa;
+    const attention::BackwardKernels& kernels = attention::backward_kernels_for(isa, plan.product, p.kv_dtype);
+    const attention::Geometry& geometry = attention::geometry_of(isa, plan.product);
+    const auto memory = static_cast<char*>(lease.value().data());
+    const attention::BackwardData data = {{in, p}, from, to, problem, plan, kernels, geometry, memory};
+    attention::BackwardCall(data, interruption).run(impl.pool);
     if (interruption.happened()) return interruption.status("flash_attention_backward");
     const auto end_of = [&](const ConstTensor& offsets) { return index_at(offsets, p.batch); };
     if (p.varlen_q) attention::fill_rows(to.grad_query, end_of(inputs.cu_seqlens_q), 0, impl.pool);

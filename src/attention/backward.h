@@ -26,16 +26,13 @@
 //            the pairwise product. A row of weight 0 takes no part: forward saw no key there, or saved an infinite
 //            statistic. Hidden pairs have P = dS = 0. Where pairs are hidden and K of the tile, or Q or dO of the
 //            block, holds a NaN or Inf, 0 * NaN would spoil the sums: the visible pairs are then added one by one.
-// Parts      backward_pack.h, backward_scores.h, backward_sums.h, visible_pairs.h, far_statistics.h; forms of operands in
-//            backward_forms.h
+// Parts      backward_pack.h, backward_scores.h, backward_sums.h; forms of operands in backward_forms.h
 // Source     Dao et al., FlashAttention (2022), appendix B.4, with the keys in the outer loop.
 #pragma once
 
 #include "attention/backward_pack.h"
 #include "attention/backward_scores.h"
 #include "attention/backward_sums.h"
-#include "attention/far_statistics.h"
-#include "attention/visible_pairs.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -46,22 +43,20 @@ struct Backward : BackwardForms<P> {
   using Sums = BackwardSums<P>;
   using Pairs = VisiblePairs<P>;
   using F::kLanes, F::kStep;
-  using typename F::S, typename F::Span, typename F::V, typename F::Word;
+  using typename F::S, typename F::V, typename F::Word;
 
   static void grad_tile(const GradBlock& b, const GradTile& t) {
     const BackwardSizes& sizes = b.sizes;
     const QueryRows& q = b.queries;
     const char* prefetch = b.prefetch;
-    typename Sums::TileSpans spans;
+    RowKeys spans[4096 / F::kTileRows + 1];  // of the register tiles of the most rows (kMaxBlock)
     KeepBits bits[kStep];
     const RowTiles row_tiles = F::tiles_of(q);
-    spans.count = row_tiles.count();
     const int64_t width = (t.count + kLanes - 1) / kLanes * kLanes;
-    for (int64_t i = 0; i < spans.count; ++i) {
+    for (int64_t i = 0; i < row_tiles.count(); ++i) {
       const RowTile rows = row_tiles[i];
-      const Span span = F::span_of(b, t, rows);
-      spans.begin[i] = static_cast<int32_t>(span.begin);
-      spans.end[i] = static_cast<int32_t>(span.end);
+      const KeySpan span = F::span_of(b, t, rows);
+      spans[i] = {span.begin, span.end};
       if (b.partial) {
         clear(b, rows, 0, span.begin);
         clear(b, rows, span.begin + span.width, width);

@@ -1,26 +1,10 @@
-// The contract between backward.cc and its per-level kernels: blocks of query rows against one KV tile at a time.
+// The contract between backward.cc, which has the order of calls, and its per-level kernels: blocks of query rows
+// against one KV tile at a time.
 //
 // As in kernels.h, kernels know neither layouts nor masks: a layout is an array of row pointers or a StackedRows, a
-// mask an interval of visible keys per row. Plain data only; all memory is the caller's.
-//
-// Life of a KV head's gradient:
-//   for each block of query rows
-//     pack_queries
-//     add_statistics, keep_statistics     a block that is far: over all tiles that it sees, packed for it
-//   for each tile of keys
-//     pack_keys
-//     for each block that sees some of the tile
-//       grad_tile                         dV and dK of the tile
-//       add_grad_bias                     where wanted, in the order that bias_gradient.h keeps
-//       grad_query                        dQ of the block, in the order of the tiles
-//       finish_rows                       the block's last tile: dQ -> grad_query
-//     finish_rows                         dK, dV -> grad_key, grad_value
-//
-// "Words" and "accumulator type" as in kernels.h. Row forms are words [rows][stride]. Column forms are the product's B
-// operand: for f32 and f64 the row form itself, for pairs of bf16 value panels (tile/pack.h).
+// mask an interval of visible keys per row. Plain data only; all memory is the caller's. "Words" and "accumulator type"
+// as in kernels.h. Row forms and column forms: backward_forms.h.
 #pragma once
-
-#include <cstdint>
 
 #include "attention/kernels.h"
 
@@ -39,20 +23,20 @@ struct QueryRows {
   void* grad_out;       // words [rows][value_stride]
   void* query_columns;  // column forms of the two; unused where the row form serves
   void* grad_out_columns;
-  void* origin;      // accumulators [rows]: P = exp2(c (s - origin) - reference) * weight
-  void* reference;   // [rows]
-  void* weight;      // [rows]; 0 where the row takes no part: its Q, dO and delta are 0 then
-  void* delta;       // [rows]: rowsum(dO * O) - grad_lse
-  void* grad_query;  // [rows][acc_stride]
-  bool* finite;      // no NaN or Inf in Q and dO of the block
-  bool* far;         // scores are so large that the saved statistics tell too little of them: see add_statistics
+  void* origin;            // accumulators [rows]: P = exp2(c (s - origin) - reference) * weight
+  void* reference;         // [rows]
+  void* weight;            // [rows]; 0 where the row takes no part: its Q, dO and delta are 0 then
+  void* delta;             // [rows]: rowsum(dO * O) - grad_lse
+  void* grad_query;        // [rows][acc_stride]
+  bool* finite = nullptr;  // no NaN or Inf in Q and dO of the block
+  bool* far = nullptr;     // scores are so large that the saved statistics tell too little of them: see add_statistics
 };
 
 struct PackQueries {
   StackedRows query, out, grad_out;
-  StackedRows lse, max, sum, grad_lse;  // lse, or max and sum; grad_lse may have no data
-  int64_t first_row;                    // row r of the block is row first_row + r of these
-  const int64_t* visible_begin;         // keys that row r may see; a row without any takes no part
+  StackedRows top, sum, grad_lse;  // lse, or max with its sum; sum and grad_lse may have no data
+  int64_t first_row;               // row r of the block is row first_row + r of these
+  const int64_t* visible_begin;    // keys that row r may see; a row without any takes no part
   const int64_t* visible_end;
   double query_factor;    // 0 or a power of two, goes into Q
   double score_scale;     // turns a kernel's score into one of the statistics' unit
@@ -66,10 +50,10 @@ struct GradTile {
   int64_t count;
   void* keys;  // column panels of K and of V (tile/pack.h): B operands of Q K^T and dO V^T
   void* values;
-  void* key_columns;  // column form of K: B operand of dS K
-  void* grad_key;     // accumulators [count][acc_stride]
-  void* grad_value;   // [count][value_acc_stride]; either null where not wanted
-  bool keys_finite;
+  void* key_columns;           // column form of K: B operand of dS K
+  void* grad_key = nullptr;    // accumulators [count][acc_stride]
+  void* grad_value = nullptr;  // [count][value_acc_stride]; either null where not wanted
+  bool keys_finite = false;
 };
 
 struct PackKeys {
@@ -78,8 +62,7 @@ struct PackKeys {
   int64_t key_dim_stride, value_dim_stride;
 };
 
-// A worker's memory for a block against a tile: written by grad_tile, read by it and by grad_query. (For pairs of bf16 a
-// row of a column form is two rows of the block.)
+// A worker's memory for a block against a tile: written by grad_tile, read by it and by grad_query.
 struct GradScratch {
   int64_t scores_stride;
   void* probability_columns;  // column forms of P and dS: words [rows / step][scores_stride]
@@ -114,8 +97,8 @@ struct FinishGradient {
 struct BackwardKernels {
   void (*pack_queries)(const PackQueries& pack, const BackwardSizes& sizes, const QueryRows& out);
   void (*pack_keys)(const PackKeys& pack, const BackwardSizes& sizes, GradTile& tile);  // keys_finite, too
-  // For a block that is far: the tiles that it sees, one after the other, give maxima and sums anew, of the scores as
-  // grad_tile computes them. `max` and `sum` [rows] begin as -inf and 0, or as a sink's; then keep_statistics.
+  // For a block that is far: the tiles that it sees, packed for it, give maxima and sums of grad_tile's scores anew.
+  // `max` and `sum` [rows] begin as -inf and 0, or as a sink's; then keep_statistics.
   void (*add_statistics)(const GradBlock& block, const GradTile& tile, void* max, void* sum);
   void (*keep_statistics)(const QueryRows& queries, const void* max, const void* sum);
   void (*grad_tile)(const GradBlock& block, const GradTile& tile);   // dV += P^T dO, dK += dS^T Q
@@ -123,8 +106,8 @@ struct BackwardKernels {
   // targets[r] + (first_key + j - first_target) * stride += factor * dS[r][j] after grad_tile, row by row.
   void (*add_grad_bias)(const GradBlock& block, const GradTile& tile, void* const* targets, int64_t first_target,
                         int64_t stride, double factor);
-  // Whether row r sees a key: one of [begin, end) or below the prefix that neither the mask nor a bias of -inf hides.
-  // Slow, one key at a time.
+  // Whether row r sees a key: one of [begin, end) or below the prefix that neither the mask nor a bias of -inf hides,
+  // whatever dropout keeps. Slow, one key at a time.
   bool (*sees_key)(const ScoreRules& rules, int64_t r, int64_t begin, int64_t end);
   void (*finish_rows)(const FinishGradient& finish);
 };
@@ -132,8 +115,8 @@ struct BackwardKernels {
 // By product and storage type of keys, as KernelTable.
 struct BackwardKernelTable {
   BackwardKernels f32_product[3];
-  BackwardKernels bf16_dot;
-  BackwardKernels f64_product;
+  BackwardKernels bf16_dot = {};
+  BackwardKernels f64_product = {};
 };
 
 }  // namespace opst::attention

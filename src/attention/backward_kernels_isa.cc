@@ -1,18 +1,14 @@
 // The kernels of attention's gradient at one instruction set level: a table, no logic.
 #include "attention/backward.h"
-#include "attention/backward_kernels.h"
 
 namespace opst::OPST_ISA_NS::attention {
-
-using opst::attention::BackwardKernels;
-using opst::attention::BackwardKernelTable;
 
 template <class P, class T>
 constexpr BackwardKernels backward_kernels() {
   return {.pack_queries = BackwardPack<P>::pack_queries,
           .pack_keys = BackwardPack<P>::template pack_keys<T>,
-          .add_statistics = FarStatistics<P>::add_statistics,
-          .keep_statistics = FarStatistics<P>::keep_statistics,
+          .add_statistics = BackwardScores<P>::add_statistics,
+          .keep_statistics = BackwardScores<P>::keep_statistics,
           .grad_tile = Backward<P>::grad_tile,
           .grad_query = Backward<P>::grad_query,
           .add_grad_bias = BackwardSums<P>::add_grad_bias,
@@ -26,13 +22,9 @@ constinit const BackwardKernelTable kBackwardTable = {
                     backward_kernels<tile::ProductF32, f16>()},
 #if defined(__AVX512BF16__)
     .bf16_dot = backward_kernels<tile::ProductBf16Dot, bf16>(),
-#else
-    .bf16_dot = {},
 #endif
 #if !defined(__AVX2__)
     .f64_product = backward_kernels<tile::ProductF64, double>(),
-#else
-    .f64_product = {},
 #endif
 };
 

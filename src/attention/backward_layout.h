@@ -1,30 +1,33 @@
 // BackwardLayout: the pieces of a backward call's scratch memory, in one list for the plan, which adds them up, and for
-// the call, which takes them.
+// BackwardData, what the parts of a call read, which takes them.
 //
 //   shared, once
 //     wave buffers       [min(heads, 2 heads_per_wave)][blocks] BackwardBlock
 //     of the call        BackwardCallPieces
 //   of each worker       BackwardWorker
+//
+// A worker's memory is its own. A block belongs to the task that packs it, then to the tasks of its head: they read it,
+// and add to dQ in turn. Who may touch the pieces of the call: bias_gradient.h, key_gradients.h.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "attention/backward_kernels.h"
-#include "attention/kv_blocks.h"
+#include "attention/call_heads.h"
+#include "attention/call_rules.h"
 #include "attention/layout.h"
-#include "attention/shared_pages.h"
 #include "attention/wave_loop.h"
 #include "opst/attention_backward.h"
 
 namespace opst::attention {
 
-// The tiles of keys that add to the gradients of one block of query rows, in ascending order. The one place where
-// backward takes them for an interval: a list of tiles answers the same three questions.
+// The tiles of keys that add to the gradients of one block of query rows, in ascending order: from the first key that
+// some row of the block sees to the last. Some tiles between may hold none. (A list of tiles would answer the same.)
 class BlockTiles {
  public:
   BlockTiles() = default;
-  // From the first key that some row of the block sees to the last; some tiles between may hold none.
   BlockTiles(KeyInterval keys, int64_t block_kv) {
     if (keys.begin < keys.end) first_ = keys.begin / block_kv, count_ = (keys.end - 1) / block_kv + 1 - first_;
   }
@@ -66,11 +69,8 @@ struct BackwardLayout {
   const int64_t worker_bytes = bytes_of<struct BackwardWorker>();
 
   // Two waves are in flight at a time, if there are two.
-  int64_t wave_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return (Size(std::min(heads, 2 * heads_per_wave)) * head_bytes).value();
-  }
   int64_t shared_bytes(int64_t heads, int64_t heads_per_wave) const {
-    return (Size(wave_bytes(heads, heads_per_wave)) + call_bytes).value();
+    return (Size(std::min(heads, 2 * heads_per_wave)) * head_bytes + call_bytes).value();
   }
   template <class Pieces>
   int64_t bytes_of() const {
@@ -78,32 +78,29 @@ struct BackwardLayout {
   }
   static BackwardSizes sizes_of(const AttentionProblem& p, const Geometry& g) {
     // One vector more than the data: rows a power of two apart would share few cache sets.
-    const auto row_stride = [&](int64_t length) { return round_up(ceil_div(length, g.step), g.lanes) + g.lanes; };
-    return {p.head_dim,
-            p.value_head_dim,
-            row_stride(p.head_dim),
-            row_stride(p.value_head_dim),
-            round_up(p.head_dim, g.lanes),
-            round_up(p.value_head_dim, g.lanes)};
+    const auto row = [&](int64_t length) { return round_up(ceil_div(length, g.step), g.lanes) + g.lanes; };
+    const auto acc = [&](int64_t length) { return round_up(length, g.lanes); };
+    const int64_t d = p.head_dim, v = p.value_head_dim;
+    return {d, v, row(d), row(v), acc(d), acc(v)};
   }
 };
 
-// Takes one piece after the other from an arena; without one adds up what the pieces take.
+// Takes one piece after the other from an arena, and adds up what they take. An empty arena serves the plan.
 struct TakePieces {
   const BackwardLayout& of;
-  Arena* arena = nullptr;
+  Arena arena{nullptr, 0};
   Size bytes = 0;
 
   void* words(Size count, int64_t stride) { return take_bytes(count * stride * of.g.word_bytes); }
   void* numbers(Size count, int64_t stride) { return take_bytes(count * stride * of.g.accumulator_bytes); }
   void* take_bytes(Size piece) {
     bytes += Arena::round_up(piece);
-    return arena != nullptr ? arena->take_bytes(Arena::round_up(piece)) : nullptr;
+    return arena.take_bytes(Arena::round_up(piece));
   }
   template <class T>
   T* take(Size count) {
     bytes += Arena::size_of<T>(count);
-    return arena != nullptr ? arena->take<T>(count) : nullptr;
+    return arena.take<T>(count);
   }
 };
 
@@ -124,10 +121,8 @@ struct BackwardBlock {
                        .reference = take.numbers(of.block_q, 1),
                        .weight = take.numbers(of.block_q, 1),
                        .delta = take.numbers(of.block_q, 1),
-                       .grad_query = take.numbers(of.block_q, of.sizes.acc_stride),
-                       .finite = nullptr,
-                       .far = nullptr};
-  int64_t first_row = 0;
+                       .grad_query = take.numbers(of.block_q, of.sizes.acc_stride)};
+  int64_t head = 0, index = 0, first_row = 0;
 };
 
 struct BackwardWorker {
@@ -160,12 +155,89 @@ struct BackwardWorker {
 struct BackwardCallPieces {
   TakePieces take;
   const BackwardLayout& of = take.of;
+  const AttentionProblem& p = of.problem.forward;
 
-  // [heads][blocks][group] of grad_sinks; [blocks + 1] of grad_bias; as in shared_pages.h.
-  double* sink_sums = take.take<double>(
-      of.problem.grad_sinks ? Size(of.problem.forward.batch) * of.problem.forward.num_heads * of.blocks : 0);
+  double* sink_sums = take.take<double>(of.problem.grad_sinks ? Size(p.batch) * p.num_heads * of.blocks : 0);
   Turn* bias_turns = take.take<Turn>(of.problem.grad_bias ? of.blocks + 1 : 0);
-  void* pages = take.take_bytes(SharedPages::bytes(of.problem, of.sizes, of.g.accumulator_bytes));
+  // [num_blocks], and [shared_blocks][num_kv_heads][block_size][acc_stride + value_acc_stride] (key_gradients.h).
+  int64_t* page_ordinals = take.take<int64_t>(of.problem.shared_blocks > 0 ? of.problem.num_blocks : 0);
+  void* page_sums = take.numbers(Size(of.problem.shared_blocks) * p.num_kv_heads * p.block_size,
+                                 of.sizes.acc_stride + of.sizes.value_acc_stride);
+};
+
+// Numbers in the accumulator type of a product, float, or double for f64, outside the kernels.
+struct Accumulators {
+  const bool f64;
+
+  void* at(void* numbers, int64_t i) const { return static_cast<char*>(numbers) + i * (f64 ? 8 : 4); }
+  double get(const void* numbers, int64_t i) const {
+    return f64 ? static_cast<const double*>(numbers)[i] : double{static_cast<const float*>(numbers)[i]};
+  }
+  void set(void* numbers, int64_t i, double x) const {
+    if (f64)
+      static_cast<double*>(numbers)[i] = x;
+    else
+      static_cast<float*>(numbers)[i] = static_cast<float>(x);
+  }
+  // to[i * stride] += from[i]
+  void add(const void* from, int64_t count, void* to, int64_t stride) const {
+    const auto add_numbers = [&](const auto* terms, auto* sums) {
+      for (int64_t i = 0; i < count; ++i) sums[i * stride] += terms[i];
+    };
+    if (f64) return add_numbers(static_cast<const double*>(from), static_cast<double*>(to));
+    add_numbers(static_cast<const float*>(from), static_cast<float*>(to));
+  }
+};
+
+struct BackwardData : CallHeads {
+  const AttentionSaved& saved;
+  const AttentionGradients& grads;
+  const AttentionBackwardProblem& problem;
+  const AttentionBackwardPlan& plan;
+  const BackwardKernels& kernels;
+  const Geometry geometry;
+  char* const memory;
+  const CallRules rules{in, p};
+  const BackwardLayout layout{problem, geometry, plan.block_q, plan.block_kv};
+  const Accumulators numbers{plan.product == AttentionProduct::f64};
+  const BackwardCallPieces call{{layout, at(plan.scratch_bytes_shared - layout.call_bytes, layout.call_bytes)}};
+
+  // Blocks of a head; fewer than layout.blocks for a shorter sequence of the batch.
+  int64_t blocks(int64_t head) const { return ceil_div(query_rows(head), plan.block_q); }
+
+  BackwardBlock block(int64_t head, int64_t index) const {
+    const int64_t place = head % (2 * plan.heads_per_wave);
+    BackwardBlock b{{layout, at(place * layout.head_bytes + index * layout.block_bytes, layout.block_bytes)}};
+    b.head = head, b.index = index, b.first_row = index * plan.block_q;
+    b.queries.rows = std::min(plan.block_q, query_rows(head) - b.first_row);
+    b.queries.finite = &b.state->finite;
+    b.queries.far = &b.state->far;
+    return b;
+  }
+  BackwardWorker worker(int index) const {
+    const int64_t offset = plan.scratch_bytes_shared + index * plan.scratch_bytes_per_worker;
+    BackwardWorker w{{layout, at(offset, layout.worker_bytes)}};
+    if (!layout.pairs) w.block.grad_scores = w.block.grad_score_columns;
+    return w;
+  }
+  Arena at(int64_t offset, int64_t bytes) const { return {memory + offset, bytes}; }
+
+  // Rows of a head's sequence in key and value, whatever its kv_lengths; of pages those that hold its keys.
+  int64_t key_rows(int64_t head) const {
+    const int64_t b = batch(head);
+    if (p.varlen_k) return sequences.key_start(b + 1) - sequences.key_start(b);
+    return p.paged ? sequences.kv_len(b) : p.kv_len;
+  }
+  // Rows of accumulators, set to 0.
+  void* cleared(void* rows, int64_t count, int64_t stride) const {
+    return std::memset(rows, 0, static_cast<size_t>(count * stride * geometry.accumulator_bytes));
+  }
+  double statistic(const StackedRows& t, int64_t row) const {
+    return numbers.get(t.data, row / group * t.seq_stride + row % group * t.head_stride);
+  }
+  double sink(int64_t head, int64_t row) const {
+    return numbers.get(in.sinks.data, query_head(head, row) * in.sinks.strides[0]);
+  }
 };
 
 }  // namespace opst::attention

@@ -6,26 +6,20 @@
 // Shapes     Q [rows][query_stride], dO [rows][value_stride] row forms, and column forms for pairs of bf16; K^T and V^T
 //            panels, K's column form
 // Memory     a block's: only the task that packs it. A tile's: the task's worker.
-// Numerics   A row of weight 0 takes no part: its Q, dO and delta are 0, whatever the tensors hold. delta of dtypes that
-//            the product takes is dP's own arithmetic: a row that sees one key alone then has dS = 0 exactly.
+// Numerics   A row of weight 0 takes no part: its Q, dO and delta are 0, whatever the tensors hold. delta of dtypes
+//            that the product takes is dP's own arithmetic: a row that sees one key alone then has dS = 0 exactly.
 #pragma once
-
-#include <type_traits>
 
 #include "attention/backward_forms.h"
 #include "attention/stacked_rows.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
-using opst::attention::FinishGradient;
-using opst::attention::PackKeys;
-using opst::attention::PackQueries;
-
 template <class P>
 struct BackwardPack : BackwardForms<P> {
   using F = BackwardForms<P>;
   using F::accumulators, F::is_finite, F::kLanes, F::kStep, F::kTileRows;
-  using typename F::S, typename F::V, typename F::Word;
+  using typename F::Element, typename F::S, typename F::V, typename F::Word;
 
   static void pack_queries(const PackQueries& from, const BackwardSizes& z, const QueryRows& to) {
     bool finite = true;
@@ -33,7 +27,9 @@ struct BackwardPack : BackwardForms<P> {
     for (int64_t r = 0; r < to.rows; ++r) finite = pack_row(from, z, to, r) && finite;
     for (int64_t first = 0; first < to.rows; first += kDeltaRows) {
       S deltas[kDeltaRows];
-      find_deltas(from, z, to, first, deltas);
+      with_row<S>(from.out, from.first_row, [&](const auto* row) OPST_INLINE_LAMBDA {
+        find_deltas<std::remove_const_t<std::remove_reference_t<decltype(*row)>>>(from, z, to, first, deltas);
+      });
       for (int64_t r = first; r < to.rows && r < first + kDeltaRows; ++r) {
         S delta = deltas[r - first];
         if (from.grad_lse.data != nullptr) delta -= statistic(from.grad_lse, from.first_row + r);
@@ -61,13 +57,12 @@ struct BackwardPack : BackwardForms<P> {
     S& weight = accumulators(to.weight)[r];
     origin = reference = weight = 0;
     if (!takes_part(from, row, r)) {
-      for (int64_t d = 0; d < z.query_stride * kStep; d += kLanes) store_words(V::zero(), query, d);
-      for (int64_t d = 0; d < z.value_stride * kStep; d += kLanes) store_words(V::zero(), grad_out, d);
+      __builtin_memset(query, 0, static_cast<size_t>(z.query_stride) * sizeof(Word));
+      __builtin_memset(grad_out, 0, static_cast<size_t>(z.value_stride) * sizeof(Word));
       return true;
     }
-    const bool has_max = from.max.data != nullptr;
-    const double top = static_cast<double>(statistic(has_max ? from.max : from.lse, row)) / from.score_scale;
-    const double sum = has_max ? static_cast<double>(statistic(from.sum, row)) : 1;
+    const double top = static_cast<double>(statistic(from.top, row)) / from.score_scale;
+    const double sum = from.sum.data != nullptr ? static_cast<double>(statistic(from.sum, row)) : 1;
     const double exact = top * static_cast<double>(static_cast<S>(from.exponent_scale));
     double rest = 0;
     if (exact > -kFar && exact < kFar) {  // the reference is rounded; its rest goes into the weight
@@ -94,21 +89,20 @@ struct BackwardPack : BackwardForms<P> {
     if (from.visible_begin[r] >= from.visible_end[r]) return false;
     const S inf = __builtin_inff();
     const auto infinite = [&](S x) { return x == inf || x == -inf; };
-    if (from.max.data == nullptr) return !infinite(statistic(from.lse, row));
-    const S sum = statistic(from.sum, row);
-    return !infinite(statistic(from.max, row)) && !infinite(sum) && sum != 0;
+    const S sum = from.sum.data != nullptr ? statistic(from.sum, row) : 1;
+    return !infinite(statistic(from.top, row)) && !infinite(sum) && sum != 0;
   }
   static OPST_INLINE S statistic(const StackedRows& t, int64_t row) {
     return static_cast<const S*>(t.data)[offset_of(t, row)];
   }
 
-  // A row as words, zeros up to `stride`. False where it is seen not to be finite: rows of pairs are looked at once
-  // more when they become columns.
+  // copy_words (stacked_rows.h) with zeros up to `stride`. False where the row is seen not to be finite: rows of pairs
+  // are looked at once more when they become columns.
   template <class T>
   static OPST_INLINE bool copy_row(const T* row, int64_t dim_stride, int64_t length, double factor, Word* out,
                                    int64_t stride) {
+    Element* elements = reinterpret_cast<Element*>(out);  // exact: pairs were bf16, and the factor is a power of two
     if (kStep == 2 && std::is_same<T, bf16>::value && factor == 1 && dim_stride == 1) {
-      T* elements = reinterpret_cast<T*>(out);
       __builtin_memcpy(elements, row, static_cast<size_t>(length) * sizeof(T));
       __builtin_memset(elements + length, 0, static_cast<size_t>(stride * kStep - length) * sizeof(T));
       return true;
@@ -118,15 +112,9 @@ struct BackwardPack : BackwardForms<P> {
     for (int64_t d = 0; d < stride * kStep; d += kLanes) {
       const V x = d < length ? tile::load_row<V>(row, dim_stride, d, length) : zero;
       not_finite = simd::fma(x, zero, not_finite);
-      store_words(x * f, out, d);
+      (x * f).store(elements + d);
     }
     return simd::hsum(not_finite) == 0;
-  }
-  static OPST_INLINE void store_words(V x, Word* out, int64_t d) {
-    if constexpr (kStep == 1)
-      x.store(out + d);
-    else  // exact: it was bf16, and the factor is a power of two
-      x.store(reinterpret_cast<bf16*>(out) + d);
   }
   static OPST_INLINE bool to_columns(const void* row_form, int64_t stride, int64_t rows, int64_t length,
                                      const void** pointers, void* out) {
@@ -136,21 +124,17 @@ struct BackwardPack : BackwardForms<P> {
 
   // delta[r] = sum of packed row r times the same row of O, for rows from `first` on that share a register tile.
   static constexpr int kDeltaRows = kTileRows < kLanes ? kTileRows : kLanes;
-  static OPST_INLINE void find_deltas(const PackQueries& from, const BackwardSizes& z, const QueryRows& to,
-                                      int64_t first, S* delta) {
-    const int rows = static_cast<int>(F::smaller(kDeltaRows, to.rows - first));
-    const Word* packed = static_cast<const Word*>(to.grad_out) + first * z.value_stride;
-    with_row<S>(from.out, from.first_row, [&](const auto* row) OPST_INLINE_LAMBDA {
-      const void* pointers[kDeltaRows];
-      const int64_t start = offset_of(from.out, from.first_row);
-      for (int i = 0; i < rows; ++i) pointers[i] = row + (offset_of(from.out, from.first_row + first + i) - start);
-      find_deltas(tile::Rows<std::remove_cv_t<std::remove_reference_t<decltype(*row)>>>{pointers, from.out.dim_stride},
-                  rows, z.value_head_dim, packed, z.value_stride, delta);
-    });
-  }
   template <class T>
-  static OPST_NOINLINE void find_deltas(tile::Rows<T> out, int rows, int64_t length, const Word* packed, int64_t stride,
-                                        S* delta) {
+  static OPST_NOINLINE void find_deltas(const PackQueries& from, const BackwardSizes& z, const QueryRows& to,
+                                        int64_t first, S* delta) {
+    const int rows = static_cast<int>(to.rows - first < kDeltaRows ? to.rows - first : kDeltaRows);
+    const int64_t length = z.value_head_dim, stride = z.value_stride;
+    const Word* packed = static_cast<const Word*>(to.grad_out) + first * stride;
+    const void* pointers[kDeltaRows];
+    for (int i = 0; i < rows; ++i) {
+      pointers[i] = static_cast<const T*>(from.out.data) + offset_of(from.out, from.first_row + first + i);
+    }
+    const tile::Rows<T> out = {pointers, from.out.dim_stride};
     if constexpr (kStep == 2 && !std::is_same<T, bf16>::value) {
       for (int r = 0; r < rows; ++r) delta[r] = dot_row(out.row(r), out.dim_stride, length, packed + r * stride);
     } else {

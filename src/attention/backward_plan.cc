@@ -1,16 +1,10 @@
 // plan_attention_backward: from a problem and a machine to tiles and memory. Beside each number its limit.
-#include <algorithm>
-#include <string>
-
 #include "attention/backward_layout.h"
-#include "core/int_math.h"
-#include "opst/attention_backward.h"
+#include "core/text.h"
 
 namespace opst {
 
-using attention::BackwardLayout;
 using attention::Geometry;
-using attention::geometry_of;
 
 namespace {
 
@@ -30,8 +24,8 @@ AttentionProduct choose_product(const AttentionBackwardProblem& b, const Machine
 
 // Keys per tile: three packed forms and two accumulators take a third of L2, a block of rows another third.
 // Three panels are whole register tiles of 12 keys in dV and dK; pairs of bf16, whose products take half the time, want
-// the longer rows of four (2048 keys, head_dim 128: f32 90.4 % of peak with 96 keys, 89.7 % with 128; bf16 83.7
-// and 84.2 %). Fewer where there would be too few tasks.
+// the longer rows of four (2048 keys, head_dim 128: f32 90.4 % of peak with 96 keys, 89.7 % with 128; bf16 83.7 and
+// 84.2 %). Fewer where there would be too few tasks.
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const Size dims = Size(p.head_dim) + p.value_head_dim;
   const int64_t key_bytes =
@@ -59,11 +53,12 @@ int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geomet
 AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& problem, const Machine& machine) {
   const AttentionProblem& p = problem.forward;
   AttentionBackwardPlan plan;
-  const bool counts = std::clamp<int64_t>(problem.num_blocks, 0, kMaxBytes) == problem.num_blocks &&
-                      std::clamp<int64_t>(problem.shared_blocks, 0, kMaxBytes) == problem.shared_blocks;
-  if (attention::without_plan(p) != nullptr || !counts) return plan;
+  const auto is_count = [](int64_t n) { return n >= 0 && n <= kMaxBytes; };
+  if (attention::without_plan(p) != nullptr || !is_count(problem.num_blocks) || !is_count(problem.shared_blocks)) {
+    return plan;
+  }
   plan.product = choose_product(problem, machine);
-  const Geometry g = geometry_of(machine.isa, plan.product);
+  const Geometry g = attention::geometry_of(machine.isa, plan.product);
   const int64_t rows = attention::rows_of(p), heads = attention::heads_of(p);
   if (heads == 0) return plan;
 
@@ -72,7 +67,7 @@ AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& pr
   plan.block_q = std::clamp<int64_t>(plan.block_q, 1, std::max<int64_t>(rows, 1));
   plan.num_tasks = (Size(heads) * ceil_div(p.kv_len, plan.block_kv)).value();
 
-  const BackwardLayout layout = {problem, g, plan.block_q, plan.block_kv};
+  const attention::BackwardLayout layout = {problem, g, plan.block_q, plan.block_kv};
   plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.head_bytes, 1), 1, heads);
   plan.scratch_bytes_shared = layout.shared_bytes(heads, plan.heads_per_wave);
   plan.scratch_bytes_per_worker = layout.worker_bytes;
@@ -84,10 +79,9 @@ int64_t AttentionBackwardPlan::scratch_bytes(int num_threads) const {
 }
 
 std::string to_string(const AttentionBackwardPlan& plan) {
-  return std::string("backward ") + to_string(plan.product) + ", block_q " + std::to_string(plan.block_q) +
-         ", block_kv " + std::to_string(plan.block_kv) + ", " + std::to_string(plan.num_tasks) + " tasks, scratch " +
-         std::to_string(plan.scratch_bytes_shared) + " + " + std::to_string(plan.scratch_bytes_per_worker) +
-         " bytes per thread";
+  return text("backward ", to_string(plan.product), ", block_q ", plan.block_q, ", block_kv ", plan.block_kv, ", ",
+              plan.num_tasks, " tasks, scratch ", plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker,
+              " bytes per thread");
 }
 
 }  // namespace opst

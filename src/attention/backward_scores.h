@@ -2,9 +2,11 @@
 //
 // Computes   S = Q K^T;  dP = dO V^T;  P = exp2(c (S - origin) - reference) * weight;  dS = P (dP - delta)
 // Shapes     Q [rows, head_dim], dO [rows, value_head_dim], K^T and V^T panels; S, dP, P, dS [rows][span.width]
-// Memory     S and dP stay in L1: where P and dS will be, or in `raw` for pairs of bf16, whose P and dS are rounded into
-//            column forms (and dS into the row form, too). One task, in its worker's memory.
-// Numerics   Hidden pairs and padding: S = -inf, P = dS = 0. Rules of the rows: score_ops.h.
+// Memory     S and dP stay in L1: where P and dS will be, or in `raw` for pairs of bf16, whose P and dS are rounded
+//            into column forms (and dS into the row form, too). One task, in its worker's memory.
+// Numerics   Hidden pairs and padding: S = -inf, P = dS = 0. Rules of the rows: score_ops.h. Where scores are so large
+//            (BackwardPack::kFar) that what forward saved, rounded to f32, says too little about exp, add_statistics
+//            takes maxima and sums of exp2(c (S - max)) anew, tile by tile. Only the task that packs the block.
 #pragma once
 
 #include "attention/backward_forms.h"
@@ -14,8 +16,8 @@ namespace opst::OPST_ISA_NS::attention {
 template <class P>
 struct BackwardScores : BackwardForms<P> {
   using F = BackwardForms<P>;
-  using F::kLanes, F::kPanel, F::kStep, F::kTileRows, F::accumulators, F::columns_of_row;
-  using typename F::Ops, typename F::S, typename F::Span, typename F::V, typename F::Word;
+  using F::kLanes, F::kPanel, F::kStep, F::kTileRows, F::accumulators, F::keys_of_row;
+  using typename F::Ops, typename F::S, typename F::V, typename F::Word;
 
   // S and dP of a register tile, rows b.scores_stride apart.
   struct Tile {
@@ -24,16 +26,13 @@ struct BackwardScores : BackwardForms<P> {
   };
   // S, by the rules of the rows, and dP, where wanted: with S = -inf and dP = 0 where a structure hides.
   template <bool kGrads>
-  static OPST_INLINE Tile score(const GradBlock& b, const GradTile& t, RowTile rt, Span span, const char*& prefetch) {
+  static OPST_INLINE Tile score(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span,
+                                const char*& prefetch) {
     const QueryRows& q = b.queries;
     const BackwardSizes& z = b.sizes;
-    Tile to = {};
-    if constexpr (kStep == 1) {
-      const int64_t at = rt.first * b.scores_stride + span.begin;
-      to = {accumulators(b.probability_columns) + at, accumulators(b.grad_scores) + at};
-    } else {
-      to = {accumulators(b.raw), accumulators(b.raw) + kTileRows * b.scores_stride};
-    }
+    const int64_t at = rt.first * b.scores_stride + span.begin;
+    const Tile to = kStep == 1 ? Tile{accumulators(b.probability_columns) + at, accumulators(b.grad_scores) + at}
+                               : Tile{accumulators(b.raw), accumulators(b.raw) + kTileRows * b.scores_stride};
     multiply(b, t, rt, span, q.query, z.query_stride, z.head_dim, t.keys, to.scores, prefetch);
     if constexpr (kGrads) {
       multiply(b, t, rt, span, q.grad_out, z.value_stride, z.value_head_dim, t.values, to.grads, prefetch);
@@ -46,8 +45,8 @@ struct BackwardScores : BackwardForms<P> {
     return to;
   }
 
-  static OPST_INLINE void multiply(const GradBlock& block, const GradTile& t, RowTile rt, Span span, const void* rows,
-                                   int64_t row_stride, int64_t length, const void* panels, S* out,
+  static OPST_INLINE void multiply(const GradBlock& block, const GradTile& t, RowTile rt, KeySpan span,
+                                   const void* rows, int64_t row_stride, int64_t length, const void* panels, S* out,
                                    const char*& prefetch) {
     const int64_t depth = tile::words<P>(length);
     const Word* a = static_cast<const Word*>(rows) + rt.first * row_stride;
@@ -66,11 +65,10 @@ struct BackwardScores : BackwardForms<P> {
   }
 
   // Hidden pairs, and padding: score -inf, dP = 0.
-  static OPST_NOINLINE void hide(const GradBlock& b, const GradTile& t, RowTile rt, Span span, S* scores, S* grads) {
+  static OPST_NOINLINE void hide(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span, S* scores, S* grads) {
     const V hidden = V::set1(-__builtin_inff()), zero = V::zero();
     for (int64_t i = 0; i < rt.rows; ++i) {
-      Span seen = {0, t.count, 0};
-      if (b.partial) seen = columns_of_row(b, t, rt.first + i);
+      const RowKeys seen = keys_of_row(b, t, rt.first + i);
       const int64_t begin = seen.begin - span.begin, end = seen.end - span.begin;
       const auto hide_in = [&](S* row, int64_t j, V instead) OPST_INLINE_LAMBDA {
         const V x = simd::blend_n(simd::clamp_lanes<V>(end - j), V::load(row + j), instead);
@@ -136,7 +134,8 @@ struct BackwardScores : BackwardForms<P> {
   };
 
   // S of a register tile by the rules; hidden pairs -inf.
-  static OPST_NOINLINE void shape(const GradBlock& b, const GradTile& t, RowTile rt, Span span, S* scores, S* slopes) {
+  static OPST_NOINLINE void shape(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span, S* scores,
+                                  S* slopes) {
     const int64_t origin = t.first_key + span.begin, count = span.end - span.begin;
     for (int64_t i = 0; i < rt.rows; ++i) {
       const int64_t r = rt.first + i;
@@ -148,52 +147,44 @@ struct BackwardScores : BackwardForms<P> {
       }
       const RowRules& row = b.rules->rows[r];
       Ops::shape(*b.rules, row, origin, count, span.width, s, slopes + i * b.scores_stride);
-      const int64_t begin = b.partial ? b.visible_begin[r] - origin : 0;
-      const int64_t end = b.partial ? b.visible_end[r] - origin : count;
-      Ops::hide(*b.rules, row, origin, count, span.width, begin, end, s);
+      const RowKeys seen = keys_of_row(b, t, r);
+      Ops::hide(*b.rules, row, origin, count, span.width, seen.begin - span.begin, seen.end - span.begin, s);
     }
   }
-  static OPST_INLINE Ruled ruled(const GradBlock& b, RowTile rt, Span span, const KeepBits* bits) {
-    const ScoreRules& o = *b.rules;
-    S* bias_grads = accumulators(b.bias_grads);
-    if (bias_grads != nullptr) bias_grads += rt.first * b.scores_stride + span.begin;
-    return {V::set1(static_cast<S>(b.exponent_scale)),
-            V::set1(static_cast<S>(1 / b.keep_prob)),
-            o.drops(),
-            o.softcap > 0,
-            static_cast<const S*>(b.cap_slopes),
-            bias_grads,
-            bits};
+  static OPST_INLINE Ruled ruled(const GradBlock& b, RowTile rt, KeySpan span, const KeepBits* bits) {
+    const int64_t at = rt.first * b.scores_stride + span.begin;
+    S* bias_grads = b.bias_grads != nullptr ? accumulators(b.bias_grads) + at : nullptr;
+    const V c = V::set1(static_cast<S>(b.exponent_scale)), kept_scale = V::set1(static_cast<S>(1 / b.keep_prob));
+    return {c, kept_scale, b.rules->drops(), b.rules->softcap > 0, accumulators(b.cap_slopes), bias_grads, bits};
   }
-  static OPST_INLINE void find_kept(const GradBlock& b, const GradTile& t, int64_t r, Span span, KeepBits& bits) {
+  static OPST_INLINE void find_kept(const GradBlock& b, const GradTile& t, int64_t r, KeySpan span, KeepBits& bits) {
     if (b.rules == nullptr || !b.rules->drops()) return;
     Ops::keep(*b.rules, b.rules->rows[r], t.first_key + span.begin, span.end - span.begin, bits);
   }
 
   // S -> P and dP -> dS, in place.
   template <class Rule>
-  static OPST_NOINLINE void differentiate_rows(const GradBlock& b, const GradTile& t, RowTile rt, Span span, S* scores,
-                                               S* grads, const Rule& rule, KeepBits* bits) {
+  static OPST_NOINLINE void differentiate_rows(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span,
+                                               S* scores, S* grads, const Rule& rule, KeepBits* bits) {
     for (int64_t i = 0; i < rt.rows; ++i) {
       const Row row = row_of(b.queries, rt.first + i);
       find_kept(b, t, rt.first + i, span, *bits);
       const int64_t first = i * b.scores_stride;
       S* p = scores + first;
       S* ds = grads + first;
+      const auto at = [&](int64_t j)
+                          OPST_INLINE_LAMBDA { return rule(V::load(p + j), V::load(ds + j), row, first, j, 0); };
+      const auto put = [&](int64_t j, const Pair& x) OPST_INLINE_LAMBDA {
+        x.p.store(p + j);
+        x.ds.store(ds + j);
+      };
       int64_t j = 0;
       for (; j + 2 * kLanes <= span.width; j += 2 * kLanes) {
-        const Pair x = rule(V::load(p + j), V::load(ds + j), row, first, j, 0);
-        const Pair y = rule(V::load(p + j + kLanes), V::load(ds + j + kLanes), row, first, j + kLanes, 0);
-        x.p.store(p + j);
-        y.p.store(p + j + kLanes);
-        x.ds.store(ds + j);
-        y.ds.store(ds + j + kLanes);
+        const Pair x = at(j), y = at(j + kLanes);
+        put(j, x);
+        put(j + kLanes, y);
       }
-      if (j < span.width) {
-        const Pair x = rule(V::load(p + j), V::load(ds + j), row, first, j, 0);
-        x.p.store(p + j);
-        x.ds.store(ds + j);
-      }
+      if (j < span.width) put(j, at(j));
     }
   }
 
@@ -201,7 +192,7 @@ struct BackwardScores : BackwardForms<P> {
   // S, dP -> P by columns, dS by rows and by columns, rounded to bf16. Two rows at a time, whose elements make the
   // words of the column forms.
   template <class Rule>
-  static OPST_NOINLINE void differentiate_pairs(const GradBlock& b, const GradTile& t, RowTile rt, Span span,
+  static OPST_NOINLINE void differentiate_pairs(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span,
                                                 const S* scores, const S* grads, const Rule& rule, KeepBits* bits) {
     for (int64_t i = 0; i < rt.rows; i += 2) {
       const int64_t r = rt.first + i;
@@ -212,8 +203,8 @@ struct BackwardScores : BackwardForms<P> {
       const int64_t first = i * b.scores_stride, next = has_odd ? b.scores_stride : 0;
       uint32_t* p_columns = static_cast<uint32_t*>(b.probability_columns) + r / 2 * b.scores_stride + span.begin;
       uint32_t* ds_columns = static_cast<uint32_t*>(b.grad_score_columns) + r / 2 * b.scores_stride + span.begin;
-      bf16* ds_even = grad_score_row(b, r) + span.begin;
-      bf16* ds_odd = grad_score_row(b, has_odd ? r + 1 : r) + span.begin;
+      bf16* ds_even = static_cast<bf16*>(b.grad_scores) + r * b.scores_stride + span.begin;
+      bf16* ds_odd = ds_even + next;
       for (int64_t j = 0; j < span.width; j += 2 * kLanes) {
         V ds[2][2];
         OPST_UNROLL for (int half = 0; half < 2; ++half) {
@@ -235,23 +226,57 @@ struct BackwardScores : BackwardForms<P> {
     }
   }
 #endif
-  static OPST_INLINE bf16* grad_score_row(const GradBlock& b, int64_t r) {
-    return reinterpret_cast<bf16*>(static_cast<uint32_t*>(b.grad_scores) + r * (b.scores_stride / kStep));
-  }
 
   // P and dS of S and dP.
-  static OPST_INLINE void differentiate(const GradBlock& b, const GradTile& t, RowTile rt, Span span, Tile of,
+  static OPST_INLINE void differentiate(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span, Tile of,
                                         KeepBits* bits) {
     const auto by = [&](const auto& rule) OPST_INLINE_LAMBDA {
-#if defined(__AVX512BF16__)
-      if constexpr (kStep == 2) return differentiate_pairs(b, t, rt, span, of.scores, of.grads, rule, bits);
-#endif
-      if constexpr (kStep == 1) differentiate_rows(b, t, rt, span, of.scores, of.grads, rule, bits);
+      if constexpr (kStep == 1) {
+        differentiate_rows(b, t, rt, span, of.scores, of.grads, rule, bits);
+      } else {
+        differentiate_pairs(b, t, rt, span, of.scores, of.grads, rule, bits);
+      }
     };
     if (b.rules == nullptr) {
       by(Plain{V::set1(static_cast<S>(b.exponent_scale))});
     } else {
       by(ruled(b, rt, span, bits));
+    }
+  }
+
+  // max and sum join what they hold.
+  static void add_statistics(const GradBlock& b, const GradTile& t, void* max, void* sum) {
+    const V c = V::set1(static_cast<S>(b.exponent_scale));
+    const char* prefetch = b.prefetch;
+    const RowTiles row_tiles = F::tiles_of(b.queries);
+    for (int64_t i = 0; i < row_tiles.count(); ++i) {
+      const RowTile rows = row_tiles[i];
+      const KeySpan span = F::span_of(b, t, rows);
+      if (span.width == 0) continue;
+      const S* scores = score<false>(b, t, rows, span, prefetch).scores;
+      for (int64_t r = 0; r < rows.rows; ++r) {
+        const S* row = scores + r * b.scores_stride;
+        S* row_max = accumulators(max) + rows.first + r;
+        S* row_sum = accumulators(sum) + rows.first + r;
+        V top = V::set1(*row_max);
+        for (int64_t j = 0; j < span.width; j += kLanes) top = simd::max(top, V::load(row + j));
+        const S new_max = simd::hmax(top);
+        const V origin = V::set1(new_max == -__builtin_inff() ? S(0) : new_max);
+        V sums = simd::exp2((V::set1(*row_max) - origin) * c) * V::set1(*row_sum / kLanes);
+        for (int64_t j = 0; j < span.width; j += kLanes) sums = sums + simd::exp2((V::load(row + j) - origin) * c);
+        *row_max = new_max;
+        *row_sum = simd::hsum(sums);
+      }
+    }
+  }
+  static void keep_statistics(const QueryRows& q, const void* max, const void* sum) {
+    for (int64_t r = 0; r < q.rows; ++r) {
+      if (accumulators(q.weight)[r] == 0) continue;
+      const S total = static_cast<const S*>(sum)[r];
+      accumulators(q.origin)[r] = static_cast<const S*>(max)[r];
+      accumulators(q.reference)[r] = 0;
+      accumulators(q.weight)[r] = total == 0 ? S(0) : 1 / total;
+      if (!F::is_finite(accumulators(q.origin)[r]) || !F::is_finite(total)) *q.finite = false;
     }
   }
 };

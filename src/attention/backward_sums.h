@@ -1,14 +1,17 @@
-// BackwardSums: what P and dS of a block against a tile add to the gradients.
+// BackwardSums, and VisiblePairs in their place: what P and dS of a block against a tile add to the gradients.
 //
 // Computes   dV += P^T dO;  dK += dS^T Q        over the rows of the block: the A operand is read by columns
 //            dQ += dS K                         over the keys of the tile
 //            targets += factor * dS             row by row, for the bias
 // Loop nest  for each panel of 32 columns, for each 12 keys (dV, dK) or MR rows (dQ): a register tile of the sum, which
 //            passes over the rows or keys that a partial tile hides from all of it
+// Numerics   backward.h has why VisiblePairs adds the visible pairs alone, one by one. Slow: such inputs went wrong
+//            elsewhere.
 // Memory     P, dS and operands in L2; dV and dK the worker's, dQ the block's: in the turn of its tiles.
 #pragma once
 
 #include "attention/backward_forms.h"
+#include "attention/stacked_rows.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -16,30 +19,35 @@ template <class P>
 struct BackwardSums : BackwardForms<P> {
   using F = BackwardForms<P>;
   using F::accumulators, F::kLanes, F::kPanel, F::kStep, F::kTileRows;
-  using typename F::Columns, typename F::S, typename F::Span, typename F::V, typename F::Word;
+  using typename F::Columns, typename F::Ops, typename F::S, typename F::V, typename F::Word;
 
-  // Spans of all register tiles of a block against one KV tile.
-  static constexpr int kMaxRowTiles = 4096 / kTileRows + 1;
-  struct TileSpans {
-    int64_t count = 0;
-    int32_t begin[kMaxRowTiles], end[kMaxRowTiles];
-  };
+  // add(number of vectors, as a type, column) for each panel of columns.
+  template <class Add>
+  static OPST_INLINE void for_panels(const Columns& from, const Add& add) {
+    for (int64_t column = 0; column < from.length; column += kPanel) {
+      if (from.wide(column)) {
+        add(std::integral_constant<int, P::kTileVecs>(), column);
+      } else {
+        add(std::integral_constant<int, 1>(), column);
+      }
+    }
+  }
 
-  // acc[key] += sum over rows of A[row][key] * B[row].
-  static OPST_INLINE void add_to_keys(const GradBlock& b, const GradTile& t, const TileSpans& spans, const void* a,
+  // acc[key] += sum over rows of A[row][key] * B[row]. `spans`: of the block's register tiles.
+  static OPST_INLINE void add_to_keys(const GradBlock& b, const GradTile& t, const RowKeys* spans, const void* a,
                                       const Columns& from, void* acc, int64_t acc_stride, const char*& prefetch) {
     const RowTiles key_tiles(t.count, kTileRows), row_tiles = F::tiles_of(b.queries);
     const auto add = [&](auto vectors, int64_t column) OPST_INLINE_LAMBDA {
-      constexpr int kVectors = decltype(vectors)::kCount;
+      constexpr int kVectors = decltype(vectors)::value;
       const Word* panel = from.panel(column);
       const int64_t ldb = from.stride(column);
       for (int64_t k = 0; k < key_tiles.count(); ++k) {
         const RowTile keys = key_tiles[k];
         int64_t first = 0, end = b.queries.rows;
         if (b.partial) {
-          int64_t low = 0, high = spans.count;
+          int64_t low = 0, high = row_tiles.count();
           const auto apart = [&](int64_t i) OPST_INLINE_LAMBDA {
-            return spans.end[i] <= keys.first || spans.begin[i] >= keys.first + keys.rows;
+            return spans[i].end <= keys.first || spans[i].begin >= keys.first + keys.rows;
           };
           while (low < high && apart(low)) ++low;
           while (low < high && apart(high - 1)) --high;
@@ -55,7 +63,7 @@ struct BackwardSums : BackwardForms<P> {
         prefetch += depth / 2 * 64;
       }
     };
-    F::for_panels(from, add);
+    for_panels(from, add);
   }
 
   // dQ += dS K.
@@ -66,11 +74,11 @@ struct BackwardSums : BackwardForms<P> {
     const int64_t stride = b.scores_stride / kStep;
     const char* prefetch = static_cast<const char*>(t.keys);
     const auto add = [&](auto vectors, int64_t column) OPST_INLINE_LAMBDA {
-      constexpr int kVectors = decltype(vectors)::kCount;
+      constexpr int kVectors = decltype(vectors)::value;
       const int64_t ldb = keys.stride(column);
       for (int64_t i = 0; i < row_tiles.count(); ++i) {
         const RowTile rows = row_tiles[i];
-        const Span span = F::span_of(b, t, rows);
+        const KeySpan span = F::span_of(b, t, rows);
         if (span.width == 0) continue;
         const int64_t first = span.begin / kStep, depth = tile::words<P>(span.end) - first;
         tile::accumulate_for<P, kVectors>(rows.rows)(
@@ -79,7 +87,7 @@ struct BackwardSums : BackwardForms<P> {
             accumulators(b.queries.grad_query) + rows.first * sizes.acc_stride + column, sizes.acc_stride, prefetch);
       }
     };
-    F::for_panels(keys, add);
+    for_panels(keys, add);
   }
 
   static void add_grad_bias(const GradBlock& b, const GradTile& t, void* const* targets, int64_t first_target,
@@ -88,7 +96,7 @@ struct BackwardSums : BackwardForms<P> {
     const RowTiles row_tiles = F::tiles_of(b.queries);
     for (int64_t i = 0; i < row_tiles.count(); ++i) {
       const RowTile rows = row_tiles[i];
-      const Span span = F::span_of(b, t, rows);
+      const KeySpan span = F::span_of(b, t, rows);
       for (int64_t r = rows.first; r < rows.first + rows.rows && span.width > 0; ++r) {
         const S* ds = static_cast<const S*>(b.bias_grads) + r * b.scores_stride;
         S* target = accumulators(targets[r]) + (t.first_key - first_target) * stride;
@@ -96,18 +104,107 @@ struct BackwardSums : BackwardForms<P> {
         for (int64_t j = span.begin; j < span.end; j += kLanes) {
           const int64_t n = simd::clamp_lanes<V>(span.end - j);
           const V x = V::load_n(ds + j, n) * f;
-          if (stride == 1) {
-            (V::load_n(target + j, n) + x).store_n(target + j, n);
-          } else if (stride == 0) {
+          if (stride == 0) {
             total = total + x;
           } else {
-            S lanes[kLanes];
-            x.store(lanes);
-            for (int64_t k = 0; k < n; ++k) target[(j + k) * stride] += lanes[k];
+            store_elements(Ops::load_strided(target + j * stride, stride, n) + x, target, stride, j, n);
           }
         }
         if (stride == 0) *target += simd::hsum(total);
       }
+    }
+  }
+};
+
+// The same sums over visible pairs.
+template <class P>
+struct VisiblePairs : BackwardForms<P> {
+  using F = BackwardForms<P>;
+  using F::accumulators, F::kLanes, F::kPanel, F::kStep;
+  using typename F::Columns, typename F::Ops, typename F::S, typename F::V, typename F::Word;
+
+  static OPST_INLINE bool needed(const GradBlock& b, const GradTile& t) {
+    const bool some_hidden = b.partial || (b.rules != nullptr && b.rules->hides());
+    return some_hidden && !(t.keys_finite && *b.queries.finite);
+  }
+  // Element (row, key) of a column form.
+  static OPST_INLINE S number(const void* column_form, int64_t stride, int64_t row, int64_t key) {
+    const Word* word = static_cast<const Word*>(column_form) + row / kStep * stride + key;
+    if constexpr (kStep == 1)
+      return *word;
+    else
+      return __builtin_bit_cast(S, row % 2 == 0 ? *word << 16 : *word & 0xffff0000u);
+  }
+  static OPST_INLINE void add_row(S factor, const void* row_form, int64_t stride, int64_t row, int64_t length, S* acc) {
+    for (int64_t d = 0; d < length; d += kLanes) {
+      simd::fma(V::set1(factor), F::elements(row_form, stride, row, d), V::load(acc + d)).store(acc + d);
+    }
+  }
+
+  // Whether row r sees column j of the tile; `kept`: and dropout keeps the weight.
+  static OPST_INLINE bool sees(const GradBlock& b, const GradTile& t, int64_t r, int64_t j, bool kept) {
+    if (accumulators(b.queries.weight)[r] == 0) return false;
+    const RowKeys row = F::keys_of_row(b, t, r);
+    if (b.rules == nullptr) return j >= row.begin && j < row.end;
+    ScoreRules rules = *b.rules;
+    if (!kept) rules.keep_below = 0, rules.drop_mask = nullptr;
+    // A bias of -inf hides no NaN score, whose dS is NaN; of a key that it does hide dS is 0.
+    rules.has_bias = false;
+    if (!Ops::contributes(rules, rules.rows[r], t.first_key + j, t.first_key + row.begin, t.first_key + row.end)) {
+      return false;
+    }
+    if (!b.rules->has_bias || !Ops::bias_hides(*b.rules, b.rules->rows[r], t.first_key + j)) return true;
+    const S ds = number(b.grad_score_columns, b.scores_stride, r, j);
+    return ds != ds;
+  }
+  static bool sees_key(const ScoreRules& all, int64_t r, int64_t begin, int64_t end) {
+    ScoreRules rules = all;
+    rules.keep_below = 0, rules.drop_mask = nullptr;
+    const int64_t first = rules.prefix > 0 ? 0 : begin, last = end > rules.prefix ? end : rules.prefix;
+    for (int64_t key = first; key < last; ++key) {
+      if (Ops::contributes(rules, rules.rows[r], key, begin, end)) return true;
+    }
+    return false;
+  }
+
+  static OPST_NOINLINE void add_to_keys(const GradBlock& b, const GradTile& t) {
+    const BackwardSizes& z = b.sizes;
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      for (int64_t j = 0; j < t.count; ++j) {
+        if (t.grad_value != nullptr && sees(b, t, r, j, true)) {
+          add_row(number(b.probability_columns, b.scores_stride, r, j), b.queries.grad_out, z.value_stride, r,
+                  z.value_head_dim, accumulators(t.grad_value) + j * z.value_acc_stride);
+        }
+        if (t.grad_key != nullptr && sees(b, t, r, j, false)) {
+          add_row(number(b.grad_score_columns, b.scores_stride, r, j), b.queries.query, z.query_stride, r, z.head_dim,
+                  accumulators(t.grad_key) + j * z.acc_stride);
+        }
+      }
+    }
+  }
+
+  static OPST_NOINLINE void add_to_queries(const GradBlock& b, const GradTile& t) {
+    const BackwardSizes& z = b.sizes;
+    const Columns keys = F::columns(t.key_columns, z.query_stride, t.key_columns, t.count, z.head_dim);
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      S* acc = accumulators(b.queries.grad_query) + r * z.acc_stride;
+      for (int64_t j = 0; j < t.count; ++j) {
+        if (!sees(b, t, r, j, false)) continue;
+        const V ds = V::set1(number(b.grad_score_columns, b.scores_stride, r, j));
+        for (int64_t d = 0; d < z.head_dim; d += kLanes) {
+          const int64_t column = d / kPanel * kPanel;
+          const Word* at = keys.panel(column) + j / kStep * keys.stride(column) + (d - column);
+          simd::fma(ds, key_of_words(at, j), V::load(acc + d)).store(acc + d);
+        }
+      }
+    }
+  }
+  static OPST_INLINE V key_of_words(const Word* at, int64_t key) {
+    if constexpr (kStep == 1) {
+      return V::load(at);
+    } else {
+      const simd::Bf16Words pairs = simd::Bf16Words::load(at);
+      return key % 2 == 0 ? pairs.low() : pairs.high();
     }
   }
 };

@@ -176,6 +176,19 @@ const QueryDims& query_dims(bool varlen_q) {
   return varlen_q ? kVarlen : kBatched;
 }
 
+KeyDims key_dims(const AttentionInputs& in) {
+  static constexpr const char* kBatched[2][4] = {{"batch", "num_kv_heads", "kv_len", "head_dim"},
+                                                 {"batch", "num_kv_heads", "kv_len", "value_head_dim"}};
+  static constexpr const char* kVarlen[2][3] = {{"total_k", "num_kv_heads", "head_dim"},
+                                                {"total_k", "num_kv_heads", "value_head_dim"}};
+  const auto of_pages = [](PageSide side) {
+    return kv_cache::dims_of(page_format(PageLayout::norm, DType::f32, side));
+  };
+  if (in.block_table.data != nullptr) return {of_pages(PageSide::key), of_pages(PageSide::value)};
+  if (in.cu_seqlens_k.data != nullptr) return {kVarlen[0], kVarlen[1]};
+  return {kBatched[0], kBatched[1]};
+}
+
 void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_layout) {
   const bool paged = in.block_table.data != nullptr;
   const bool varlen_q = in.cu_seqlens_q.data != nullptr, varlen_k = in.cu_seqlens_k.data != nullptr;
@@ -184,16 +197,10 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   if (varlen_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
   if (panels(in, page_layout)) {
     kv_cache::check_pages(check, page_layout, "key", in.key, "value", in.value);
-  } else if (paged) {
-    const auto dims = [](PageSide side) { return kv_cache::dims_of(page_format(PageLayout::norm, DType::f32, side)); };
-    check.tensor("key", in.key).dtype(kFloats).dims(dims(PageSide::key));
-    check.tensor("value", in.value).dtype(kFloats).dims(dims(PageSide::value));
-  } else if (varlen_k) {
-    check.tensor("key", in.key).dtype(kFloats).dims({"total_k", "num_kv_heads", "head_dim"});
-    check.tensor("value", in.value).dtype(kFloats).dims({"total_k", "num_kv_heads", "value_head_dim"});
   } else {
-    check.tensor("key", in.key).dtype(kFloats).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
-    check.tensor("value", in.value).dtype(kFloats).dims({"batch", "num_kv_heads", "kv_len", "value_head_dim"});
+    const KeyDims dims = key_dims(in);
+    check.tensor("key", in.key).dtype(kFloats).dims(dims.key);
+    check.tensor("value", in.value).dtype(kFloats).dims(dims.value);
   }
   if (varlen_k) bind_offsets(check, "cu_seqlens_k", in.cu_seqlens_k);
   if (paged) {

@@ -7,9 +7,11 @@
 //   Result<AttentionProblem> problem = pose_problem(check, inputs, options);   // values: lengths, options
 #pragma once
 
+#include <span>
+
 #include "core/int_math.h"
 #include "core/shape_check.h"
-#include "opst/attention.h"
+#include "opst/attention_backward.h"
 
 namespace opst::attention {
 
@@ -18,6 +20,12 @@ struct QueryDims {
   std::initializer_list<const char*> query, out, statistic;
 };
 const QueryDims& query_dims(bool varlen_q);
+// Of key and value, and of their gradients; where paged, of norm pages.
+struct KeyDims {
+  std::span<const char* const> key;
+  std::span<const char* const> value;
+};
+KeyDims key_dims(const AttentionInputs& inputs);
 
 // Binds batch, num_heads, num_kv_heads, head_dim; query_len, kv_len and value_head_dim where tensors have them.
 void bind_inputs(ShapeCheck& check, const AttentionInputs& inputs, PageLayout page_layout);
@@ -28,6 +36,11 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
 // The problem that inputs and outputs of flash_attention_forward pose, or why they are refused.
 Result<AttentionProblem> check_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                        const AttentionOptions& options);
+
+// The problem that the tensors of flash_attention_backward pose, or why they are refused. Its kv_len is that of the key
+// tensor (paged: of the longest sequence), since every key has a gradient. Its shared_blocks are not known yet.
+Result<AttentionBackwardProblem> check_backward(const AttentionInputs& inputs, const AttentionSaved& saved,
+                                                const AttentionGradients& gradients, const AttentionOptions& options);
 
 // Of all pairs of queries and keys, masked ones too, with sequences as long as the longest: how long a call may take.
 Size multiply_adds(const AttentionProblem& problem);
