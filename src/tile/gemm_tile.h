@@ -199,6 +199,8 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, ahead, acc);
   store_tile<P, MR, NV>(acc, c, ldc);
 }
+template <class P>
+using ScaledAccumulate = decltype(&scaled_accumulate<P, 1, 1, const char*>);
 
 template <class P, int MR, int NV>
 OPST_NOINLINE void scaled_product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
