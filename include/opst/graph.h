@@ -113,11 +113,9 @@ struct NodeCost {
 // does not have gives a tensor of rank 0 without data; one that is no weight, a weight [0, 0].
 class NodeTensors {
  public:
-  const Tensor& input(int i) const { return has(i, num_inputs_) ? tensors_[arguments_[i]] : no_tensor(); }
+  const Tensor& input(int i) const { return has(i, num_inputs_) ? tensors_[arguments_[i]] : kNone; }
   const PackedWeight& weight(int i) const { return has(i, num_inputs_) ? *weights_[arguments_[i]] : no_weight(); }
-  const Tensor& output(int i) const {
-    return has(i, num_outputs_) ? tensors_[arguments_[num_inputs_ + i]] : no_tensor();
-  }
+  const Tensor& output(int i) const { return has(i, num_outputs_) ? tensors_[arguments_[num_inputs_ + i]] : kNone; }
   // -1 for a Dim of another graph.
   int64_t size(Dim dim) const;
 
@@ -125,7 +123,7 @@ class NodeTensors {
   friend struct GraphImpl;
   NodeTensors() = default;
   static bool has(int i, int count) { return static_cast<unsigned>(i) < static_cast<unsigned>(count); }
-  static const Tensor& no_tensor();
+  static inline const Tensor kNone = {};
   static const PackedWeight& no_weight();
   const GraphImpl* graph_ = nullptr;
   const Tensor* tensors_ = nullptr;               // of all values
@@ -268,7 +266,7 @@ class Graph {
   //   query  [tokens, num_heads, head_dim] -> [tokens, num_heads, value_head_dim] of its dtype
   //   key    [kv_len, num_kv_heads, head_dim], value [kv_len, num_kv_heads, value_head_dim]
   Value attention(std::string name, Value query, Value key, Value value, const AttentionOptions& options = {});
-  // The same over pages in a layout, caches as above, for `batch` sequences whose queries lie one after the other:
+  // The same over pages in options.page_layout, caches as above, for `batch` sequences whose queries lie one after the other:
   //   block_table [batch, max_blocks], kv_lengths [batch]        i64 or i32
   //   cu_seqlens_q [batch + 1]                                   i64 or i32, see attention.h: sequence b has the queries
   //                                                              cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1
@@ -285,7 +283,6 @@ class Graph {
   struct Pages {
     Value block_table, kv_lengths;
     Dim kv_len;
-    PageLayout layout = PageLayout::norm;
     Value cu_seqlens_q = {};
   };
   Value paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,

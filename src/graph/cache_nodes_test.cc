@@ -144,9 +144,8 @@ TEST(CacheNodes, PagesInAnyLayout) {
     graph.output("out", graph.paged_attention("attend", graph.input("query", DType::f32, Shape(query)), keys, values,
                                               {.block_table = graph.input("table", DType::i64, {1, 2}),
                                                .kv_lengths = graph.input("lengths", DType::i64, {1}),
-                                               .kv_len = kTokens,
-                                               .layout = layout},
-                                              {.causal = true}));
+                                               .kv_len = kTokens},
+                                              {.causal = true, .page_layout = layout}));
     std::vector<float> out(kTokens * kHeads * kValueDim), expected(out.size());
     ASSERT_OK(graph.bind("keys", pages[0]));
     ASSERT_OK(graph.bind("values", pages[1]));
