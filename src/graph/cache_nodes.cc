@@ -128,12 +128,7 @@ Value Graph::rope_scatter_pa_kv_cache(std::string name, const Step& step, Value 
     const int8_t key_weight = weight("key_weight", step.key_weight);
     node.result_as(step.query, {0});
     node.run = [options, query_weight, key_weight](Context& context, const NodeTensors& t) {
-      RopeScatterInputs in = {.query = t.input(0),
-                              .key = t.input(1),
-                              .value = t.input(2),
-                              .cos = t.input(3),
-                              .sin = t.input(4),
-                              .slot_mapping = t.input(5)};
+      RopeScatterInputs in = {t.input(0), t.input(1), t.input(2), t.input(3), t.input(4), t.input(5)};
       if (query_weight != 0) in.query_weight = t.input(query_weight);
       if (key_weight != 0) in.key_weight = t.input(key_weight);
       return opst::rope_scatter_pa_kv_cache(context, in, t.output(0), t.input(6), t.input(7), options);
@@ -171,11 +166,7 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
     check_kv_len(node, impl_->has(pages.kv_len), pages.kv_len.bound());
     node.result(dtype(query), {node.dim("tokens"), node.dim("num_heads"), node.dim("value_head_dim")});
     node.run = [options, starts](Context& context, const NodeTensors& t) {
-      AttentionInputs in = {.query = t.input(0),
-                            .key = t.input(1),
-                            .value = t.input(2),
-                            .block_table = t.input(3),
-                            .kv_lengths = t.input(4)};
+      AttentionInputs in = {t.input(0), t.input(1), t.input(2), t.input(3), t.input(4)};
       if (starts != 0) {
         in.cu_seqlens_q = t.input(starts);
         return flash_attention_forward(context, in, {.out = t.output(0)}, options);

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <functional>
-#include <unordered_map>
+#include <map>
 #include <utility>
 
 #include "core/guarded.h"
@@ -27,7 +27,7 @@ void make_contiguous(T& tensor) {
   }
 }
 
-// As which of NodeCost's bytes an input counts: a tensor's, a weight's, a packed weight's; or as none of them, since the
+// As which of NodeCost's bytes an input counts: a tensor's, a weight's, a packed weight's; or as none of them, where the
 // node's own cost has what is read of it.
 enum class Counted : uint8_t { tensor, weight, packed, not_all, not_all_packed };
 
@@ -77,12 +77,6 @@ struct ValueData {
 using namespace graph;  // in the files of this room, which alone include this one
 
 struct GraphImpl {
-  // Lets a name be looked up as it is, without a string of its own.
-  struct NameHash {
-    using is_transparent = void;
-    size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
-  };
-
   struct Symbol {
     std::string name;
     int64_t bound = 0;
@@ -114,7 +108,7 @@ struct GraphImpl {
   std::vector<int> arguments;                // of all steps: values, inputs before outputs
   std::vector<Tensor> tensors;               // of each value, at the sizes of the moment
   std::vector<const PackedWeight*> weights;  // of each value
-  std::unordered_map<std::string, size_t, NameHash, std::equal_to<>> by_name;
+  std::map<std::string, size_t, std::less<>> by_name;
   bool ready = false;
   bool executing = false;
   int num_unfit = 0;

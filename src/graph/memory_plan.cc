@@ -28,23 +28,17 @@ int64_t best_gap(std::vector<Range>& taken, int64_t bytes) {
   return best >= 0 ? best : end;
 }
 
+// Most bytes alive at one node, which is one where some lifetime begins.
 int64_t peak_live(const std::vector<Lifetime>& lifetimes) {
-  struct Event {
-    int64_t node, change;
-  };
-  std::vector<Event> events;
-  for (const Lifetime& l : lifetimes) {
-    if (is_none(l)) continue;
-    events.push_back({l.first, aligned(l.bytes).value()});
-    events.push_back({int64_t{l.last} + 1, -aligned(l.bytes).value()});
+  int64_t peak = 0;
+  for (const Lifetime& at : lifetimes) {
+    Size live = 0;
+    for (const Lifetime& l : lifetimes) {
+      if (!is_none(l) && l.first <= at.first && at.first <= l.last) live += aligned(l.bytes);
+    }
+    peak = std::max(peak, live.value());
   }
-  // What ends before a node ends first.
-  std::sort(events.begin(), events.end(),
-            [](const Event& a, const Event& b) { return a.node != b.node ? a.node < b.node : a.change < b.change; });
-  // In 128 bits: what was added beyond the limit has to go again.
-  __int128 live = 0, peak = 0;
-  for (const Event& event : events) peak = std::max(peak, live += event.change);
-  return static_cast<int64_t>(std::min<__int128>(peak, kMaxBytes));
+  return peak;
 }
 
 }  // namespace
