@@ -110,7 +110,7 @@ struct NodeCost {
 class NodeTensors {
  public:
   const Tensor& input(int i) const { return has(i, num_inputs_) ? tensors_[arguments_[i]] : kNone; }
-  const PackedWeight& weight(int i) const { return has(i, num_inputs_) ? *weights_[arguments_[i]] : no_weight(); }
+  const PackedWeight& weight(int i) const { return has(i, num_inputs_) ? *weights_[arguments_[i]] : kNoWeight; }
   const Tensor& output(int i) const { return has(i, num_outputs_) ? tensors_[arguments_[num_inputs_ + i]] : kNone; }
   // -1 for a Dim of another graph.
   int64_t size(Dim dim) const;
@@ -119,8 +119,8 @@ class NodeTensors {
   friend struct GraphImpl;
   NodeTensors() = default;
   static bool has(int i, int count) { return static_cast<unsigned>(i) < static_cast<unsigned>(count); }
-  static inline const Tensor kNone = {};
-  static const PackedWeight& no_weight();
+  static constinit inline const Tensor kNone = {};
+  static constinit inline const PackedWeight kNoWeight = {};  // also a weight that is not bound
   const GraphImpl* graph_ = nullptr;
   const Tensor* tensors_ = nullptr;               // of all values
   const PackedWeight* const* weights_ = nullptr;  // of all values

@@ -66,8 +66,8 @@ void check_kv_len(NewNode& node, bool is_known, int64_t kv_len) {
 
 // Costs and plan of attention: input 0 is the query, 1 the keys, and of pages 3 the block table.
 void plan_as(NewNode& node, const AttentionOptions& options, Dim kv_len, bool paged, bool varlen_q) {
-  const auto problem = [=, kv_heads = node.dim("num_kv_heads"),
-                        block_size = node.dim("block_size")](const NodeTensors& t) -> AttentionProblem {
+  const Dim kv_heads = node.dim("num_kv_heads"), block_size = paged ? node.dim("block_size") : Dim();
+  const auto problem = [=](const NodeTensors& t) -> AttentionProblem {
     const Tensor& query = t.input(0);
     const int64_t batch = paged ? t.input(3).shape[0] : 1;
     return {.query_dtype = query.dtype,

@@ -10,12 +10,6 @@ namespace {
 // Bytes of all elements; of a tensor of a graph, whose shape has been checked.
 int64_t bytes_of(const Tensor& tensor) { return tensor.num_elements() * size_bytes(tensor.dtype); }
 
-NodeCost cost_of(const GraphImpl& graph, size_t node) {
-  const NodeTensors tensors = graph.tensors_of(node);
-  const auto& cost = graph.nodes[node].spec.cost;
-  return cost ? cost(tensors) : GraphImpl::count_bytes(tensors, nullptr);
-}
-
 // What `body` returns, or what a function of the node throws in it.
 template <class Body>
 auto explaining(const GraphImpl& graph, size_t node, Body&& body) noexcept -> Result<decltype(body())> {
@@ -82,7 +76,7 @@ Result<NodeInfo> Graph::describe(int node) const {
       info.offsets.push_back(value.kind == Kind::intermediate ? value.offset : -1);
     }
     if (data.spec.plan) info.plan = data.spec.plan(impl_->machine, impl_->tensors_of(at));
-    info.cost = cost_of(*impl_, at);
+    info.cost = data.spec.cost(impl_->tensors_of(at));
     return info;
   });
 }
@@ -90,7 +84,8 @@ Result<NodeInfo> Graph::describe(int node) const {
 Result<NodeCost> Graph::cost() const {
   NodeCost cost;
   for (size_t i = 0; i < impl_->nodes.size(); ++i) {
-    const Result<NodeCost> node = explaining(*impl_, i, [&] { return cost_of(*impl_, i); });
+    const Result<NodeCost> node =
+        explaining(*impl_, i, [&] { return impl_->nodes[i].spec.cost(impl_->tensors_of(i)); });
     if (!node.ok()) return node;
     cost += node.value();
   }

@@ -24,12 +24,6 @@ NodeCost& NodeCost::operator+=(const NodeCost& other) {
 
 int64_t NodeTensors::size(Dim dim) const { return graph_->has(dim) ? graph_->size_of(dim) : -1; }
 
-// What a weight is before it is bound.
-const PackedWeight& NodeTensors::no_weight() {
-  static const PackedWeight kNone;
-  return kNone;
-}
-
 // --- Graph
 
 Graph::Graph(std::unique_ptr<GraphImpl> impl) : impl_(std::move(impl)) {}
@@ -47,7 +41,6 @@ Result<Graph> Graph::create(std::string name) {
 
 Dim Graph::dim(std::string name, int64_t bound) {
   return building(*impl_, [&]() -> Dim {
-    impl_->ready = false;
     if (bound < 1) return impl_->fail("size ", quoted(name), " has the bound ", bound, ", must be >= 1");
     impl_->symbols.push_back({std::move(name), bound, bound, {}});
     return impl_->dim_of(-static_cast<int64_t>(impl_->symbols.size()));
@@ -128,7 +121,6 @@ void Graph::output(std::string name, Value value) {
     result.kind = Kind::output;
     result.name = std::move(name);
     impl_->refresh(GraphImpl::index(value));
-    impl_->ready = false;
     return value;
   });
 }
@@ -144,6 +136,7 @@ std::vector<Value> GraphImpl::add_node(NodeSpec spec) {
   };
   if (spec.op == nullptr) return refuse("op is null");
   if (!spec.run) return refuse("nothing to run");
+  if (!spec.cost) spec.cost = [](const NodeTensors& t) { return count_bytes(t, nullptr); };
   const auto num_inputs = static_cast<int>(spec.inputs.size()), num_outputs = static_cast<int>(spec.outputs.size());
   for (size_t i = 0; i < spec.inputs.size(); ++i) {
     if (!has(spec.inputs[i])) return refuse("input ", i, " is no tensor of this graph");
@@ -161,7 +154,6 @@ std::vector<Value> GraphImpl::add_node(NodeSpec spec) {
   for (const NodeSpec::Output& output : spec.outputs) {
     const Value result = add_value(output.name, Kind::intermediate, output.dtype, output.shape);
     if (!result.exists()) return {};
-    at(result).producer = static_cast<int>(nodes.size());
     node.outputs.push_back(index(result));
     arguments.push_back(static_cast<int>(index(result)));
     results.push_back(result);
@@ -169,7 +161,6 @@ std::vector<Value> GraphImpl::add_node(NodeSpec spec) {
   node.spec = std::move(spec);
   nodes.push_back(std::move(node));
   steps.push_back(std::move(step));
-  ready = false;
   return results;
 }
 

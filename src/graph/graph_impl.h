@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <map>
 #include <utility>
@@ -65,7 +66,6 @@ struct ValueData {
   int64_t first_column = 0;
   bool of_columns = false;         // a view of columns of its base's rows, from first_column on
   std::vector<size_t> views = {};  // of this value
-  int producer = -1;               // node
   int64_t offset = -1;             // in the workspace
   Tensor bound = {};               // external tensors
   bool is_bound = false;
@@ -99,7 +99,8 @@ struct GraphImpl {
   };
 
   std::string name;
-  const uint32_t number = next_number();  // its id among all graphs of the process
+  static inline std::atomic<uint32_t> last_number{0};
+  const uint32_t number = ++last_number;  // its id among all graphs of the process
   Status status;                          // of the first call that failed
   std::vector<Symbol> symbols;
   std::vector<ValueData> values;
@@ -140,7 +141,6 @@ struct GraphImpl {
   // What a function of a node is throwing, as a Status: exhausted memory, or with the names of graph and node.
   Status thrown_by(size_t node) const noexcept;
 
-  static uint32_t next_number();
   static size_t index(Value value) { return static_cast<size_t>(value.index_); }
   Value value_at(size_t index) const { return {static_cast<int32_t>(index), number}; }
   static bool has_name(const Dim& dim) { return dim.symbol_ >= 0; }
@@ -222,6 +222,7 @@ template <class Body>
 auto building(GraphImpl& graph, Body&& body) noexcept -> decltype(body()) {
   if (!graph.status.ok()) return decltype(body())();
   const GraphImpl::Counts before = graph.counts();
+  graph.ready = false;
   try {
     if (graph.executing) graph.fail("something was added by a node that it runs");
     if (graph.status.ok()) {

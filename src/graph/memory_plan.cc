@@ -75,11 +75,12 @@ MemoryPlan graph::plan_memory(const std::vector<Lifetime>& lifetimes) {
 // Lifetimes of what nodes make, merged where a node may write onto its input, and their places.
 Status GraphImpl::lay_out() {
   const size_t count = values.size();
-  std::vector<int> last(count, -1);  // node that reads the memory last, or writes it
-  std::vector<size_t> home(count);   // value whose place in the workspace this value takes
+  std::vector<int> first(count, -1),
+      last(first);                  // node that makes the value; that reads its memory last, or writes it
+  std::vector<size_t> home(count);  // value whose place in the workspace this value takes
   for (size_t i = 0; i < count; ++i) home[i] = values[i].base < i ? home[values[i].base] : i;
   for (size_t n = 0; n < nodes.size(); ++n) {
-    for (const size_t output : nodes[n].outputs) last[output] = static_cast<int>(n);
+    for (const size_t output : nodes[n].outputs) first[output] = last[output] = static_cast<int>(n);
     for (const Value input : nodes[n].spec.inputs) last[home[index(input)]] = static_cast<int>(n);
   }
   const auto home_of = [&](size_t value) {
@@ -110,7 +111,7 @@ Status GraphImpl::lay_out() {
   for (size_t i = 0; i < count; ++i) {
     if (!is_internal(i) || home[i] != i) continue;
     place_of[i] = lifetimes.size();
-    lifetimes.push_back({most_bytes(values[i].dtype, values[i].shape), values[i].producer, last[i]});
+    lifetimes.push_back({most_bytes(values[i].dtype, values[i].shape), first[i], last[i]});
   }
   const MemoryPlan plan = plan_memory(lifetimes);
   if (workspace.size_bytes() != plan.memory.workspace_bytes) {

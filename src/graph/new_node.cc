@@ -51,8 +51,7 @@ ShapeCheck::TensorCheck NewNode::rows(const char* role, Value value, const char*
   ShapeCheck::TensorCheck of_rows = input(role, value);
   if (!check.ok()) return of_rows;
   if (rank_ == 0) rank_ = graph_.at(value).shape.rank;
-  check.require(
-      rank_ > 0, [&] { return named(role, value); }, " has no dimension ", last);
+  check.require(rank_ > 0, named(role, value), " has no dimension ", last);
   return check.ok() ? of_rows.leading_dims(rank_ - 1, last) : of_rows;
 }
 

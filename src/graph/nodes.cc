@@ -39,12 +39,9 @@ struct MatmulCall {
 
 // Positions of one axis, or of three where there are sections. Binds tokens.
 void add_positions(NewNode& node, Value positions, const RopeSections& sections) {
-  ShapeCheck::TensorCheck check = node.input("positions", positions).dtype({DType::i64});
-  if (sections.temporal != 0 || sections.height != 0 || sections.width != 0) {
-    check.dims({"3", "tokens"});
-  } else {
-    check.dims({"tokens"});
-  }
+  static constexpr const char* kDims[] = {"3", "tokens"};
+  const bool is_one = sections.temporal == 0 && sections.height == 0 && sections.width == 0;
+  node.input("positions", positions).dtype({DType::i64}).dims(std::span(kDims).subspan(is_one ? 1 : 0));
 }
 
 }  // namespace

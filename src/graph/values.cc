@@ -1,6 +1,4 @@
 // What a graph knows of its values: their shapes, their tensors at the sizes of the moment, and whether they fit.
-#include <atomic>
-
 #include "core/shape_check.h"
 #include "graph/graph_impl.h"
 
@@ -17,11 +15,6 @@ int64_t width(const Tensor& rows) {
 
 }  // namespace
 
-uint32_t GraphImpl::next_number() {
-  static std::atomic<uint32_t> last{0};
-  return ++last;
-}
-
 std::string GraphImpl::text(const Shape& shape) const {
   std::string s = "[";
   for (int i = 0; i < std::min(shape.rank, kMaxRank); ++i) s += (i > 0 ? ", " : "") + text(shape.dims[i]);
@@ -37,7 +30,6 @@ std::string GraphImpl::text(size_t i) const {
 }
 
 Value GraphImpl::add_value(std::string value_name, Kind kind, DType dtype, const Shape& shape) {
-  ready = false;
   const auto refuse = [&](const auto&... why) { return fail(quoted(value_name), why...); };
   if (shape.rank < 0 || shape.rank > kMaxRank) {
     return refuse(" has ", shape.rank, " dimensions, 0 to ", kMaxRank, " are possible");
@@ -59,12 +51,10 @@ Value GraphImpl::add_value(std::string value_name, Kind kind, DType dtype, const
     if (!by_name.emplace(value_name, i).second) return fail("two tensors are named ", quoted(value_name));
   }
   tensors.emplace_back();
-  weights.push_back(&NodeTensors::no_weight());
+  weights.push_back(&NodeTensors::kNoWeight);
   values.push_back({.name = std::move(value_name), .kind = kind, .dtype = dtype, .shape = shape, .base = i});
   for (int d = 0; d < shape.rank; ++d) {
-    if (!has_name(shape.dims[d])) continue;
-    std::vector<size_t>& users = symbol(shape.dims[d]).values;
-    if (users.empty() || users.back() != i) users.push_back(i);
+    if (has_name(shape.dims[d])) symbol(shape.dims[d]).values.push_back(i);
   }
   ++num_unfit;
   if (kind != Kind::view) refresh(i);
