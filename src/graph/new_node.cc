@@ -40,13 +40,6 @@ ShapeCheck::TensorCheck NewNode::input(const char* role, Value value, Counted co
   return check.tensor(known_as, declared(data.dtype, data.shape));
 }
 
-int8_t NewNode::optional(const char* role, Value value, std::initializer_list<DType> types,
-                         std::initializer_list<const char*> dims, Counted counted) {
-  if (!value.exists()) return 0;
-  input(role, value, counted).dtype(types).dims(dims);
-  return static_cast<int8_t>(inputs.size() - 1);
-}
-
 ShapeCheck::TensorCheck NewNode::rows(const char* role, Value value, const char* last) {
   ShapeCheck::TensorCheck of_rows = input(role, value);
   if (!check.ok()) return of_rows;
@@ -77,17 +70,6 @@ void NewNode::pages(PageLayout layout, Value key_cache, Value value_cache, bool 
 ShapeCheck::TensorCheck NewNode::result(DType dtype, const Shape& shape, const char* suffix) {
   outputs.push_back({name + suffix, dtype, shape});
   return check.tensor("the result", declared(dtype, shape));
-}
-
-void NewNode::result_as(Value x, std::initializer_list<int> onto) {
-  if (!check.ok()) return;
-  result(graph_.at(x).dtype, graph_.at(x).shape);
-  for (const int input : onto) in_place.push_back({input, 0});
-}
-
-void NewNode::half_of_head_dim() {
-  const int64_t half = dim("half").bound(), head_dim = dim("head_dim").bound();
-  check.require(half <= head_dim / 2, "cos dim 1 (half) is ", half, ", more than half of head_dim = ", head_dim);
 }
 
 std::array<Value, 2> NewNode::add() && {

@@ -31,7 +31,11 @@ class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
   ShapeCheck::TensorCheck input(const char* role, Value value, Counted counted = Counted::tensor);
   // An input that may be absent: its index in NodeTensors, 0 where it is.
   int8_t optional(const char* role, Value value, std::initializer_list<DType> types,
-                  std::initializer_list<const char*> dims, Counted counted = Counted::tensor);
+                  std::initializer_list<const char*> dims, Counted counted = Counted::tensor) {
+    if (!value.exists()) return 0;
+    input(role, value, counted).dtype(types).dims(dims);
+    return static_cast<int8_t>(inputs.size() - 1);
+  }
   // Of any rank from 1, which is that of the node's first such input: dim_0, dim_1, .., `last`.
   ShapeCheck::TensorCheck rows(const char* role, Value value, const char* last = "features");
   // The two tensors of a cache, `written` or only read. Binds the names of PageSizes.
@@ -40,10 +44,17 @@ class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
   // The next result, of the node's name and `suffix`.
   ShapeCheck::TensorCheck result(DType dtype, const Shape& shape, const char* suffix = "");
   // A result like the input `x`, which may be written onto the inputs of these indices.
-  void result_as(Value x, std::initializer_list<int> onto);
+  void result_as(Value x, std::initializer_list<int> onto) {
+    if (!check.ok()) return;
+    result(graph_.at(x).dtype, graph_.at(x).shape);
+    for (const int input : onto) in_place.push_back({input, 0});
+  }
 
   // What cos holds are pairs of elements of a head.
-  void half_of_head_dim();
+  void half_of_head_dim() {
+    const int64_t half = dim("half").bound(), head_dim = dim("head_dim").bound();
+    check.require(half <= head_dim / 2, "cos dim 1 (half) is ", half, ", more than half of head_dim = ", head_dim);
+  }
 
   // A size that the check has bound, or calculated with.
   Dim dim(const char* bound) const { return dim(check[bound]); }
