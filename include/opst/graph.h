@@ -15,28 +15,24 @@
 // Building. Each call that adds something names it and gives the Value or Dim for later calls; the shapes of results
 // follow from those of the inputs. A call adds all that it should or nothing. The first one that fails (a
 // contradiction, exhausted memory, a Value or Dim of another graph) marks the graph as failed: later calls add nothing,
-// and setup(), bind(), set() and execute() return its Status, so that building needs no checks in between. Nodes run in
-// the order in which they were added.
+// and setup(), bind(), set() and execute() return its Status. Nodes run in the order in which they were added.
 //
-// Memory. What a node makes lives in one workspace that the graph owns, from the node that makes it to the last one
-// that reads it; what does not live at the same time shares memory, and where an operator may write onto its input and
-// nobody reads that input later, it does. Inputs, weights, caches and outputs are external: bound by name, and bound
-// anew whenever the caller likes, at the price of copying a Tensor. What is bound must outlive its executions.
+// Memory. Results of nodes share one workspace of the graph. Inputs, weights, caches and outputs are external: bound by
+// name, and bound anew whenever the caller likes. What is bound must outlive its executions.
 //
 // Sizes. A Dim is a fixed size, or a name with an upper bound whose size is set before an execution. setup() lays out
 // memory for the upper bounds; a new size needs no new setup. Tensors of the workspace are contiguous at their size of
 // the moment. An external tensor may be larger than a named size: its first elements are used.
 //
 // Errors: invalid_argument, naming graph, node, tensor, dimension and both values; those of the operators, behind the
-// names of graph and node; internal, where a function of a node or listener throws, with the node's name and what it
-// threw; out_of_memory.
+// names of graph and node; internal, with the node's name, where a function of a node or a listener throws;
+// out_of_memory.
 //
-// Threads. Dim, Shape, Value, NodeSpec, the options, NodeCost, NodeInfo and GraphMemory are plain values: threads may
-// read one object at once. A Graph is used by one thread at a time, and not by the nodes that it runs; const methods
-// may run at once, if the `cost` and `plan` of its nodes may. Different graphs are independent, also where they share
-// weights, inputs and a Context (context.h says what that does); caches and outputs are written. Functions of nodes,
-// and a NodeListener, are called by the thread that called the graph. NodeTensors is for the thread that calls the
-// function to which it was given, and ends with it.
+// Threads. A Graph is used by one thread at a time, and not by the nodes that it runs; const methods may run at once,
+// if the `cost` and `plan` of its nodes may. Different graphs are independent, also where they share weights, inputs
+// and a Context (context.h says what that does); caches and outputs are written. Functions of nodes, and a
+// NodeListener, are called by the thread that called the graph; NodeTensors ends with the function that it is given to.
+// The other structs and classes are plain values.
 #pragma once
 
 #include <chrono>
@@ -113,11 +109,9 @@ struct NodeCost {
 // does not have gives a tensor of rank 0 without data; one that is no weight, a weight [0, 0].
 class NodeTensors {
  public:
-  const Tensor& input(int i) const { return has(i, num_inputs_) ? tensors_[arguments_[i]] : no_tensor(); }
-  const PackedWeight& weight(int i) const { return has(i, num_inputs_) ? *weights_[arguments_[i]] : no_weight(); }
-  const Tensor& output(int i) const {
-    return has(i, num_outputs_) ? tensors_[arguments_[num_inputs_ + i]] : no_tensor();
-  }
+  const Tensor& input(int i) const { return has(i, num_inputs_) ? tensors_[arguments_[i]] : kNone; }
+  const PackedWeight& weight(int i) const { return has(i, num_inputs_) ? *weights_[arguments_[i]] : kNoWeight; }
+  const Tensor& output(int i) const { return has(i, num_outputs_) ? tensors_[arguments_[num_inputs_ + i]] : kNone; }
   // -1 for a Dim of another graph.
   int64_t size(Dim dim) const;
 
@@ -125,8 +119,8 @@ class NodeTensors {
   friend struct GraphImpl;
   NodeTensors() = default;
   static bool has(int i, int count) { return static_cast<unsigned>(i) < static_cast<unsigned>(count); }
-  static const Tensor& no_tensor();
-  static const PackedWeight& no_weight();
+  static constinit inline const Tensor kNone = {};
+  static constinit inline const PackedWeight kNoWeight = {};  // also a weight that is not bound
   const GraphImpl* graph_ = nullptr;
   const Tensor* tensors_ = nullptr;               // of all values
   const PackedWeight* const* weights_ = nullptr;  // of all values
@@ -268,24 +262,14 @@ class Graph {
   //   query  [tokens, num_heads, head_dim] -> [tokens, num_heads, value_head_dim] of its dtype
   //   key    [kv_len, num_kv_heads, head_dim], value [kv_len, num_kv_heads, value_head_dim]
   Value attention(std::string name, Value query, Value key, Value value, const AttentionOptions& options = {});
-  // The same over pages in a layout, caches as above, for `batch` sequences whose queries lie one after the other:
-  //   block_table [batch, max_blocks], kv_lengths [batch]        i64 or i32
-  //   cu_seqlens_q [batch + 1]                                   i64 or i32, see attention.h: sequence b has the queries
-  //                                                              cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1
+  // The same over pages in options.page_layout, for `batch` sequences whose queries lie one after the other:
+  //   block_table [batch, max_blocks], kv_lengths [batch], cu_seqlens_q [batch + 1] (see attention.h)    i64 or i32
   // Without cu_seqlens_q all have as many: batch is 1, or divides tokens, or is the same named size (one query each: a
-  // step of decoding). Sequences share blocks as they like. Each is planned and counted with tokens / batch queries and
-  // kv_len keys, which should be the largest that kv_lengths will hold.
-  //   const Dim batch = graph.dim("batch", 64), starts = graph.dim("starts", 65);     // set to batch + 1
-  //   graph.paged_attention("attend", query, keys, values,
-  //                         {.block_table = graph.input("blocks", DType::i32, {batch, 128}),
-  //                          .kv_lengths = graph.input("lengths", DType::i32, {batch}),
-  //                          .kv_len = longest,
-  //                          .cu_seqlens_q = graph.input("query_starts", DType::i32, {starts})},
-  //                         {.causal = true});
+  // step of decoding). Each is planned and counted with tokens / batch queries and kv_len keys, which should be the
+  // largest that kv_lengths will hold. docs/graph.md has an example.
   struct Pages {
     Value block_table, kv_lengths;
     Dim kv_len;
-    PageLayout layout = PageLayout::norm;
     Value cu_seqlens_q = {};
   };
   Value paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,
@@ -307,8 +291,8 @@ class Graph {
   Status setup(const Machine& machine);
 
   // Before or after setup. Rank, dtype and sizes without a name must agree; whether a tensor has room for named sizes
-  // is seen when it is used. Inputs may be const; caches and outputs are written. A Tensor is copied; a weight is not,
-  // and a temporary one, which would be gone before it is used, does not compile.
+  // is seen when it is used. Inputs may be const. A Tensor is copied; a weight is not, and a temporary one does not
+  // compile.
   Status bind(Value value, const Tensor& tensor);
   Status bind(Value value, const ConstTensor& tensor);
   Status bind(Value value, const PackedWeight& weight);

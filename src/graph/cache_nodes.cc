@@ -3,12 +3,6 @@
 
 namespace opst {
 
-using graph::Counted;
-using graph::kFloats;
-using graph::made;
-using graph::NewNode;
-using graph::str;
-
 namespace {
 
 constexpr std::initializer_list<DType> kIntegers = {DType::i64, DType::i32};
@@ -32,12 +26,15 @@ NodeCost written_rows(const Tensor& key, const Tensor& value, const Tensor& cach
 
 // What both forms of attention demand of their heads.
 void check_heads(NewNode& node) {
-  node.at_least_one({"num_heads", "num_kv_heads", "head_dim", "value_head_dim"});
-  if (!node.check.ok()) return;
+  ShapeCheck& check = node.check;
+  if (!check.ok()) return;
+  for (const char* size : {"num_heads", "num_kv_heads", "head_dim", "value_head_dim"}) {
+    check.require(check[size] != 0, check.setter(size), " has ", size, " = 0, but must be >= 1");
+  }
+  if (!check.ok()) return;
   const int64_t heads = node.dim("num_heads").bound(), kv_heads = node.dim("num_kv_heads").bound();
-  node.check.require(heads % kv_heads == 0, [&] {
-    return "query dim 1 (num_heads) is " + str(heads) + ", not a multiple of num_kv_heads = " + str(kv_heads);
-  });
+  check.require(heads % kv_heads == 0, "query dim 1 (num_heads) is ", heads,
+                ", not a multiple of num_kv_heads = ", kv_heads);
 }
 
 // How many queries each sequence of paged attention has. Sizes with a name are what they should be when the node runs:
@@ -46,34 +43,47 @@ void check_sequences(NewNode& node, bool has_starts) {
   const int64_t tokens = node.check["tokens"], batch = node.check["batch"];
   if (has_starts) {
     const int64_t starts = node.check["batch + 1"];
-    node.check.require(starts < 0 || batch < 0 || starts == batch + 1, [&] {
-      return "cu_seqlens_q dim 0 is " + node.text(starts) + ", but must be " + node.text(batch + 1) +
-             ": one more than batch";
-    });
+    node.check.require(starts < 0 || batch < 0 || starts == batch + 1, "cu_seqlens_q dim 0 is ", starts,
+                       ", but must be ", batch + 1, ": one more than batch");
   } else {
     const bool equal = tokens == batch || batch == 1 || (batch > 0 && tokens >= 0 && tokens % batch == 0);
-    node.check.require(equal, [&] {
-      return "query dim 0 (tokens) is " + node.text(tokens) + ", not a multiple of batch = " + node.text(batch) +
-             ", and sequences of different lengths need cu_seqlens_q";
-    });
+    node.check.require(equal, "query dim 0 (tokens) is ", node.text(tokens),
+                       ", not a multiple of batch = ", node.text(batch),
+                       ", and sequences of different lengths need cu_seqlens_q");
   }
 }
 
 // The size by which paged attention is planned, which no tensor has: as limited as the keys and values that it counts.
 void check_kv_len(NewNode& node, bool is_known, int64_t kv_len) {
   node.check.require(is_known, "kv_len is a size of another graph");
-  node.check.require(kv_len >= 0, [&] { return "kv_len is " + str(kv_len) + ", must be >= 0"; });
+  node.check.require(kv_len >= 0, "kv_len is ", kv_len, ", must be >= 0");
   if (!node.check.ok()) return;
   const int64_t dims = node.dim("head_dim").bound() + node.dim("value_head_dim").bound();
   const Size bytes = Size(kv_len) * std::max<int64_t>(node.dim("batch").bound(), 1) * node.dim("num_kv_heads").bound() *
                      dims * size_bytes(DType::f32);
-  node.check.require(bytes.within_limit(),
-                     [&] { return "kv_len is " + str(kv_len) + ", too large: more than 2^56 bytes"; });
+  node.check.require(bytes.within_limit(), "kv_len is ", kv_len, ", too large: more than 2^56 bytes");
 }
 
-// Costs and plan of attention, whose problem at the sizes of the moment `problem` poses.
-template <class Problem>
-void plan_as(NewNode& node, const Problem& problem) {
+// Costs and plan of attention: input 0 is the query, 1 the keys, and of pages 3 the block table.
+void plan_as(NewNode& node, const AttentionOptions& options, Dim kv_len, bool paged, bool varlen_q) {
+  const Dim kv_heads = node.dim("num_kv_heads"), block_size = paged ? node.dim("block_size") : Dim();
+  const auto problem = [=](const NodeTensors& t) -> AttentionProblem {
+    const Tensor& query = t.input(0);
+    const int64_t batch = paged ? t.input(3).shape[0] : 1;
+    return {.query_dtype = query.dtype,
+            .kv_dtype = t.input(1).dtype,
+            .batch = batch,
+            .num_heads = query.shape[1],
+            .num_kv_heads = t.size(kv_heads),
+            .query_len = batch > 0 ? ceil_div(query.shape[0], batch) : 0,
+            .kv_len = t.size(kv_len),
+            .head_dim = query.shape[2],
+            .value_head_dim = t.output(0).shape[2],
+            .paged = paged,
+            .block_size = t.size(block_size),
+            .options = options,
+            .varlen_q = varlen_q};
+  };
   node.also_costs = [problem](const NodeTensors& t) -> NodeCost {
     const AttentionProblem p = problem(t);
     const VisibleKeys visible = count_visible(p.options, p.query_len, p.kv_len);
@@ -95,9 +105,7 @@ void Graph::scatter_pa_kv_cache(std::string name, Value key, Value value, Value 
     node.input("value", value).dtype({dtype(key)}).dims({"tokens", "num_kv_heads", "value_head_dim"});
     node.input("slots", slots).dtype({DType::i64}).dims({"tokens"});
     node.pages(options.layout, key_cache, value_cache, /*written=*/true);
-    node.run = [options](Context& context, const NodeTensors& t) {
-      return opst::scatter_pa_kv_cache(context, t.input(0), t.input(1), t.input(2), t.input(3), t.input(4), options);
-    };
+    node.calls<5, 0>([options](auto&... call) { return opst::scatter_pa_kv_cache(call..., options); });
     node.also_costs = [](const NodeTensors& t) { return written_rows(t.input(0), t.input(1), t.input(3)); };
   });
 }
@@ -113,23 +121,14 @@ Value Graph::rope_scatter_pa_kv_cache(std::string name, const Step& step, Value 
     node.input("slots", step.slots).dtype({DType::i64}).dims({"tokens"});
     node.pages(options.layout, key_cache, value_cache, /*written=*/true);
     node.half_of_head_dim();
-    const int8_t query_weight = node.next(step.query_weight);
-    if (query_weight != 0) {
-      node.input("query_weight", step.query_weight, Counted::not_all).dtype({DType::f32}).dims({"head_dim"});
-    }
-    const int8_t key_weight = node.next(step.key_weight);
-    if (key_weight != 0) {
-      node.input("key_weight", step.key_weight, Counted::not_all).dtype({DType::f32}).dims({"head_dim"});
-    }
-    node.result(dtype(step.query), shape(step.query));
-    node.in_place = {{0, 0}};
+    const auto weight = [&](const char* role, Value value) {
+      return node.optional(role, value, {DType::f32}, {"head_dim"}, Counted::not_all);
+    };
+    const int8_t query_weight = weight("query_weight", step.query_weight);
+    const int8_t key_weight = weight("key_weight", step.key_weight);
+    node.result_as(step.query, {0});
     node.run = [options, query_weight, key_weight](Context& context, const NodeTensors& t) {
-      RopeScatterInputs in = {.query = t.input(0),
-                              .key = t.input(1),
-                              .value = t.input(2),
-                              .cos = t.input(3),
-                              .sin = t.input(4),
-                              .slot_mapping = t.input(5)};
+      RopeScatterInputs in = {t.input(0), t.input(1), t.input(2), t.input(3), t.input(4), t.input(5)};
       if (query_weight != 0) in.query_weight = t.input(query_weight);
       if (key_weight != 0) in.key_weight = t.input(key_weight);
       return opst::rope_scatter_pa_kv_cache(context, in, t.output(0), t.input(6), t.input(7), options);
@@ -150,71 +149,33 @@ Value Graph::attention(std::string name, Value query, Value key, Value value, co
           context, {.query = as_batch(t.input(0)), .key = as_batch(t.input(1)), .value = as_batch(t.input(2))},
           {.out = as_batch(t.output(0))}, options);
     };
-    plan_as(node, [options](const NodeTensors& t) -> AttentionProblem {
-      const Tensor &q = t.input(0), &k = t.input(1);
-      return {.query_dtype = q.dtype,
-              .kv_dtype = k.dtype,
-              .num_heads = q.shape[1],
-              .num_kv_heads = k.shape[1],
-              .query_len = q.shape[0],
-              .kv_len = k.shape[0],
-              .head_dim = q.shape[2],
-              .value_head_dim = t.output(0).shape[2],
-              .options = options};
-    });
+    plan_as(node, options, node.dim("kv_len"), /*paged=*/false, /*varlen_q=*/false);
   })[0];
 }
 
 Value Graph::paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,
-                             const AttentionOptions& given) {
-  AttentionOptions options = given;
-  options.page_layout = pages.layout;
+                             const AttentionOptions& options) {
   return made(*impl_, name, "paged_attention", [&](NewNode& node) {
     node.input("query", query).dtype(kFloats).dims({"tokens", "num_heads", "head_dim"});
-    node.pages(pages.layout, key_cache, value_cache, /*written=*/false);
+    node.pages(options.page_layout, key_cache, value_cache, /*written=*/false);
     node.input("block_table", pages.block_table, Counted::not_all).dtype(kIntegers).dims({"batch", "max_blocks"});
     node.input("kv_lengths", pages.kv_lengths, Counted::not_all).dtype(kIntegers).dims({"batch"});
-    const int8_t starts = node.next(pages.cu_seqlens_q);
-    if (starts != 0) {
-      node.input("cu_seqlens_q", pages.cu_seqlens_q, Counted::not_all).dtype(kIntegers).dims({"batch + 1"});
-    }
+    const int8_t starts = node.optional("cu_seqlens_q", pages.cu_seqlens_q, kIntegers, {"batch + 1"}, Counted::not_all);
     check_heads(node);
     check_sequences(node, starts != 0);
     check_kv_len(node, impl_->has(pages.kv_len), pages.kv_len.bound());
     node.result(dtype(query), {node.dim("tokens"), node.dim("num_heads"), node.dim("value_head_dim")});
     node.run = [options, starts](Context& context, const NodeTensors& t) {
-      AttentionInputs in = {.query = t.input(0),
-                            .key = t.input(1),
-                            .value = t.input(2),
-                            .block_table = t.input(3),
-                            .kv_lengths = t.input(4)};
+      AttentionInputs in = {t.input(0), t.input(1), t.input(2), t.input(3), t.input(4)};
       if (starts != 0) {
         in.cu_seqlens_q = t.input(starts);
         return flash_attention_forward(context, in, {.out = t.output(0)}, options);
       }
-      const int64_t batch = t.input(3).shape[0];
+      const int64_t batch = in.block_table.shape[0];
       in.query = as_batch(t.input(0), batch);
       return flash_attention_forward(context, in, {.out = as_batch(t.output(0), batch)}, options);
     };
-    plan_as(node,
-            [options, kv_len = pages.kv_len, kv_heads = node.dim("num_kv_heads"), block_size = node.dim("block_size"),
-             starts](const NodeTensors& t) -> AttentionProblem {
-              const Tensor& q = t.input(0);
-              const int64_t batch = t.input(3).shape[0];
-              return {.query_dtype = q.dtype,
-                      .kv_dtype = t.input(1).dtype,
-                      .batch = batch,
-                      .num_heads = q.shape[1],
-                      .num_kv_heads = t.size(kv_heads),
-                      .query_len = batch > 0 ? ceil_div(q.shape[0], batch) : 0,
-                      .kv_len = t.size(kv_len),
-                      .head_dim = q.shape[2],
-                      .value_head_dim = t.output(0).shape[2],
-                      .paged = true,
-                      .block_size = t.size(block_size),
-                      .options = options,
-                      .varlen_q = starts != 0};
-            });
+    plan_as(node, options, pages.kv_len, /*paged=*/true, /*varlen_q=*/starts != 0);
   })[0];
 }
 

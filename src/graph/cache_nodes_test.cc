@@ -5,6 +5,7 @@
 #include <cmath>
 #include <map>
 
+#include "attention/reference.h"
 #include "graph/test_graphs.h"
 
 namespace opst {
@@ -144,9 +145,8 @@ TEST(CacheNodes, PagesInAnyLayout) {
     graph.output("out", graph.paged_attention("attend", graph.input("query", DType::f32, Shape(query)), keys, values,
                                               {.block_table = graph.input("table", DType::i64, {1, 2}),
                                                .kv_lengths = graph.input("lengths", DType::i64, {1}),
-                                               .kv_len = kTokens,
-                                               .layout = layout},
-                                              {.causal = true}));
+                                               .kv_len = kTokens},
+                                              {.causal = true, .page_layout = layout}));
     std::vector<float> out(kTokens * kHeads * kValueDim), expected(out.size());
     ASSERT_OK(graph.bind("keys", pages[0]));
     ASSERT_OK(graph.bind("values", pages[1]));
@@ -320,6 +320,106 @@ TEST(CacheNodes, SequencesOfDifferentLengths) {
   ASSERT_OK(graph.set(starts, 3));
   const std::string message = graph.execute(context).message();
   EXPECT_EQ(message.rfind("graph test: attend: flash_attention_forward: ", 0), 0u) << message;
+}
+
+// Several queries of each sequence without cu_seqlens_q, one of which sees no key. Against each sequence alone, in
+// float64.
+TEST(CacheNodes, EquallyManyQueriesOfEachSequence) {
+  Context context = make_context();
+  constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 8, kValueDim = 6, kBlocks = 12, kMaxBlocks = 4, kBatch = 3,
+                    kQueries = 3, kTokens = kBatch * kQueries;
+  const PageSizes sizes = {
+      .num_blocks = kBlocks, .block_size = 4, .num_kv_heads = kKvHeads, .head_dim = kDim, .value_head_dim = kValueDim};
+  std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1), k = random_floats(kBlocks * 4 * kKvHeads * kDim, 2),
+                     v = random_floats(kBlocks * 4 * kKvHeads * kValueDim, 3), out(kTokens * kHeads * kValueDim, 7.0f);
+  const Tensor keys = key_pages(PageLayout::norm, DType::f32, sizes, k.data()),
+               values = value_pages(PageLayout::norm, DType::f32, sizes, v.data()),
+               query = view(q, {kTokens, kHeads, kDim});
+  std::vector<int32_t> blocks(kBatch * kMaxBlocks), numbers = {9, 2, 16};
+  for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<int32_t>(i * 7 % kBlocks);
+  const ConstTensor table = ConstTensor::contiguous(DType::i32, {kBatch, kMaxBlocks}, blocks.data()),
+                    lengths = ConstTensor::contiguous(DType::i32, {kBatch}, numbers.data());
+  const AttentionOptions options = {.causal = true};
+
+  Graph graph = make_graph();
+  const Value caches[] = {graph.cache("keys", DType::f32, Shape(keys)),
+                          graph.cache("values", DType::f32, Shape(values))};
+  graph.output("out",
+               graph.paged_attention("attend", graph.input("query", DType::f32, Shape(query)), caches[0], caches[1],
+                                     {.block_table = graph.input("table", DType::i32, Shape(table)),
+                                      .kv_lengths = graph.input("lengths", DType::i32, Shape(lengths)),
+                                      .kv_len = 16},
+                                     options));
+  ASSERT_OK(graph.bind("keys", keys));
+  ASSERT_OK(graph.bind("values", values));
+  ASSERT_OK(graph.bind("table", table));
+  ASSERT_OK(graph.bind("lengths", lengths));
+  ASSERT_OK(graph.bind("query", query));
+  ASSERT_OK(graph.bind("out", view(out, {kTokens, kHeads, kValueDim})));
+  ASSERT_OK(graph.setup(context.machine()));
+  ASSERT_OK(graph.execute(context));
+
+  for (int64_t b = 0; b < kBatch; ++b) {
+    const AttentionInputs alone = {.query = as_batch(query.narrowed(0, b * kQueries, kQueries)),
+                                   .key = keys,
+                                   .value = values,
+                                   .block_table = table.narrowed(0, b, 1),
+                                   .kv_lengths = lengths.narrowed(0, b, 1)};
+    for (int64_t i = 0; i < kQueries; ++i) {
+      for (int64_t h = 0; h < kHeads; ++h) {
+        const std::vector<double> row = attention::reference_row(alone, options, 0, h, i).out;
+        for (int64_t d = 0; d < kValueDim; ++d) {
+          const auto at = static_cast<size_t>((((b * kQueries + i) * kHeads) + h) * kValueDim + d);
+          ASSERT_NEAR(out[at], row[static_cast<size_t>(d)], 1e-5)
+              << "sequence " << b << ", query " << i << ", head " << h;
+        }
+      }
+    }
+  }
+  // The first of three queries sees none of two keys.
+  EXPECT_EQ(out[static_cast<size_t>(kQueries * kHeads * kValueDim)], 0);
+  const NodeInfo attend = info_of(graph, 0);
+  EXPECT_EQ(attend.cost.flops, 2.0 * (kDim + kValueDim) * kHeads * kBatch * (14 + 15 + 16));
+  EXPECT_EQ(attend.cost.cache_bytes, kBatch * 16 * kKvHeads * (kDim + kValueDim) * 4);
+  EXPECT_NE(attend.plan.find("block_kv"), std::string::npos) << attend.plan;
+}
+
+// Without sequences there are no queries; with cu_seqlens_q there may be, which see no key.
+TEST(CacheNodes, NoSequences) {
+  Context context = make_context();
+  std::vector<float> numbers = random_floats(2 * 4 * 2 * 8, 1), none(1, 7.0f), out(3 * 4 * 8, 7.0f);
+  const std::vector<int32_t> integers = {0};
+  const auto ints = [&](std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::i32, shape, integers.data());
+  };
+  Graph graph = make_graph();
+  const Value cache = graph.cache("cache", DType::f32, {2, 4, 2, 8});
+  Graph::Pages pages = {.block_table = graph.input("table", DType::i32, {0, 2}),
+                        .kv_lengths = graph.input("lengths", DType::i32, {0}),
+                        .kv_len = 8};
+  graph.output("none",
+               graph.paged_attention("decode", graph.input("last", DType::f32, {0, 4, 8}), cache, cache, pages));
+  pages.cu_seqlens_q = graph.input("starts", DType::i32, {1});
+  graph.output("out",
+               graph.paged_attention("attend", graph.input("query", DType::f32, {3, 4, 8}), cache, cache, pages));
+  ASSERT_OK(graph.bind("cache", view(numbers, {2, 4, 2, 8})));
+  ASSERT_OK(graph.bind("table", ints({0, 2})));
+  ASSERT_OK(graph.bind("lengths", ints({0})));
+  ASSERT_OK(graph.bind("starts", ints({1})));
+  ASSERT_OK(graph.bind("last", view(numbers, {0, 4, 8})));
+  ASSERT_OK(graph.bind("query", view(numbers, {3, 4, 8})));
+  ASSERT_OK(graph.bind("none", view(none, {0, 4, 8})));
+  ASSERT_OK(graph.bind("out", view(out, {3, 4, 8})));
+  ASSERT_OK(graph.setup(context.machine()));
+  ASSERT_OK(graph.execute(context));
+  EXPECT_EQ(none, std::vector<float>(none.size(), 7.0f));
+  EXPECT_EQ(out, std::vector<float>(out.size(), 0.0f));
+  for (const int node : {0, 1}) {
+    const NodeInfo info = info_of(graph, node);
+    EXPECT_EQ(info.cost.flops, 0);
+    EXPECT_EQ(info.cost.cache_bytes, 0);
+    EXPECT_NE(info.plan, "");
+  }
 }
 
 }  // namespace

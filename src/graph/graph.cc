@@ -6,11 +6,6 @@
 
 namespace opst {
 
-using graph::quoted;
-using graph::str;
-using Kind = GraphImpl::Kind;
-using ValueData = GraphImpl::ValueData;
-
 Shape::Shape(std::initializer_list<Dim> sizes) : rank(static_cast<int>(sizes.size())) {
   std::copy_n(sizes.begin(), std::min<size_t>(sizes.size(), kMaxRank), dims);
 }
@@ -29,17 +24,6 @@ NodeCost& NodeCost::operator+=(const NodeCost& other) {
 
 int64_t NodeTensors::size(Dim dim) const { return graph_->has(dim) ? graph_->size_of(dim) : -1; }
 
-const Tensor& NodeTensors::no_tensor() {
-  static const Tensor kNone;
-  return kNone;
-}
-
-// What a weight is before it is bound.
-const PackedWeight& NodeTensors::no_weight() {
-  static const PackedWeight kNone;
-  return kNone;
-}
-
 // --- Graph
 
 Graph::Graph(std::unique_ptr<GraphImpl> impl) : impl_(std::move(impl)) {}
@@ -48,38 +32,55 @@ Graph::Graph(Graph&&) noexcept = default;
 Graph& Graph::operator=(Graph&&) noexcept = default;
 
 Result<Graph> Graph::create(std::string name) {
-  try {
+  return guarded([&]() -> Result<Graph> {
     auto impl = std::make_unique<GraphImpl>();
     impl->name = std::move(name);
     return Graph(std::move(impl));
-  } catch (...) {
-    return Status::out_of_memory();
-  }
+  });
 }
 
 Dim Graph::dim(std::string name, int64_t bound) {
   return building(*impl_, [&]() -> Dim {
-    impl_->ready = false;
-    if (bound < 1)
-      return impl_->fail("size " + quoted(name) + " has the bound " + str(bound) + ", must be >= 1"), Dim();
+    if (bound < 1) return impl_->fail("size ", quoted(name), " has the bound ", bound, ", must be >= 1");
     impl_->symbols.push_back({std::move(name), bound, bound, {}});
-    return impl_->symbolic(static_cast<int>(impl_->symbols.size()) - 1, bound);
+    return impl_->dim_of(-static_cast<int64_t>(impl_->symbols.size()));
   });
 }
 
 Value Graph::input(std::string name, DType dtype, const Shape& shape) {
-  return building(
-      *impl_, [&]() -> Value { return impl_->value_at(impl_->add_value(std::move(name), Kind::input, dtype, shape)); });
+  return impl_->declare(std::move(name), Kind::input, dtype, shape);
 }
 
 Value Graph::cache(std::string name, DType dtype, const Shape& shape) {
-  return building(
-      *impl_, [&]() -> Value { return impl_->value_at(impl_->add_value(std::move(name), Kind::cache, dtype, shape)); });
+  return impl_->declare(std::move(name), Kind::cache, dtype, shape);
 }
 
 Value Graph::weight(std::string name, int64_t n, int64_t k) {
+  return impl_->declare(std::move(name), Kind::weight, DType::f32, {n, k});
+}
+
+Value Graph::view(Value base, const Shape& shape) {
   return building(*impl_, [&]() -> Value {
-    return impl_->value_at(impl_->add_value(std::move(name), Kind::weight, DType::f32, {n, k}));
+    if (!impl_->has(base)) return impl_->fail("a view of no tensor of this graph");
+    const ValueData& of = impl_->at(base);
+    if (of.kind == Kind::weight) return impl_->fail("weight ", quoted(of.name), " cannot be viewed");
+    if (of.of_columns) return impl_->fail("columns of ", quoted(of.name), " cannot be viewed");
+    if (of.depth == GraphImpl::kMostViewsOfViews) {
+      return impl_->fail("a view of ", of.depth, " views of one another, of ", quoted(of.name));
+    }
+    const int64_t available = GraphImpl::most_bytes(of.dtype, of.shape);
+    const Value view = impl_->add_value(of.name, Kind::view, of.dtype, shape);
+    if (!view.exists()) return view;
+    ValueData& made = impl_->at(view);
+    if (const int64_t needed = GraphImpl::most_bytes(made.dtype, shape); needed > available) {
+      return impl_->fail("view ", impl_->text(shape), " of ", impl_->text(base), " has up to ", needed,
+                         " bytes, but there are ", available);
+    }
+    made.base = GraphImpl::index(base);
+    made.depth = impl_->at(base).depth + 1;
+    impl_->at(base).views.push_back(GraphImpl::index(view));
+    impl_->refresh(GraphImpl::index(view));
+    return view;
   });
 }
 
@@ -87,70 +88,40 @@ Value Graph::columns(Value base, int64_t first, const Shape& shape) {
   return building(*impl_, [&]() -> Value {
     const Value value = view(base, shape);
     if (!impl_->has(value)) return value;
-    ValueData& of = impl_->values[static_cast<size_t>(GraphImpl::index(value))];
     const Shape& whole = impl_->at(base).shape;
     if (whole.rank != 2 || shape.rank < 2) {
-      return impl_->fail("columns " + impl_->text(shape) + " of " + impl_->text(base) + " need rows in both"), Value();
+      return impl_->fail("columns ", impl_->text(shape), " of ", impl_->text(base), " need rows in both");
     }
     // At the bounds of the sizes; refresh() asks again at those of the moment.
     Size width = 1;
     for (int i = 1; i < shape.rank; ++i) width *= shape.dims[i].bound();
     if (first < 0 || width > whole.dims[1].bound() - std::min(first, whole.dims[1].bound())) {
-      return impl_->fail("columns " + str(first) + " to " + str((Size(first) + width).value()) + " of " +
-                         impl_->text(base) + " are not all there"),
-             Value();
+      return impl_->fail("columns ", first, " to ", (Size(first) + width).value(), " of ", impl_->text(base),
+                         " are not all there");
     }
-    of.of_columns = true;
-    of.first_column = first;
+    impl_->at(value).of_columns = true;
+    impl_->at(value).first_column = first;
     impl_->refresh(GraphImpl::index(value));
     return value;
   });
 }
 
-Value Graph::view(Value base, const Shape& shape) {
-  return building(*impl_, [&]() -> Value {
-    if (!impl_->has(base)) return impl_->fail("a view of no tensor of this graph"), Value();
-    const ValueData& of = impl_->at(base);
-    if (of.kind == Kind::weight) return impl_->fail("weight " + quoted(of.name) + " cannot be viewed"), Value();
-    if (of.of_columns) return impl_->fail("columns of " + quoted(of.name) + " cannot be viewed"), Value();
-    if (of.depth == GraphImpl::kMostViewsOfViews) {
-      return impl_->fail("a view of " + str(of.depth) + " views of one another, of " + quoted(of.name)), Value();
-    }
-    const DType dtype = of.dtype;
-    const int depth = of.depth + 1;
-    const int64_t available = GraphImpl::most_bytes(dtype, of.shape);
-    const int i = impl_->add_value(of.name, Kind::view, dtype, shape);
-    if (i < 0) return {};
-    if (const int64_t needed = GraphImpl::most_bytes(dtype, shape); needed > available) {
-      impl_->fail("view " + impl_->text(shape) + " of " + impl_->text(base) + " has up to " + str(needed) +
-                  " bytes, but there are " + str(available));
-    }
-    ValueData& made = impl_->values[static_cast<size_t>(i)];
-    made.base = GraphImpl::index(base);
-    made.depth = depth;
-    impl_->values[static_cast<size_t>(made.base)].views.push_back(i);
-    impl_->refresh(i);
-    return impl_->value_at(i);
-  });
-}
-
 void Graph::output(std::string name, Value value) {
-  building(*impl_, [&]() -> int {
-    if (!impl_->has(value)) return impl_->fail("output " + quoted(name) + " is no tensor of this graph"), 0;
-    ValueData& result = impl_->values[static_cast<size_t>(GraphImpl::index(value))];
+  building(*impl_, [&]() -> Value {
+    if (!impl_->has(value)) return impl_->fail("output ", quoted(name), " is no tensor of this graph");
+    ValueData& result = impl_->at(value);
     if (result.kind != Kind::intermediate) {
-      return impl_->fail("output " + quoted(name) + ": " + quoted(result.name) + " is not the result of a node"), 0;
+      return impl_->fail("output ", quoted(name), ": ", quoted(result.name), " is not the result of a node");
     }
     if (!impl_->by_name.emplace(name, GraphImpl::index(value)).second) {
-      return impl_->fail("two tensors are named " + quoted(name)), 0;
+      return impl_->fail("two tensors are named ", quoted(name));
     }
     // Nothing fails from here on.
     impl_->by_name.erase(impl_->by_name.find(result.name));
     result.kind = Kind::output;
     result.name = std::move(name);
     impl_->refresh(GraphImpl::index(value));
-    impl_->ready = false;
-    return 0;
+    return value;
   });
 }
 
@@ -159,38 +130,37 @@ std::vector<Value> Graph::node(NodeSpec spec) {
 }
 
 std::vector<Value> GraphImpl::add_node(NodeSpec spec) {
-  const auto refuse = [&](const std::string& message) {
-    fail(spec.name + (spec.op != nullptr ? std::string(" (") + spec.op + "): " : ": ") + message);
-    return std::vector<Value>();
+  const auto refuse = [&](const auto&... message) {
+    const std::string op = spec.op != nullptr ? opst::text(" (", spec.op, ")") : "";
+    return fail(spec.name, op, ": ", message...);
   };
   if (spec.op == nullptr) return refuse("op is null");
   if (!spec.run) return refuse("nothing to run");
+  if (!spec.cost) spec.cost = [](const NodeTensors& t) { return count_bytes(t, nullptr); };
   const auto num_inputs = static_cast<int>(spec.inputs.size()), num_outputs = static_cast<int>(spec.outputs.size());
-  for (int i = 0; i < num_inputs; ++i) {
-    if (!has(spec.inputs[static_cast<size_t>(i)])) return refuse("input " + str(i) + " is no tensor of this graph");
+  for (size_t i = 0; i < spec.inputs.size(); ++i) {
+    if (!has(spec.inputs[i])) return refuse("input ", i, " is no tensor of this graph");
   }
   for (const auto& [input, output] : spec.in_place) {
     if (input < 0 || input >= num_inputs || output < 0 || output >= num_outputs) {
-      return refuse("in place from input " + str(input) + " to output " + str(output) + ", which do not exist");
+      return refuse("in place from input ", input, " to output ", output, ", which do not exist");
     }
   }
-  std::vector<Value> results;
-  Node node;
   Step step = {std::move(spec.run), std::move(spec.read_ahead), static_cast<int>(arguments.size()), num_inputs,
                num_outputs};
+  Node node;
+  std::vector<Value> results;
+  for (const Value input : spec.inputs) arguments.push_back(static_cast<int>(index(input)));
   for (const NodeSpec::Output& output : spec.outputs) {
-    const int i = add_value(output.name, Kind::intermediate, output.dtype, output.shape);
-    if (i < 0) return {};
-    values[static_cast<size_t>(i)].producer = static_cast<int>(nodes.size());
-    node.outputs.push_back(i);
-    results.push_back(value_at(i));
+    const Value result = add_value(output.name, Kind::intermediate, output.dtype, output.shape);
+    if (!result.exists()) return {};
+    node.outputs.push_back(index(result));
+    arguments.push_back(static_cast<int>(index(result)));
+    results.push_back(result);
   }
   node.spec = std::move(spec);
-  for (const Value input : node.spec.inputs) arguments.push_back(index(input));
-  arguments.insert(arguments.end(), node.outputs.begin(), node.outputs.end());
   nodes.push_back(std::move(node));
   steps.push_back(std::move(step));
-  ready = false;
   return results;
 }
 
@@ -205,7 +175,7 @@ Value Graph::find(std::string_view name) const {
 
 Status Graph::no_such_value(std::string_view name) const {
   return guarded([&]() -> Status {
-    return impl_->status.ok() ? impl_->error("no tensor is named " + quoted(name)) : impl_->status;
+    return impl_->status.ok() ? impl_->error("no tensor is named ", quoted(name)) : impl_->status;
   });
 }
 

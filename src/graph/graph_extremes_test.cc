@@ -59,9 +59,8 @@ class Builder {
       case 16:
         return keep(graph.attention(name, value(), value(), value()));
       case 17:
-        return keep(graph.paged_attention(
-            name, value(), value(), value(),
-            {value(), value(), dim(), draw_.enumerator({PageLayout::norm, PageLayout::panel32})}));
+        return keep(graph.paged_attention(name, value(), value(), value(), {value(), value(), dim()},
+                                          {.page_layout = draw_.enumerator({PageLayout::norm, PageLayout::panel32})}));
       case 18:
         return keep(graph.lookup_rows(name, value(), value()));
       default:

@@ -2,22 +2,22 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
-#include <unordered_map>
+#include <map>
 #include <utility>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
-#include "graph/memory_plan.h"
+#include "core/text.h"
 #include "opst/graph.h"
 
 namespace opst {
 
 namespace graph {
-inline std::string str(int64_t number) { return std::to_string(number); }
+
 inline std::string quoted(std::string_view name) { return std::string("'").append(name) + "'"; }
-// Bytes of all elements; of a tensor of a graph, whose shape has been checked.
-inline int64_t bytes_of(const Tensor& tensor) { return tensor.num_elements() * size_bytes(tensor.dtype); }
+
 // Row-major strides; a size < 0 counts as 1.
 template <class T>
 void make_contiguous(T& tensor) {
@@ -28,52 +28,67 @@ void make_contiguous(T& tensor) {
   }
 }
 
-// As which of NodeCost's bytes an input counts: a tensor's, a weight's, a packed weight's; or as none of them, since the
+// As which of NodeCost's bytes an input counts: a tensor's, a weight's, a packed weight's; or as none of them, where the
 // node's own cost has what is read of it.
 enum class Counted : uint8_t { tensor, weight, packed, not_all, not_all_packed };
-inline bool is_packed(Counted counted) { return counted == Counted::packed || counted == Counted::not_all_packed; }
-// Bytes of inputs and outputs, each once. `counted`: of each input; null: all are tensors.
-NodeCost count_bytes(const NodeTensors& t, int num_inputs, int num_outputs, const Counted* counted);
+
+// Needed from node `first` to node `last`, both included. 0 <= bytes, 0 <= first <= last.
+struct Lifetime {
+  int64_t bytes = 0;
+  int first = 0;
+  int last = 0;
+};
+
+struct MemoryPlan {
+  std::vector<int64_t> offsets;  // of each lifetime, multiples of kAlignment; -1: of none
+  GraphMemory memory;
+};
+
+inline constexpr int64_t kAlignment = 64;  // a cache line, the widest vector
+
+// Where the intermediates of a graph lie in one workspace: those that live at the same time do not overlap, the others
+// share memory. The largest are placed first, each into the smallest gap that the lifetimes crossing its own leave.
+// Sizes are rounded up to kAlignment. For any numbers: sums stop at kMaxBytes (where workspace_bytes is kMaxBytes the
+// offsets mean nothing, and no memory has so many); a lifetime of negative bytes, or that ends before it begins or
+// begins before node 0, is none: it has no place and counts nowhere.
+MemoryPlan plan_memory(const std::vector<Lifetime>& lifetimes);
+
+// From `input` on bound to tensors, of which inputs are only read.
+enum class Kind : uint8_t { intermediate, view, weight, input, cache, output };
+
+struct ValueData {
+  std::string name;
+  Kind kind = Kind::intermediate;
+  DType dtype = DType::f32;
+  Shape shape;
+  size_t base = 0;  // of a view; else the value itself
+  int depth = 0;    // views between it and what has memory of its own, itself counted
+  int64_t first_column = 0;
+  bool of_columns = false;         // a view of columns of its base's rows, from first_column on
+  std::vector<size_t> views = {};  // of this value
+  int64_t offset = -1;             // in the workspace
+  Tensor bound = {};               // external tensors
+  bool is_bound = false;
+  bool fits = false;  // its tensor may be used
+};
+
 }  // namespace graph
 
+using namespace graph;  // in the files of this room, which alone include this one
+
 struct GraphImpl {
-  enum class Kind : uint8_t { intermediate, view, input, cache, output, weight };
-
-  // Lets a name be looked up as it is, without a string of its own.
-  struct NameHash {
-    using is_transparent = void;
-    size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
-  };
-
   struct Symbol {
     std::string name;
     int64_t bound = 0;
     int64_t size = 0;
-    std::vector<int> values;  // that have this size in their shape
-  };
-
-  struct ValueData {
-    std::string name;
-    Kind kind = Kind::intermediate;
-    DType dtype = DType::f32;
-    Shape shape;
-    int base = -1;  // of a view
-    int depth = 0;  // views between it and what has memory of its own, itself counted
-    int64_t first_column = 0;
-    bool of_columns = false;  // a view of columns of its base's rows, from first_column on
-    std::vector<int> views;   // of this value
-    int producer = -1;        // node
-    int64_t offset = -1;      // in the workspace
-    Tensor bound;             // external tensors
-    bool is_bound = false;
-    bool fits = false;  // its tensor may be used
+    std::vector<size_t> values;  // that have this size in their shape
   };
 
   // A node is kept in two structs. An execution streams all weights through the caches, so that its own data comes from
   // memory each time: Step has what an execution reads, and lies close together; Node has the rest.
   struct Node {
     NodeSpec spec;  // without `run` and `read_ahead`
-    std::vector<int> outputs;
+    std::vector<size_t> outputs;
   };
   struct Step {
     std::function<Status(Context&, const NodeTensors&)> run;
@@ -84,7 +99,8 @@ struct GraphImpl {
   };
 
   std::string name;
-  const uint32_t number = next_number();  // its id among all graphs of the process
+  static inline std::atomic<uint32_t> last_number{0};
+  const uint32_t number = ++last_number;  // its id among all graphs of the process
   Status status;                          // of the first call that failed
   std::vector<Symbol> symbols;
   std::vector<ValueData> values;
@@ -93,7 +109,7 @@ struct GraphImpl {
   std::vector<int> arguments;                // of all steps: values, inputs before outputs
   std::vector<Tensor> tensors;               // of each value, at the sizes of the moment
   std::vector<const PackedWeight*> weights;  // of each value
-  std::unordered_map<std::string, int, NameHash, std::equal_to<>> by_name;
+  std::map<std::string, size_t, std::less<>> by_name;
   bool ready = false;
   bool executing = false;
   int num_unfit = 0;
@@ -104,30 +120,45 @@ struct GraphImpl {
   // refresh() goes from a value to its views and to theirs.
   static constexpr int kMostViewsOfViews = 64;
 
-  // Message behind the graph's name.
-  Status error(const std::string& message) const { return Status::invalid_argument("graph " + name + ": " + message); }
+  // A message behind the graph's name.
+  template <class... Parts>
+  Status error(const Parts&... parts) const {
+    return Status::invalid_argument(opst::text("graph ", name, ": ", parts...));
+  }
+  // What a call that fails gives: the default of its type.
+  struct Nothing {
+    template <class T>
+    operator T() const {
+      return T();
+    }
+  };
   // Keeps the first.
-  void fail(const std::string& message) {
-    if (status.ok()) status = error(message);
+  template <class... Parts>
+  Nothing fail(const Parts&... parts) {
+    if (status.ok()) status = error(parts...);
+    return {};
   }
+  // What a function of a node is throwing, as a Status: exhausted memory, or with the names of graph and node.
+  Status thrown_by(size_t node) const noexcept;
 
-  static uint32_t next_number();
-  static int index(Value value) { return value.index_; }
-  Value value_at(int index) const { return {index, number}; }
-  static int symbol(const Dim& dim) { return dim.symbol_; }
+  static size_t index(Value value) { return static_cast<size_t>(value.index_); }
+  Value value_at(size_t index) const { return {static_cast<int32_t>(index), number}; }
+  static bool has_name(const Dim& dim) { return dim.symbol_ >= 0; }
+  // Of a size that has a name of this graph.
+  Symbol& symbol(const Dim& dim) { return symbols[static_cast<size_t>(dim.symbol_)]; }
+  const Symbol& symbol(const Dim& dim) const { return symbols[static_cast<size_t>(dim.symbol_)]; }
   // A size as one number, which is < 0 for a name; and the size of this graph that has the number.
-  static int64_t number_of(const Dim& dim) { return dim.symbol_ < 0 ? dim.bound() : -1 - dim.symbol_; }
+  static int64_t number_of(const Dim& dim) { return has_name(dim) ? -1 - dim.symbol_ : dim.bound(); }
   Dim dim_of(int64_t size) const {
-    return size >= 0 ? Dim(size) : symbolic(static_cast<int>(-1 - size), symbols[static_cast<size_t>(-1 - size)].bound);
-  }
-  Dim symbolic(int symbol, int64_t bound) const {
-    Dim dim(bound);
-    dim.symbol_ = symbol;
+    if (size >= 0) return size;
+    Dim dim;
+    dim.symbol_ = static_cast<int32_t>(-1 - size);
+    dim.bound_ = symbol(dim).bound;
     dim.graph_ = number;
     return dim;
   }
-  NodeTensors tensors_of(int node) const {
-    const Step& step = steps[static_cast<size_t>(node)];
+  NodeTensors tensors_of(size_t node) const {
+    const Step& step = steps[node];
     NodeTensors t;
     t.graph_ = this;
     t.tensors_ = tensors.data();
@@ -137,40 +168,28 @@ struct GraphImpl {
     t.num_outputs_ = step.num_outputs;
     return t;
   }
-  // What a function of a node is throwing, as a Status: exhausted memory, or with the names of graph and node.
-  Status thrown_by(size_t node) const noexcept;
-  // Fetches what the next step will read.
-  void prefetch(size_t step) const;
-  // All of them in order; `at` is the one that runs.
-  Status run_steps(Context& context, NodeListener* listener, size_t& at);
-  // The error of a graph that failed, or that is used by a node that it runs; else ok.
-  Status may_change(const char* what) const;
-  // Tells the context the wish of the first step from `step` on that has one; returns that step.
-  size_t read_ahead(size_t step, Context& context) const;
+  // Bytes of inputs and outputs, each once. `counted`: of each input; null: all are tensors.
+  static NodeCost count_bytes(const NodeTensors& t, const Counted* counted);
 
-  bool has(Value value) const {
-    return value.graph_ == number && value.index_ >= 0 && value.index_ < static_cast<int>(values.size());
-  }
+  bool has(Value value) const { return value.graph_ == number && value.index_ >= 0 && index(value) < values.size(); }
   // A fixed size, or a name of this graph.
   bool has(const Dim& dim) const {
-    return dim.symbol_ < 0 || (dim.graph_ == number && dim.symbol_ < static_cast<int>(symbols.size()));
+    return !has_name(dim) || (dim.graph_ == number && dim.symbol_ < static_cast<int>(symbols.size()));
   }
-  const ValueData& at(Value value) const { return values[static_cast<size_t>(value.index_)]; }
-  int64_t size_of(const Dim& dim) const {
-    return dim.symbol_ < 0 ? dim.bound() : symbols[static_cast<size_t>(dim.symbol_)].size;
-  }
-  static bool is_external(Kind kind) { return kind >= Kind::input; }
+  ValueData& at(Value value) { return values[index(value)]; }
+  const ValueData& at(Value value) const { return values[index(value)]; }
+  int64_t size_of(const Dim& dim) const { return has_name(dim) ? symbol(dim).size : dim.bound(); }
 
   // "576", "rows", "[rows, 576]", "f32 [rows, 576]"
-  std::string text(const Dim& dim) const;
+  std::string text(const Dim& dim) const { return has_name(dim) ? symbol(dim).name : std::to_string(dim.bound()); }
   std::string text(const Shape& shape) const;
-  std::string text(int value) const;
-  std::string text(Value value) const { return text(value.index_); }
+  std::string text(size_t value) const;
+  std::string text(Value value) const { return text(index(value)); }
 
-  // Whether dtype and shape are those of a tensor of this graph.
-  bool check_shape(const std::string& value_name, DType dtype, const Shape& shape);
-  // Checks name, dtype and shape; -1 after a failure.
-  int add_value(std::string value_name, Kind kind, DType dtype, const Shape& shape);
+  // Checks name, dtype and shape; none after a failure.
+  Value add_value(std::string value_name, Kind kind, DType dtype, const Shape& shape);
+  // add_value() as a call of its own.
+  Value declare(std::string value_name, Kind kind, DType dtype, const Shape& shape);
   // A node whose inputs are values of this graph, or none; its results.
   std::vector<Value> add_node(NodeSpec spec);
   // Takes back what was added after `before`.
@@ -181,9 +200,9 @@ struct GraphImpl {
   void roll_back(const Counts& before) noexcept;
 
   // The tensor of a value, and of its views, at the sizes of the moment.
-  void refresh(int value) noexcept;
+  void refresh(size_t value) noexcept;
   void refresh_all() noexcept {
-    for (size_t i = 0; i < values.size(); ++i) refresh(static_cast<int>(i));
+    for (size_t i = 0; i < values.size(); ++i) refresh(i);
   }
   // Of a value, at the bounds of its sizes.
   static int64_t most_bytes(DType dtype, const Shape& shape) {
@@ -192,9 +211,8 @@ struct GraphImpl {
     return bytes;
   }
   // Why a value does not fit.
-  std::string unfit_reason(int value) const;
-  // The value whose memory this one is.
-  int storage(int value) const;
+  std::string unfit_reason(size_t value) const;
+  // Which values share memory, and where they lie in the workspace.
   Status lay_out();
 };
 
@@ -204,6 +222,7 @@ template <class Body>
 auto building(GraphImpl& graph, Body&& body) noexcept -> decltype(body()) {
   if (!graph.status.ok()) return decltype(body())();
   const GraphImpl::Counts before = graph.counts();
+  graph.ready = false;
   try {
     if (graph.executing) graph.fail("something was added by a node that it runs");
     if (graph.status.ok()) {

@@ -1,11 +1,9 @@
-#include "graph/memory_plan.h"
-
-#include <algorithm>
+// Which values of a graph share memory, and where they lie in its workspace.
 #include <limits>
 
-#include "core/int_math.h"
+#include "graph/graph_impl.h"
 
-namespace opst::graph {
+namespace opst {
 
 namespace {
 
@@ -30,31 +28,25 @@ int64_t best_gap(std::vector<Range>& taken, int64_t bytes) {
   return best >= 0 ? best : end;
 }
 
+// Most bytes alive at one node, which is one where some lifetime begins.
 int64_t peak_live(const std::vector<Lifetime>& lifetimes) {
-  struct Event {
-    int64_t node, change;
-  };
-  std::vector<Event> events;
-  for (const Lifetime& l : lifetimes) {
-    if (is_none(l)) continue;
-    events.push_back({l.first, aligned(l.bytes).value()});
-    events.push_back({int64_t{l.last} + 1, -aligned(l.bytes).value()});
+  int64_t peak = 0;
+  for (const Lifetime& at : lifetimes) {
+    Size live = 0;
+    for (const Lifetime& l : lifetimes) {
+      if (!is_none(l) && l.first <= at.first && at.first <= l.last) live += aligned(l.bytes);
+    }
+    peak = std::max(peak, live.value());
   }
-  // What ends before a node ends first.
-  std::sort(events.begin(), events.end(),
-            [](const Event& a, const Event& b) { return a.node != b.node ? a.node < b.node : a.change < b.change; });
-  // In 128 bits: what was added beyond the limit has to go again.
-  __int128 live = 0, peak = 0;
-  for (const Event& event : events) peak = std::max(peak, live += event.change);
-  return static_cast<int64_t>(std::min<__int128>(peak, kMaxBytes));
+  return peak;
 }
 
 }  // namespace
 
-MemoryPlan plan_memory(const std::vector<Lifetime>& lifetimes) {
+MemoryPlan graph::plan_memory(const std::vector<Lifetime>& lifetimes) {
   MemoryPlan plan;
   plan.offsets.resize(lifetimes.size(), -1);
-  plan.peak_live_bytes = peak_live(lifetimes);
+  plan.memory.peak_live_bytes = peak_live(lifetimes);
   std::vector<size_t> order;
   for (size_t i = 0; i < lifetimes.size(); ++i) {
     if (!is_none(lifetimes[i])) order.push_back(i);
@@ -74,10 +66,70 @@ MemoryPlan plan_memory(const std::vector<Lifetime>& lifetimes) {
     }
     const int64_t offset = best_gap(taken, bytes.value());
     plan.offsets[order[i]] = offset;
-    plan.bytes = std::max(plan.bytes, (Size(offset) + bytes).value());
-    plan.sum_bytes = (Size(plan.sum_bytes) + bytes).value();
+    plan.memory.workspace_bytes = std::max(plan.memory.workspace_bytes, (Size(offset) + bytes).value());
+    plan.memory.sum_bytes = (Size(plan.memory.sum_bytes) + bytes).value();
   }
   return plan;
 }
 
-}  // namespace opst::graph
+// Lifetimes of what nodes make, merged where a node may write onto its input, and their places.
+Status GraphImpl::lay_out() {
+  const size_t count = values.size();
+  std::vector<int> first(count, -1),
+      last(first);                  // node that makes the value; that reads its memory last, or writes it
+  std::vector<size_t> home(count);  // value whose place in the workspace this value takes
+  for (size_t i = 0; i < count; ++i) home[i] = values[i].base < i ? home[values[i].base] : i;
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    for (const size_t output : nodes[n].outputs) first[output] = last[output] = static_cast<int>(n);
+    for (const Value input : nodes[n].spec.inputs) last[home[index(input)]] = static_cast<int>(n);
+  }
+  const auto home_of = [&](size_t value) {
+    while (home[value] != value) value = home[value];
+    return value;
+  };
+  const auto is_internal = [&](size_t value) { return values[value].kind == Kind::intermediate; };
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    const Node& node = nodes[n];
+    for (const auto& [input, output] : node.spec.in_place) {
+      const size_t from = index(node.spec.inputs[static_cast<size_t>(input)]);
+      const size_t to = node.outputs[static_cast<size_t>(output)];
+      const size_t place = home_of(from);
+      const ValueData &a = values[from], &b = values[to];
+      if (a.of_columns || a.dtype != b.dtype || a.shape != b.shape) continue;
+      if (!is_internal(to) || !is_internal(place) || home[to] != to || last[place] != static_cast<int>(n)) continue;
+      // Another input that is a view of the same memory would be overwritten while it is read.
+      if (std::ranges::count(node.spec.inputs, place, [&](Value v) { return home_of(index(v)); }) != 1) continue;
+      // Another result of the node may have it already.
+      if (std::ranges::count(node.outputs, place, home_of) != 0) continue;
+      home[to] = place;
+      last[place] = last[to];
+    }
+  }
+
+  std::vector<Lifetime> lifetimes;
+  std::vector<size_t> place_of(count);  // index of its home's lifetime
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_internal(i) || home[i] != i) continue;
+    place_of[i] = lifetimes.size();
+    lifetimes.push_back({most_bytes(values[i].dtype, values[i].shape), first[i], last[i]});
+  }
+  const MemoryPlan plan = plan_memory(lifetimes);
+  if (workspace.size_bytes() != plan.memory.workspace_bytes) {
+    // Not both at once: the one that is there may fill half of the memory, and nobody can use it any more.
+    for (ValueData& value : values) value.offset = -1;
+    workspace = Buffer();
+    memory = {};
+    refresh_all();
+    Result<Buffer> buffer = Buffer::allocate(plan.memory.workspace_bytes);
+    if (!buffer.ok()) return buffer.status();
+    workspace = std::move(buffer.value());
+  }
+  memory = plan.memory;
+  for (size_t i = 0; i < count; ++i) {
+    if (is_internal(i)) values[i].offset = plan.offsets[place_of[home_of(i)]];
+  }
+  refresh_all();
+  return {};
+}
+
+}  // namespace opst

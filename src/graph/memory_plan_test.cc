@@ -1,5 +1,3 @@
-#include "graph/memory_plan.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 #include <random>
 
 #include "core/int_math.h"
+#include "graph/graph_impl.h"
 
 namespace opst::graph {
 namespace {
@@ -28,10 +27,10 @@ void check_plan(const std::vector<Lifetime>& lifetimes, const MemoryPlan& plan) 
           << a << " [" << x.first << ", " << x.last << "] and " << b << " [" << y.first << ", " << y.last << "]";
     }
   }
-  EXPECT_EQ(plan.sum_bytes, sum);
-  EXPECT_LE(end, plan.bytes);
-  EXPECT_LE(plan.bytes, plan.sum_bytes);
-  EXPECT_GE(plan.bytes, plan.peak_live_bytes);
+  EXPECT_EQ(plan.memory.sum_bytes, sum);
+  EXPECT_LE(end, plan.memory.workspace_bytes);
+  EXPECT_LE(plan.memory.workspace_bytes, plan.memory.sum_bytes);
+  EXPECT_GE(plan.memory.workspace_bytes, plan.memory.peak_live_bytes);
   // The peak by counting, node by node.
   int64_t peak = 0;
   for (const Lifetime& at : lifetimes) {
@@ -41,7 +40,7 @@ void check_plan(const std::vector<Lifetime>& lifetimes, const MemoryPlan& plan) 
     }
     peak = std::max(peak, live);
   }
-  EXPECT_EQ(plan.peak_live_bytes, peak);
+  EXPECT_EQ(plan.memory.peak_live_bytes, peak);
 }
 
 TEST(MemoryPlan, NothingThatLivesTogetherOverlaps) {
@@ -58,9 +57,9 @@ TEST(MemoryPlan, NothingThatLivesTogetherOverlaps) {
     const MemoryPlan plan = plan_memory(lifetimes);
     check_plan(lifetimes, plan);
     if (HasFailure()) FAIL() << "round " << round;
-    used += static_cast<double>(plan.bytes);
-    naive += static_cast<double>(plan.sum_bytes);
-    least += static_cast<double>(plan.peak_live_bytes);
+    used += static_cast<double>(plan.memory.workspace_bytes);
+    naive += static_cast<double>(plan.memory.sum_bytes);
+    least += static_cast<double>(plan.memory.peak_live_bytes);
   }
   std::printf("workspace: %.3f of the sum, %.3f times the most that lives at once\n", used / naive, used / least);
   EXPECT_LT(used, 1.1 * least);
@@ -69,7 +68,7 @@ TEST(MemoryPlan, NothingThatLivesTogetherOverlaps) {
 TEST(MemoryPlan, AChainTakesTwo) {
   std::vector<Lifetime> chain;
   for (int i = 0; i < 100; ++i) chain.push_back({1000, i, i + 1});
-  EXPECT_EQ(plan_memory(chain).bytes, 2 * 1024);
+  EXPECT_EQ(plan_memory(chain).memory.workspace_bytes, 2 * 1024);
 }
 
 TEST(MemoryPlan, TheSmallestGapIsTaken) {
@@ -78,7 +77,7 @@ TEST(MemoryPlan, TheSmallestGapIsTaken) {
   const MemoryPlan plan = plan_memory(lifetimes);
   check_plan(lifetimes, plan);
   EXPECT_EQ(plan.offsets.back(), plan.offsets[3]);
-  EXPECT_EQ(plan.bytes, 512 + 128 + 128 + 64 + 64);
+  EXPECT_EQ(plan.memory.workspace_bytes, 512 + 128 + 128 + 64 + 64);
 }
 
 // Sums stop at the limit where int64_t would wrap.
@@ -87,9 +86,9 @@ TEST(MemoryPlan, MoreThanAnyMemory) {
     std::vector<Lifetime> lifetimes;
     for (int i = 0; i < 300; ++i) lifetimes.push_back({bytes, i % 7, i % 7 + i % 3});
     const MemoryPlan plan = plan_memory(lifetimes);
-    EXPECT_EQ(plan.bytes, kMaxBytes);
-    EXPECT_EQ(plan.sum_bytes, kMaxBytes);
-    EXPECT_EQ(plan.peak_live_bytes, kMaxBytes);
+    EXPECT_EQ(plan.memory.workspace_bytes, kMaxBytes);
+    EXPECT_EQ(plan.memory.sum_bytes, kMaxBytes);
+    EXPECT_EQ(plan.memory.peak_live_bytes, kMaxBytes);
     for (const int64_t offset : plan.offsets) EXPECT_TRUE(offset >= 0 && offset <= kMaxBytes);
   }
 }
@@ -101,17 +100,17 @@ TEST(MemoryPlan, LifetimesThatAreNone) {
       {64, 1, INT_MAX}, {64, -1, 2}, {64, INT_MIN, INT_MAX}, {64, 0, 0}};
   const MemoryPlan plan = plan_memory(lifetimes);
   EXPECT_EQ(plan.offsets, (std::vector<int64_t>{0, -1, -1, -1, -1, 128, -1, -1, 128}));
-  EXPECT_EQ(plan.bytes, 192);
-  EXPECT_EQ(plan.sum_bytes, 256);
-  EXPECT_EQ(plan.peak_live_bytes, 192);
+  EXPECT_EQ(plan.memory.workspace_bytes, 192);
+  EXPECT_EQ(plan.memory.sum_bytes, 256);
+  EXPECT_EQ(plan.memory.peak_live_bytes, 192);
 }
 
 TEST(MemoryPlan, NothingAndEmptyTensors) {
-  EXPECT_EQ(plan_memory({}).bytes, 0);
+  EXPECT_EQ(plan_memory({}).memory.workspace_bytes, 0);
   const std::vector<Lifetime> empty = {{0, 0, 1}, {10, 0, 1}, {0, 1, 1}};
   const MemoryPlan plan = plan_memory(empty);
   check_plan(empty, plan);
-  EXPECT_EQ(plan.bytes, 64);
+  EXPECT_EQ(plan.memory.workspace_bytes, 64);
 }
 
 }  // namespace

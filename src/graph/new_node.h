@@ -3,9 +3,8 @@
 //   return made(*impl_, name, "rms_norm", [&](NewNode& node) {
 //     node.rows("x", x).dtype(kFloats);
 //     node.input("weight", weight, Counted::weight).dtype({DType::f32, dtype(x)}).dims({"features"});
-//     node.result(dtype(x), shape(x));
-//     node.in_place = {{0, 0}};
-//     node.run = [eps = options.eps](Context& context, const NodeTensors& t) { .. };
+//     node.result_as(x, {0});                                             // may be written onto input 0
+//     node.calls<2>([](const auto&... call) { return opst::rms_norm(call...); });  // context, two inputs, one result
 //   })[0];
 //
 // Each input is checked as the operators check theirs, by ShapeCheck, with named sizes among its sizes. The first
@@ -30,25 +29,49 @@ class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
 
   // The next input, whose dtype and dims the caller asks of what this gives.
   ShapeCheck::TensorCheck input(const char* role, Value value, Counted counted = Counted::tensor);
+  // An input that may be absent: its index in NodeTensors, 0 where it is.
+  int8_t optional(const char* role, Value value, std::initializer_list<DType> types,
+                  std::initializer_list<const char*> dims, Counted counted = Counted::tensor) {
+    if (!value.exists()) return 0;
+    input(role, value, counted).dtype(types).dims(dims);
+    return static_cast<int8_t>(inputs.size() - 1);
+  }
   // Of any rank from 1, which is that of the node's first such input: dim_0, dim_1, .., `last`.
   ShapeCheck::TensorCheck rows(const char* role, Value value, const char* last = "features");
   // The two tensors of a cache, `written` or only read. Binds the names of PageSizes.
   void pages(PageLayout layout, Value key_cache, Value value_cache, bool written);
-  // The index in NodeTensors of the next input; 0 where it is absent and so will not be one.
-  int8_t next(Value optional) const { return optional.exists() ? static_cast<int8_t>(inputs.size()) : int8_t{0}; }
 
   // The next result, of the node's name and `suffix`.
   ShapeCheck::TensorCheck result(DType dtype, const Shape& shape, const char* suffix = "");
+  // A result like the input `x`, which may be written onto the inputs of these indices.
+  void result_as(Value x, std::initializer_list<int> onto) {
+    if (!check.ok()) return;
+    result(graph_.at(x).dtype, graph_.at(x).shape);
+    for (const int input : onto) in_place.push_back({input, 0});
+  }
 
-  // Sizes of which an operator has at least one.
-  void at_least_one(std::initializer_list<const char*> names);
   // What cos holds are pairs of elements of a head.
-  void half_of_head_dim();
+  void half_of_head_dim() {
+    const int64_t half = dim("half").bound(), head_dim = dim("head_dim").bound();
+    check.require(half <= head_dim / 2, "cos dim 1 (half) is ", half, ", more than half of head_dim = ", head_dim);
+  }
 
   // A size that the check has bound, or calculated with.
   Dim dim(const char* bound) const { return dim(check[bound]); }
   Dim dim(int64_t size) const { return graph_.dim_of(size); }
   std::string text(int64_t size) const override { return graph_.text(dim(size)); }
+
+  // The node runs call(context, inputs.., results..), of which it has so many. What `call` holds should fit into a
+  // std::function without memory of its own.
+  template <int kInputs, int kResults = 1, class Call>
+  void calls(Call call) {
+    run = [call](Context& context, const NodeTensors& t) {
+      return [&]<int... i, int... r>(std::integer_sequence<int, i...>, std::integer_sequence<int, r...>) {
+        return call(context, t.input(i)..., t.output(r)...);
+      }
+      (std::make_integer_sequence<int, kInputs>(), std::make_integer_sequence<int, kResults>());
+    };
+  }
 
   // Adds the node to the graph, unless the check has failed.
   std::array<Value, 2> add() &&;
@@ -58,15 +81,13 @@ class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
   std::function<NodeCost(const NodeTensors&)> also_costs;
 
  private:
-  const char* keep(std::string text) { return texts_.emplace_back(std::move(text)).c_str(); }
-  // The role with the name of the tensor in the graph: weight 'blk.0.gate'.
+  // The role with the name of the tensor in the graph, weight 'blk.0.gate', which the check may point to.
   const char* named(const char* role, Value value);
-  ConstTensor declared(Value value) const;
 
   GraphImpl& graph_;
-  std::deque<std::string> texts_;  // which the check points to
-  std::vector<Counted> counted_;   // of each input
-  int rank_ = 0;                   // of rows()
+  std::deque<std::string> names_;
+  std::vector<Counted> counted_;  // of each input
+  int rank_ = 0;                  // of rows()
 };
 
 // Adds the node that `describe` makes; its results, of which no operator has more than two.

@@ -3,12 +3,6 @@
 
 namespace opst {
 
-using graph::Counted;
-using graph::kFloats;
-using graph::made;
-using graph::NewNode;
-using graph::str;
-
 namespace {
 
 // Small enough for a std::function to hold without memory of its own.
@@ -17,16 +11,17 @@ struct MatmulCall {
   ActivationType activations;
   int8_t bias = 0, residual = 0;  // inputs; 0: none
 
-  Status run(Context& context, const NodeTensors& t) const {
+  Status operator()(Context& context, const NodeTensors& t) const {
     MatmulOptions with = {.activation = activation, .activations = activations};
     if (bias != 0) with.bias = t.input(bias);
     if (residual != 0) with.residual = t.input(residual);
-    return opst::matmul(context, t.input(0), t.weight(1), t.output(0), with);
+    return matmul(context, t.input(0), t.weight(1), t.output(0), with);
   }
 
   std::string plan(const Machine& machine, const NodeTensors& t) const {
     const PackedWeight& w = t.weight(1);
-    const MatmulPlan chosen = plan_matmul({.m = t.input(0).shape[0],
+    const int64_t m = t.input(0).shape[0];
+    const MatmulPlan chosen = plan_matmul({.m = m,
                                            .n = w.n(),
                                            .k = w.k(),
                                            .x_dtype = t.input(0).dtype,
@@ -34,22 +29,19 @@ struct MatmulCall {
                                            .activation = activation,
                                            .activations = activations},
                                           machine);
-    return std::string(to_string(w.format())) + ", " + str(t.input(0).shape[0]) + " x " + str(w.n()) + " x " +
-           str(w.k()) + (bias != 0 ? ", bias" : "") +
-           (activation != Activation::none ? std::string(", ") + to_string(activation) : "") +
-           (residual != 0 ? ", residual" : "") +
-           (activations != ActivationType::exact ? std::string(", x ") + to_string(activations) : "") + ": " +
-           to_string(chosen.path) + ", " + chosen.reason;
+    const bool activates = activation != Activation::none, rounds = activations != ActivationType::exact;
+    return text(to_string(w.format()), ", ", m, " x ", w.n(), " x ", w.k(), bias != 0 ? ", bias" : "",
+                activates ? ", " : "", activates ? to_string(activation) : "", residual != 0 ? ", residual" : "",
+                rounds ? ", x " : "", rounds ? to_string(activations) : "", ": ", to_string(chosen.path), ", ",
+                chosen.reason);
   }
 };
 
 // Positions of one axis, or of three where there are sections. Binds tokens.
 void add_positions(NewNode& node, Value positions, const RopeSections& sections) {
-  if (sections.temporal != 0 || sections.height != 0 || sections.width != 0) {
-    node.input("positions", positions).dtype({DType::i64}).dims({"3", "tokens"});
-  } else {
-    node.input("positions", positions).dtype({DType::i64}).dims({"tokens"});
-  }
+  static constexpr const char* kDims[] = {"3", "tokens"};
+  const bool is_one = sections.temporal == 0 && sections.height == 0 && sections.width == 0;
+  node.input("positions", positions).dtype({DType::i64}).dims(std::span(kDims).subspan(is_one ? 1 : 0));
 }
 
 }  // namespace
@@ -58,26 +50,22 @@ Value Graph::matmul(std::string name, Value x, Value weight, const MatmulNodeOpt
   return made(*impl_, name, "matmul", [&](NewNode& node) {
     node.input("x", x).dtype(kFloats).dims({"rows", "k"});
     node.input("weight", weight, Counted::packed).dims({"n", "k"});
-    MatmulCall call = {options.activation, options.activations, node.next(options.bias)};
-    if (call.bias != 0) node.input("bias", options.bias).dtype(kFloats).dims({"n"});
+    MatmulCall call = {options.activation, options.activations};
+    call.bias = node.optional("bias", options.bias, kFloats, {"n"});
     const bool gated = call.activation == Activation::swiglu || call.activation == Activation::swiglu_swapped;
     const int64_t n = node.check["n"];
-    node.check.require(!gated || n % 2 == 0,
-                       [n] { return "weight dim 0 (n) is " + str(n) + ", but must be even: gate and up"; });
+    node.check.require(!gated || n % 2 == 0, "weight dim 0 (n) is ", n, ", but must be even: gate and up");
     node.result(options.dtype, {node.dim("rows"), gated ? n / 2 : n}).dtype(kFloats).dims({"rows", "columns"});
-    call.residual = node.next(options.residual);
-    if (call.residual != 0) {
-      node.input("residual", options.residual).dtype(kFloats).dims({"rows", "columns"});
-      node.in_place = {{call.residual, 0}};
-    }
-    node.run = [call](Context& context, const NodeTensors& t) { return call.run(context, t); };
+    call.residual = node.optional("residual", options.residual, kFloats, {"rows", "columns"});
+    if (call.residual != 0) node.in_place = {{call.residual, 0}};
+    node.run = call;
     node.read_ahead = [activation = call.activation](Context& context, const NodeTensors& t) {
       if (t.input(0).shape[0] == 1) opst::read_ahead(context, t.weight(1), activation);
     };
     node.also_costs = [](const NodeTensors& t) -> NodeCost {
-      const double multiply_adds = static_cast<double>(t.input(0).shape[0]) * static_cast<double>(t.weight(1).n()) *
-                                   static_cast<double>(t.weight(1).k());
-      return {.flops = 2.0 * multiply_adds};
+      const PackedWeight& w = t.weight(1);
+      const auto m = static_cast<double>(t.input(0).shape[0]);
+      return {.flops = 2.0 * (m * static_cast<double>(w.n()) * static_cast<double>(w.k()))};
     };
     node.plan = [call](const Machine& machine, const NodeTensors& t) { return call.plan(machine, t); };
   })[0];
@@ -102,11 +90,8 @@ Value Graph::rms_norm(std::string name, Value x, Value weight, const RmsNormOpti
   return made(*impl_, name, "rms_norm", [&](NewNode& node) {
     node.rows("x", x).dtype(kFloats);
     node.input("weight", weight, Counted::weight).dtype({DType::f32, dtype(x)}).dims({"features"});
-    node.result(dtype(x), shape(x));
-    node.in_place = {{0, 0}};
-    node.run = [eps = options.eps](Context& context, const NodeTensors& t) {
-      return opst::rms_norm(context, t.input(0), t.input(1), t.output(0), {.eps = eps});
-    };
+    node.result_as(x, {0});
+    node.calls<2>([eps = options.eps](auto&... call) { return opst::rms_norm(call..., {.eps = eps}); });
   })[0];
 }
 
@@ -118,9 +103,7 @@ Graph::NormedSum Graph::add_rms_norm(std::string name, Value a, Value b, Value w
     node.result(dtype(a), shape(a));
     node.result(dtype(a), shape(a), ".sum");
     node.in_place = {{0, 1}, {1, 1}, {1, 0}, {0, 0}};
-    node.run = [eps = options.eps](Context& context, const NodeTensors& t) {
-      return opst::add_rms_norm(context, t.input(0), t.input(1), t.input(2), t.output(0), t.output(1), {.eps = eps});
-    };
+    node.calls<3, 2>([eps = options.eps](auto&... call) { return opst::add_rms_norm(call..., {.eps = eps}); });
   });
   return {out, sum};
 }
@@ -128,13 +111,11 @@ Graph::NormedSum Graph::add_rms_norm(std::string name, Value a, Value b, Value w
 Value Graph::layer_norm(std::string name, Value x, const LayerNormNodeOptions& options) {
   return made(*impl_, name, "layer_norm", [&](NewNode& node) {
     node.rows("x", x).dtype(kFloats);
-    const std::initializer_list<DType> types = {DType::f32, dtype(x)};
-    const int8_t weight = node.next(options.weight);
-    if (weight != 0) node.input("weight", options.weight, Counted::weight).dtype(types).dims({"features"});
-    const int8_t bias = node.next(options.bias);
-    if (bias != 0) node.input("bias", options.bias, Counted::weight).dtype(types).dims({"features"});
-    node.result(dtype(x), shape(x));
-    node.in_place = {{0, 0}};
+    const auto vector = [&](const char* role, Value value) {
+      return node.optional(role, value, {DType::f32, dtype(x)}, {"features"}, Counted::weight);
+    };
+    const int8_t weight = vector("weight", options.weight), bias = vector("bias", options.bias);
+    node.result_as(x, {0});
     node.run = [eps = options.eps, weight, bias](Context& context, const NodeTensors& t) {
       LayerNormOptions with = {.eps = eps};
       if (weight != 0) with.weight = t.input(weight);
@@ -147,11 +128,8 @@ Value Graph::layer_norm(std::string name, Value x, const LayerNormNodeOptions& o
 Value Graph::softmax(std::string name, Value x, const SoftmaxOptions& options) {
   return made(*impl_, name, "softmax", [&](NewNode& node) {
     node.rows("x", x).dtype(kFloats);
-    node.result(dtype(x), shape(x));
-    node.in_place = {{0, 0}};
-    node.run = [options](Context& context, const NodeTensors& t) {
-      return opst::softmax(context, t.input(0), t.output(0), options);
-    };
+    node.result_as(x, {0});
+    node.calls<1>([options](auto&... call) { return opst::softmax(call..., options); });
   })[0];
 }
 
@@ -160,9 +138,7 @@ Graph::RopeTable Graph::rope_table(std::string name, Value positions, int64_t ha
     add_positions(node, positions, options.sections);
     node.result(DType::f32, {node.dim("tokens"), half}, ".cos");
     node.result(DType::f32, {node.dim("tokens"), half}, ".sin");
-    node.run = [options](Context& context, const NodeTensors& t) {
-      return opst::rope_table(context, t.input(0), t.output(0), t.output(1), options);
-    };
+    node.calls<1, 2>([options](auto&... call) { return opst::rope_table(call..., options); });
   });
   return {cos, sin};
 }
@@ -173,11 +149,8 @@ Value Graph::rope(std::string name, Value x, const RopeTable& table, const RopeO
     node.input("cos", table.cos).dtype({DType::f32}).dims({"tokens", "half"});
     node.input("sin", table.sin).dtype({DType::f32}).dims({"tokens", "half"});
     node.half_of_head_dim();
-    node.result(dtype(x), shape(x));
-    node.in_place = {{0, 0}};
-    node.run = [options](Context& context, const NodeTensors& t) {
-      return opst::rope(context, t.input(0), t.input(1), t.input(2), t.output(0), options);
-    };
+    node.result_as(x, {0});
+    node.calls<3>([options](auto&... call) { return opst::rope(call..., options); });
   })[0];
 }
 
@@ -189,11 +162,8 @@ Value Graph::rope_cached(std::string name, Value x, Value positions, const RopeT
     node.input("cos", cache.cos).dtype({DType::f32, dtype(x)}).dims({"max_positions", "half"});
     node.input("sin", cache.sin).dtype({dtype(cache.cos)}).dims({"max_positions", "half"});
     node.half_of_head_dim();
-    node.result(dtype(x), shape(x));
-    node.in_place = {{0, 0}};
-    node.run = [options](Context& context, const NodeTensors& t) {
-      return opst::rope_cached(context, t.input(0), t.input(1), t.input(2), t.input(3), t.output(0), options);
-    };
+    node.result_as(x, {0});
+    node.calls<4>([options](auto&... call) { return opst::rope_cached(call..., options); });
   })[0];
 }
 
@@ -201,11 +171,8 @@ Value Graph::swiglu(std::string name, Value gate, Value up) {
   return made(*impl_, name, "swiglu", [&](NewNode& node) {
     node.rows("gate", gate).dtype(kFloats);
     node.rows("up", up).dtype({dtype(gate)});
-    node.result(dtype(gate), shape(gate));
-    node.in_place = {{0, 0}, {1, 0}};
-    node.run = [](Context& context, const NodeTensors& t) {
-      return opst::swiglu(context, t.input(0), t.input(1), t.output(0));
-    };
+    node.result_as(gate, {0, 1});
+    node.calls<2>([](auto&... call) { return opst::swiglu(call...); });
   })[0];
 }
 
@@ -213,16 +180,13 @@ Value Graph::swiglu(std::string name, Value gate_up, const SwigluOptions& option
   return made(*impl_, name, "swiglu", [&](NewNode& node) {
     node.rows("gate_up", gate_up, "2 * features").dtype(kFloats);
     const int64_t both = node.check["2 * features"];
-    node.check.require(both >= 0 && both % 2 == 0, [&] {
-      return "gate_up's last dimension is " + node.text(both) + ", but must be an even number";
-    });
+    node.check.require(both >= 0 && both % 2 == 0, "gate_up's last dimension is ", node.text(both),
+                       ", but must be an even number");
     if (!node.check.ok()) return;
     Shape half = shape(gate_up);
     half.dims[half.rank - 1] = both / 2;
     node.result(dtype(gate_up), half);
-    node.run = [options](Context& context, const NodeTensors& t) {
-      return opst::swiglu(context, t.input(0), t.output(0), options);
-    };
+    node.calls<1>([options](auto&... call) { return opst::swiglu(call..., options); });
   })[0];
 }
 
@@ -230,11 +194,8 @@ Value Graph::add(std::string name, Value a, Value b) {
   return made(*impl_, name, "add", [&](NewNode& node) {
     node.rows("a", a).dtype(kFloats);
     node.rows("b", b).dtype({dtype(a)});
-    node.result(dtype(a), shape(a));
-    node.in_place = {{0, 0}, {1, 0}};
-    node.run = [](Context& context, const NodeTensors& t) {
-      return opst::add(context, t.input(0), t.input(1), t.output(0));
-    };
+    node.result_as(a, {0, 1});
+    node.calls<2>([](auto&... call) { return opst::add(call...); });
   })[0];
 }
 

@@ -4,50 +4,6 @@
 
 namespace opst {
 
-using graph::quoted;
-using graph::str;
-using Kind = GraphImpl::Kind;
-using ValueData = GraphImpl::ValueData;
-
-void GraphImpl::prefetch(size_t step) const {
-  if (step >= steps.size()) return;
-  const Step& next = steps[step];
-  const int* const first = arguments.data() + next.first_argument;
-  for (int i = 0; i < next.num_inputs + next.num_outputs; ++i) {
-    const auto* const tensor = reinterpret_cast<const char*>(&tensors[static_cast<size_t>(first[i])]);
-    __builtin_prefetch(tensor);
-    __builtin_prefetch(tensor + sizeof(Tensor) - 1);
-    __builtin_prefetch(weights[static_cast<size_t>(first[i])]);
-  }
-}
-
-size_t GraphImpl::read_ahead(size_t step, Context& context) const {
-  while (step < steps.size() && !steps[step].read_ahead) ++step;
-  if (step < steps.size()) steps[step].read_ahead(context, tensors_of(static_cast<int>(step)));
-  return step;
-}
-
-Status GraphImpl::run_steps(Context& context, NodeListener* listener, size_t& at) {
-  NodeListener::Clock::time_point begin;
-  if (listener != nullptr) begin = NodeListener::Clock::now();
-  size_t announced = 0;
-  for (at = 0; at < steps.size(); ++at) {
-    prefetch(at + 1);
-    if (announced <= at) announced = read_ahead(at + 1, context);
-    Status ran = steps[at].run(context, tensors_of(static_cast<int>(at)));
-    if (!ran.ok()) {
-      if (ran.code() == StatusCode::out_of_memory) return ran;
-      return {ran.code(), "graph " + name + ": " + nodes[at].spec.name + ": " + ran.message()};
-    }
-    if (listener == nullptr) continue;
-    const NodeListener::Clock::time_point end = NodeListener::Clock::now();
-    listener->on_node(nodes[at].spec.op, nodes[at].spec.name, begin, end);
-    if (listener->stop()) return {StatusCode::internal, "graph " + name + ": interrupted by its listener"};
-    begin = NodeListener::Clock::now();
-  }
-  return {};
-}
-
 Status GraphImpl::thrown_by(size_t node) const noexcept {
   return guarded([&]() -> Status {
     const std::string where = "graph " + name + ": " + nodes[node].spec.name + ": threw ";
@@ -63,29 +19,65 @@ Status GraphImpl::thrown_by(size_t node) const noexcept {
   });
 }
 
-Status GraphImpl::may_change(const char* what) const {
-  if (!status.ok()) return status;
-  return executing ? error(std::string(what) + " by a node that it runs") : Status();
-}
-
 namespace {
 
-class Executing {
- public:
-  explicit Executing(GraphImpl& graph) : graph_(graph) { graph_.executing = true; }
-  ~Executing() { graph_.executing = false; }
-  Executing(const Executing&) = delete;
-  Executing& operator=(const Executing&) = delete;
+// Fetches what a step will read.
+void prefetch(const GraphImpl& graph, size_t step) {
+  if (step >= graph.steps.size()) return;
+  const GraphImpl::Step& next = graph.steps[step];
+  const int* const first = graph.arguments.data() + next.first_argument;
+  for (int i = 0; i < next.num_inputs + next.num_outputs; ++i) {
+    const auto value = static_cast<size_t>(first[i]);
+    const auto* const tensor = reinterpret_cast<const char*>(&graph.tensors[value]);
+    __builtin_prefetch(tensor);
+    __builtin_prefetch(tensor + sizeof(Tensor) - 1);
+    __builtin_prefetch(graph.weights[value]);
+  }
+}
 
- private:
-  GraphImpl& graph_;
-};
+// Tells the context the wish of the first step from `step` on that has one; returns that step.
+size_t read_ahead(const GraphImpl& graph, size_t step, Context& context) {
+  while (step < graph.steps.size() && !graph.steps[step].read_ahead) ++step;
+  if (step < graph.steps.size()) graph.steps[step].read_ahead(context, graph.tensors_of(step));
+  return step;
+}
+
+// All of them in order; `at` is the one that runs.
+Status run_steps(const GraphImpl& graph, Context& context, NodeListener* listener, size_t& at) {
+  NodeListener::Clock::time_point begin;
+  if (listener != nullptr) begin = NodeListener::Clock::now();
+  size_t announced = 0;
+  for (at = 0; at < graph.steps.size(); ++at) {
+    const std::string& node = graph.nodes[at].spec.name;
+    prefetch(graph, at + 1);
+    if (announced <= at) announced = read_ahead(graph, at + 1, context);
+    Status ran = graph.steps[at].run(context, graph.tensors_of(at));
+    if (!ran.ok()) {
+      if (ran.code() == StatusCode::out_of_memory) return ran;
+      return {ran.code(), text("graph ", graph.name, ": ", node, ": ", ran.message())};
+    }
+    if (listener == nullptr) continue;
+    const NodeListener::Clock::time_point end = NodeListener::Clock::now();
+    listener->on_node(graph.nodes[at].spec.op, node, begin, end);
+    if (listener->stop()) return {StatusCode::internal, "graph " + graph.name + ": interrupted by its listener"};
+    begin = NodeListener::Clock::now();
+  }
+  return {};
+}
+
+// What `body` returns; an error of a graph that failed, or that is used by a node that it runs.
+template <class Body>
+Status using_graph(const GraphImpl& graph, const char* what, Body&& body) noexcept {
+  return guarded([&]() -> Status {
+    if (!graph.status.ok()) return graph.status;
+    return graph.executing ? graph.error(what, " by a node that it runs") : body();
+  });
+}
 
 }  // namespace
 
 Status Graph::setup(const Machine& machine) {
-  return guarded([&]() -> Status {
-    if (Status status = impl_->may_change("set up"); !status.ok()) return status;
+  return using_graph(*impl_, "set up", [&]() -> Status {
     if (Status status = impl_->lay_out(); !status.ok()) return status;
     impl_->machine = machine;
     impl_->ready = true;
@@ -94,25 +86,21 @@ Status Graph::setup(const Machine& machine) {
 }
 
 Status Graph::bind(Value value, const Tensor& tensor) {
-  return guarded([&]() -> Status {
-    if (Status status = impl_->may_change("bound"); !status.ok()) return status;
+  return using_graph(*impl_, "bound", [&]() -> Status {
     if (!impl_->has(value)) return impl_->error("what is bound to a tensor is no value of this graph");
-    ValueData& data = impl_->values[static_cast<size_t>(GraphImpl::index(value))];
-    if (!GraphImpl::is_external(data.kind) || data.kind == Kind::weight) {
-      return impl_->error("tensor " + quoted(data.name) + " is not one that is bound to a tensor");
-    }
+    ValueData& data = impl_->at(value);
+    const auto refuse = [&](const auto&... why) { return impl_->error("tensor ", quoted(data.name), why...); };
+    if (data.kind < Kind::input) return refuse(" is not one that is bound to a tensor");
     if (tensor.dtype != data.dtype) {
-      return impl_->error("tensor " + quoted(data.name) + " is " + to_string(tensor.dtype) + ", expected " +
-                          to_string(data.dtype));
+      return refuse(" is ", to_string(tensor.dtype), ", expected ", to_string(data.dtype));
     }
     if (tensor.rank != data.shape.rank) {
-      return impl_->error("tensor " + quoted(data.name) + " has " + str(tensor.rank) + " dimensions, expected " +
-                          impl_->text(data.shape));
+      return refuse(" has ", tensor.rank, " dimensions, expected ", impl_->text(data.shape));
     }
     for (int i = 0; i < tensor.rank; ++i) {
-      if (GraphImpl::symbol(data.shape.dims[i]) < 0 && tensor.shape[i] != data.shape.dims[i].bound()) {
-        return impl_->error("tensor " + quoted(data.name) + " dim " + str(i) + " is " + str(tensor.shape[i]) +
-                            ", expected " + str(data.shape.dims[i].bound()));
+      const Dim& dim = data.shape.dims[i];
+      if (!GraphImpl::has_name(dim) && tensor.shape[i] != dim.bound()) {
+        return refuse(" dim ", i, " is ", tensor.shape[i], ", expected ", dim.bound());
       }
     }
     data.bound = tensor;
@@ -123,29 +111,27 @@ Status Graph::bind(Value value, const Tensor& tensor) {
 }
 
 Status Graph::bind(Value value, const ConstTensor& tensor) {
-  return guarded([&]() -> Status {
-    if (Status status = impl_->may_change("bound"); !status.ok()) return status;
-    if (impl_->has(value) && (impl_->at(value).kind == Kind::output || impl_->at(value).kind == Kind::cache)) {
-      return impl_->error("tensor " + quoted(impl_->at(value).name) + " is written, but bound to a const tensor");
+  return using_graph(*impl_, "bound", [&]() -> Status {
+    if (impl_->has(value) && impl_->at(value).kind > Kind::input) {
+      return impl_->error("tensor ", quoted(impl_->at(value).name), " is written, but bound to a const tensor");
     }
     return bind(value, mutable_view(tensor));  // nodes only read inputs
   });
 }
 
 Status Graph::bind(Value value, const PackedWeight& weight) {
-  return guarded([&]() -> Status {
-    if (Status status = impl_->may_change("bound"); !status.ok()) return status;
+  return using_graph(*impl_, "bound", [&]() -> Status {
     if (!impl_->has(value)) return impl_->error("what is bound to a weight is no value of this graph");
-    ValueData& data = impl_->values[static_cast<size_t>(GraphImpl::index(value))];
-    if (data.kind != Kind::weight) return impl_->error("tensor " + quoted(data.name) + " is not a packed weight");
+    ValueData& data = impl_->at(value);
+    if (data.kind != Kind::weight) return impl_->error("tensor ", quoted(data.name), " is not a packed weight");
     const int64_t sizes[] = {weight.n(), weight.k()};
     for (int i = 0; i < 2; ++i) {
-      if (sizes[i] != data.shape.dims[i].bound()) {
-        return impl_->error("weight " + quoted(data.name) + " dim " + str(i) + (i == 0 ? " (n)" : " (k)") + " is " +
-                            str(sizes[i]) + ", expected " + str(data.shape.dims[i].bound()));
+      if (const int64_t expected = data.shape.dims[i].bound(); sizes[i] != expected) {
+        return impl_->error("weight ", quoted(data.name), " dim ", i, i == 0 ? " (n)" : " (k)", " is ", sizes[i],
+                            ", expected ", expected);
       }
     }
-    impl_->weights[static_cast<size_t>(GraphImpl::index(value))] = &weight;
+    impl_->weights[GraphImpl::index(value)] = &weight;
     data.is_bound = true;
     impl_->refresh(GraphImpl::index(value));
     return {};
@@ -153,38 +139,36 @@ Status Graph::bind(Value value, const PackedWeight& weight) {
 }
 
 Status Graph::set(Dim dim, int64_t size) {
-  return guarded([&]() -> Status {
-    if (Status status = impl_->may_change("given a size"); !status.ok()) return status;
-    const int i = GraphImpl::symbol(dim);
-    if (i < 0) return impl_->error("size " + str(dim.bound()) + " has no name to be set by");
+  return using_graph(*impl_, "given a size", [&]() -> Status {
+    if (!GraphImpl::has_name(dim)) return impl_->error("size ", dim.bound(), " has no name to be set by");
     if (!impl_->has(dim)) return impl_->error("the size to set is one of another graph");
-    GraphImpl::Symbol& symbol = impl_->symbols[static_cast<size_t>(i)];
+    GraphImpl::Symbol& symbol = impl_->symbol(dim);
     if (size < 1 || size > symbol.bound) {
-      return impl_->error("size " + quoted(symbol.name) + " is " + str(size) + ", expected 1 to " + str(symbol.bound));
+      return impl_->error("size ", quoted(symbol.name), " is ", size, ", expected 1 to ", symbol.bound);
     }
     if (size == symbol.size) return {};
     symbol.size = size;
-    for (const int value : symbol.values) impl_->refresh(value);
+    for (const size_t value : symbol.values) impl_->refresh(value);
     return {};
   });
 }
 
 Status Graph::execute(Context& context, NodeListener* listener) {
-  return guarded([&]() -> Status {
-    if (Status status = impl_->may_change("executed"); !status.ok()) return status;
+  return using_graph(*impl_, "executed", [&]() -> Status {
     if (!impl_->ready) return impl_->error("executed without a setup");
-    if (impl_->num_unfit > 0) {
-      for (size_t i = 0; i < impl_->values.size(); ++i) {
-        if (!impl_->values[i].fits) return impl_->error(impl_->unfit_reason(static_cast<int>(i)));
-      }
+    for (size_t i = 0; impl_->num_unfit > 0 && i < impl_->values.size(); ++i) {
+      if (!impl_->values[i].fits) return impl_->error(impl_->unfit_reason(i));
     }
-    const Executing scope(*impl_);
+    impl_->executing = true;
+    Status ran;
     size_t at = 0;
     try {
-      return impl_->run_steps(context, listener, at);
+      ran = run_steps(*impl_, context, listener, at);
     } catch (...) {
-      return impl_->thrown_by(at);
+      ran = impl_->thrown_by(at);
     }
+    impl_->executing = false;
+    return ran;
   });
 }
 

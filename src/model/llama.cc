@@ -122,7 +122,7 @@ Status LlamaSession::build_layers() {
   // The sequence takes blocks from the end of the pool, so that its order is not memory's.
   for (int64_t i = 0; i < num_blocks_; ++i) static_cast<int64_t*>(block_table_.data)[i] = num_blocks_ - 1 - i;
   step.pages = {binder.bound(g.input("block_table", DType::i64, {1, num_blocks_}), block_table_),
-                binder.bound(g.input("kv_lengths", DType::i64, {1}), kv_lengths_), kv_len_, page_layout_};
+                binder.bound(g.input("kv_lengths", DType::i64, {1}), kv_lengths_), kv_len_};
 
   Value hidden = g.lookup_rows("embedding", binder.weight("token_embd.weight", model_->embedding_), tokens);
   step.rope = g.rope_table("rope", positions, c.rope_dims / 2, {.theta = c.rope_theta});
@@ -176,7 +176,8 @@ Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hid
   query = g.rope_scatter_pa_kv_cache(
       name + "rope_write", {.query = query, .key = key, .value = value, .table = step.rope, .slots = step.slots},
       caches[0], caches[1], {.layout = page_layout_, .style = RopeStyle::pairs});
-  Value attended = g.paged_attention(name + "attention", query, caches[0], caches[1], step.pages, {.causal = true});
+  Value attended = g.paged_attention(name + "attention", query, caches[0], caches[1], step.pages,
+                                     {.causal = true, .page_layout = page_layout_});
   attended = g.view(attended, {rows_, c.num_heads * c.head_dim});
   hidden = project("attn_output", attended, layer.attention_output, {.residual = hidden});
 
