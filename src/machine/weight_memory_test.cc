@@ -1,4 +1,4 @@
-#include "machine/weight_memory.h"
+#include "machine/workspace.h"
 
 #include <gtest/gtest.h>
 

@@ -1,8 +1,6 @@
 // rms_norm, add_rms_norm, layer_norm and their gradients.
-#include <algorithm>
 #include <limits>
 
-#include "core/guarded.h"
 #include "rowwise/rows.h"
 
 namespace opst {
@@ -131,38 +129,33 @@ Status run_backward(Context& context, NormBackward kernel, const ConstTensor& gr
 
 Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                 const RmsNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rms_norm");
+  return checked("rms_norm", [&](ShapeCheck& check) {
     const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
     check_features(check.tensor("weight", weight), x.dtype);
     check_norm(check, {{"x", &x}}, {{"out", &out}}, norm);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const Norm kernel = kernels_of(context, x.dtype).rms_norm[weight.dtype == DType::f32];
     run_norm(context, kernel, x, out, norm, [](int64_t) {});
-    return {};
   });
 }
 
 Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b, const ConstTensor& weight,
                     const Tensor& out, const Tensor& sum, const RmsNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("add_rms_norm");
+  return checked("add_rms_norm", [&](ShapeCheck& check) {
     const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
     check_features(check.tensor("weight", weight), a.dtype);
     check_norm(check, {{"a", &a}, {"b", &b}}, {{"out", &out}, {"sum", &sum}}, norm);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const TypeKernels& table = kernels_of(context, a.dtype);
     const int64_t features = check["features"];
     run_norm(context, table.rms_norm[weight.dtype == DType::f32], sum, out, norm,
              [&](int64_t row) { table.add(row_of(a, row), row_of(b, row), row_of(sum, row), features); });
-    return {};
   });
 }
 
 Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
                          const NormGradients& gradients, const RmsNormBackwardOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rms_norm_backward");
+  return checked("rms_norm_backward", [&](ShapeCheck& check) -> Status {
     check_features(check.tensor("weight", weight), x.dtype);
     check_rows(check, {{"x", &x}, {"grad_out", &grad_out}, {"grad_sum", if_there(options.grad_sum)}},
                {{"gradients.x", if_there(gradients.x)}});
@@ -176,8 +169,7 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
 }
 
 Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, const LayerNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("layer_norm");
+  return checked("layer_norm", [&](ShapeCheck& check) {
     const ConstTensor &weight = options.weight, &bias = options.bias;
     if (weight) check_features(check.tensor("weight", weight), x.dtype);
     if (bias) check_features(check.tensor("bias", bias), x.dtype);
@@ -186,18 +178,16 @@ Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, con
                     to_string(weight.dtype));
     }
     check_norm(check, {{"x", &x}}, {{"out", &out}}, options);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const ConstTensor& any = weight ? weight : bias;
     const Norm kernel = kernels_of(context, x.dtype).layer_norm[!any || any.dtype == DType::f32];
     run_norm(context, kernel, x, out, options, [](int64_t) {});
-    return {};
   });
 }
 
 Status layer_norm_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x,
                            const NormGradients& gradients, const LayerNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("layer_norm_backward");
+  return checked("layer_norm_backward", [&](ShapeCheck& check) -> Status {
     const ConstTensor& weight = options.weight;
     if (weight) check_features(check.tensor("weight", weight), x.dtype);
     check_rows(check, {{"x", &x}, {"grad_out", &grad_out}}, {{"gradients.x", if_there(gradients.x)}});
