@@ -17,17 +17,14 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+
+namespace opst::avx512_bf16 {  // bf16_rate_isa.cc
+void fma_burst(int64_t iterations, float* sink);
+void dot_burst(int64_t iterations, float* sink);
+}  // namespace opst::avx512_bf16
 #endif
 
 namespace opst {
-
-#if defined(__x86_64__)
-namespace avx512_bf16 {  // bf16_rate_isa.cc
-void fma_burst(int64_t iterations, float* sink);
-void dot_burst(int64_t iterations, float* sink);
-}  // namespace avx512_bf16
-#endif
-
 namespace {
 
 constexpr int kUnknown = -1;

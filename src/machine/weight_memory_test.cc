@@ -1,11 +1,11 @@
-#include "machine/workspace.h"
-
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <optional>
 #include <utility>
 #include <vector>
+
+#include "machine/workspace.h"
 
 namespace opst {
 namespace {
