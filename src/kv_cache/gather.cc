@@ -9,11 +9,6 @@ using namespace kv_cache;
 
 namespace {
 
-constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
-
-// The element that a zero-filled row reads, with strides of 0.
-constexpr float kZero = 0;
-
 struct Sequences {
   const ConstTensor& block_table;
   const ConstTensor& kv_lengths;
@@ -128,6 +123,7 @@ struct Side {
     }
   }
   void zero(int64_t count, int64_t token) const {
+    static constexpr float kZero = 0;  // the one element that every row reads
     const Rows zeros = {const_cast<float*>(&kZero), 0, 0, 1};
     for (int64_t i = 0; i < count; ++i) copy_rows({to.shape[1], from.dim(), zeros, heads_of(to, token + i)});
   }
@@ -174,6 +170,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     const Side sides[2] = {{Pages(options.layout, PageSide::key, key_cache), normal_strides(key), copy_rows},
                            {Pages(options.layout, PageSide::value, value_cache), normal_strides(value), copy_rows}};
     const bool heads_innermost = options.layout == PageLayout::norm;
+    constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
     const int64_t num_tasks = std::min(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks), tokens);
     const int64_t tokens_per_task = ceil_div(tokens, num_tasks);
     context.impl().pool.parallel_for(ceil_div(tokens, tokens_per_task), [&](int64_t task, int) {

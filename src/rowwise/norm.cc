@@ -58,25 +58,13 @@ void run_norm(Context& context, Norm kernel, const ConstTensor& x, const Tensor&
   });
 }
 
-// Sums of a weight's gradient over rows: the rows are cut into chunks, each with a sum of its own, in an order that
-// depends on the sizes alone. 64 chunks keep that many threads at work.
-struct RowChunks {
-  int64_t count, rows;
-};
-RowChunks chunks_of(int64_t rows, int64_t features) {
-  constexpr int64_t kChunkElements = int64_t{1} << 14, kMaxChunks = 64;
-  const int64_t wanted = std::clamp<int64_t>(rows * features / kChunkElements, 1, kMaxChunks);
-  const int64_t chunk_rows = std::max<int64_t>(1, ceil_div(rows, wanted));
-  return {std::max<int64_t>(1, ceil_div(rows, chunk_rows)), chunk_rows};
-}
-
-// `sums` [chunks.count][features]: adds up the chunks and writes them.
-void finish_weight_gradient(Context& context, float* sums, const RowChunks& chunks, const Tensor& gradient) {
+// `sums` [num_chunks][features]: adds up the chunks and writes them.
+void finish_weight_gradient(Context& context, float* sums, int64_t num_chunks, const Tensor& gradient) {
   constexpr int64_t kColumns = 512;
   const int64_t features = gradient.shape[0];
   context.impl().pool.parallel_for(ceil_div(features, kColumns), [&](int64_t task, int) {
     const int64_t begin = task * kColumns, end = std::min(features, begin + kColumns);
-    for (int64_t chunk = 1; chunk < chunks.count; ++chunk) {
+    for (int64_t chunk = 1; chunk < num_chunks; ++chunk) {
       const float* const part = sums + chunk * features;
       for (int64_t i = begin; i < end; ++i) sums[i] += part[i];
     }
@@ -104,24 +92,29 @@ Status run_backward(Context& context, NormBackward kernel, const ConstTensor& gr
     return {};
   }
   if (features == 0) return {};
-  const RowChunks chunks = chunks_of(rows, features);
-  const int64_t size = chunks.count * features;
+  // Sums of a weight's gradient: the rows are cut into chunks, each with a sum of its own, in an order that depends on
+  // the sizes alone. 64 chunks keep that many threads at work.
+  constexpr int64_t kChunkElements = int64_t{1} << 14, kMaxChunks = 64;
+  const int64_t wanted = std::clamp<int64_t>(rows * features / kChunkElements, 1, kMaxChunks);
+  const int64_t chunk_rows = std::max<int64_t>(1, ceil_div(rows, wanted));
+  const int64_t num_chunks = std::max<int64_t>(1, ceil_div(rows, chunk_rows));
+  const int64_t size = num_chunks * features;
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(2 * Arena::size_of<float>(size));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
   float* const weight_sums = gradients.weight ? arena.take<float>(size) : nullptr;
   float* const bias_sums = gradients.bias ? arena.take<float>(size) : nullptr;
-  context.impl().pool.parallel_for(chunks.count, [&](int64_t chunk, int) {
+  context.impl().pool.parallel_for(num_chunks, [&](int64_t chunk, int) {
     float* const weight_sum = weight_sums != nullptr ? weight_sums + chunk * features : nullptr;
     float* const bias_sum = bias_sums != nullptr ? bias_sums + chunk * features : nullptr;
     for (float* const sum : {weight_sum, bias_sum}) {
       if (sum != nullptr) std::fill_n(sum, features, 0.0f);
     }
-    const int64_t end = std::min(rows, (chunk + 1) * chunks.rows);
-    for (int64_t row = chunk * chunks.rows; row < end; ++row) run(row, weight_sum, bias_sum);
+    const int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
+    for (int64_t row = chunk * chunk_rows; row < end; ++row) run(row, weight_sum, bias_sum);
   });
-  if (gradients.weight) finish_weight_gradient(context, weight_sums, chunks, gradients.weight);
-  if (gradients.bias) finish_weight_gradient(context, bias_sums, chunks, gradients.bias);
+  if (gradients.weight) finish_weight_gradient(context, weight_sums, num_chunks, gradients.weight);
+  if (gradients.bias) finish_weight_gradient(context, bias_sums, num_chunks, gradients.bias);
   return {};
 }
 
