@@ -14,12 +14,14 @@
 //   Tensor bnsd = bsnd.transposed(1, 2);                         // [2, 4, 5, 64], the same bytes
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "opst/dtype.h"
 #include "opst/status.h"
@@ -53,14 +55,45 @@ struct BasicTensor {
   }
 
   // Row-major view of `data`. More than kMaxRank dimensions give a rank-0 view.
-  static BasicTensor contiguous(DType dtype, std::initializer_list<int64_t> shape, Data data);
+  static BasicTensor contiguous(DType dtype, std::initializer_list<int64_t> shape, Data data) {
+    BasicTensor tensor;
+    tensor.dtype = dtype;
+    if (shape.size() > static_cast<size_t>(kMaxRank)) return tensor;
+    tensor.data = data;
+    tensor.rank = static_cast<int>(shape.size());
+    std::copy(shape.begin(), shape.end(), tensor.shape);
+    int64_t stride = 1;
+    for (int i = tensor.rank - 1; i >= 0; --i) {
+      tensor.strides[i] = stride;
+      // A shape too large for any memory saturates here; ShapeCheck refuses it with its name.
+      if (__builtin_mul_overflow(stride, std::max<int64_t>(tensor.shape[i], 1), &stride)) stride = INT64_MAX;
+    }
+    return tensor;
+  }
 
   // The same memory with two dimensions exchanged.
-  BasicTensor transposed(int a, int b) const;
+  BasicTensor transposed(int a, int b) const {
+    BasicTensor view = *this;
+    std::swap(view.shape[a], view.shape[b]);
+    std::swap(view.strides[a], view.strides[b]);
+    return view;
+  }
   // Indices [begin, begin + length) of one dimension. The caller keeps them within the shape.
-  BasicTensor narrowed(int dim, int64_t begin, int64_t length) const;
+  BasicTensor narrowed(int dim, int64_t begin, int64_t length) const {
+    using Byte = std::conditional_t<kConst, const char, char>;
+    BasicTensor view = *this;
+    view.shape[dim] = length;
+    if (data != nullptr) view.data = static_cast<Byte*>(data) + begin * strides[dim] * opst::size_bytes(dtype);
+    return view;
+  }
   // One index of one dimension; the dimension disappears.
-  BasicTensor selected(int dim, int64_t index) const;
+  BasicTensor selected(int dim, int64_t index) const {
+    BasicTensor view = narrowed(dim, index, 0);
+    view.rank = rank - 1;
+    for (int i = dim; i < view.rank; ++i) view.shape[i] = shape[i + 1], view.strides[i] = strides[i + 1];
+    view.shape[view.rank] = view.strides[view.rank] = 0;
+    return view;
+  }
 
   // The product of the sizes; INT64_MAX where int64_t cannot hold it.
   int64_t num_elements() const {
@@ -71,7 +104,16 @@ struct BasicTensor {
     }
     return n;
   }
-  bool is_contiguous() const;
+  bool is_contiguous() const {
+    if (num_elements() == 0) return true;
+    int64_t expected = 1;
+    for (int i = rank - 1; i >= 0; --i) {
+      if (shape[i] != 1 && strides[i] != expected) return false;
+      // Beyond every stride that a checked tensor may have.
+      if (__builtin_mul_overflow(expected, shape[i], &expected)) expected = INT64_MAX;
+    }
+    return true;
+  }
   // Whether the data lie at a multiple of an element's size, as C++ demands of memory that is read as that type.
   bool is_aligned() const {  // sizes are powers of two
     return (reinterpret_cast<uintptr_t>(data) & (static_cast<uintptr_t>(opst::size_bytes(dtype)) - 1)) == 0;
@@ -80,9 +122,6 @@ struct BasicTensor {
 
 using Tensor = BasicTensor<false>;
 using ConstTensor = BasicTensor<true>;
-
-extern template struct BasicTensor<false>;
-extern template struct BasicTensor<true>;
 
 // "f32 [2, 4, 5, 64]"
 std::string to_string(const ConstTensor& tensor);
@@ -93,7 +132,7 @@ class Buffer {
  public:
   Buffer() = default;
   ~Buffer();
-  Buffer(Buffer&& other) noexcept;
+  Buffer(Buffer&& other) noexcept { *this = std::move(other); }
   Buffer& operator=(Buffer&& other) noexcept;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

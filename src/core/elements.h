@@ -1,6 +1,7 @@
 // Where elements of tensors lie, and of which type they are, for code that runs on every processor.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "core/convert.h"
@@ -19,12 +20,7 @@ inline int64_t index_at(const ConstTensor& tensor, int64_t i, int64_t j = 0) {
 }
 
 // The same view, writable. The caller knows that its memory may be written, or only reads.
-inline Tensor mutable_view(const ConstTensor& tensor) {
-  Tensor view;
-  view.dtype = tensor.dtype, view.rank = tensor.rank, view.data = const_cast<void*>(tensor.data);
-  for (int i = 0; i < kMaxRank; ++i) view.shape[i] = tensor.shape[i], view.strides[i] = tensor.strides[i];
-  return view;
-}
+inline Tensor mutable_view(const ConstTensor& tensor) { return std::bit_cast<Tensor>(tensor); }
 
 // Rounds x, a float or double, to the tensor's dtype: f64, f32, bf16 or f16. `offset` in elements.
 template <class Real>

@@ -1,12 +1,7 @@
-// guarded: the one place where exceptions end. Every public function that may allocate runs its body inside it.
+// The one place where exceptions end. Every public function that may allocate runs its body inside guarded, as
+// `return guarded([&]() -> Status { ... });`, or inside checked (core/shape_check.h); or the function is one try block:
 //
-//   Status scatter(...) {
-//     return guarded([&]() -> Status { ... });
-//   }
-//
-// or, where the body is long and returns from many places,
-//
-//   Status scatter(...) try {
+//   Status load(...) try {
 //     ...
 //   } catch (...) {
 //     return status_of_exception();

@@ -6,6 +6,7 @@
 #include <new>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "core/int_math.h"
 
@@ -92,12 +93,11 @@ std::string describe(const Examined& examined, const ConstTensor& tensor) {
       return text(" ", to_string(tensor), " spans more bytes than the limit of 2^56");
     case Fault::data:
       return text(" has null data, but ", tensor.num_elements(), " elements: ", to_string(tensor));
-    case Fault::alignment: {
-      const int64_t bytes = size_bytes(tensor.dtype);
+    case Fault::alignment:
       return text(" ", to_string(tensor), " lies ",
-                  reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(bytes), " beyond a multiple of ",
-                  bytes, " bytes, but elements must lie at multiples of their size");
-    }
+                  reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(size_bytes(tensor.dtype)),
+                  " beyond a multiple of ", size_bytes(tensor.dtype),
+                  " bytes, but elements must lie at multiples of their size");
   }
   return "";
 }
@@ -141,16 +141,13 @@ bool is_sound(const ConstTensor& tensor) { return examine(tensor).fault == Fault
 
 bool may_alias_itself(const ConstTensor& tensor) {
   // Strides in ascending order must each step over all that the smaller ones reach.
-  struct Step {
-    int64_t stride, size;
-  };
-  Step steps[kMaxRank];
+  std::pair<int64_t, int64_t> steps[kMaxRank];  // stride, size
   int count = 0;
   for (int i = 0; i < tensor.rank; ++i) {
     if (tensor.shape[i] == 0) return false;
     if (tensor.shape[i] == 1) continue;
     int place = count++;
-    for (; place > 0 && steps[place - 1].stride > tensor.strides[i]; --place) steps[place] = steps[place - 1];
+    for (; place > 0 && steps[place - 1].first > tensor.strides[i]; --place) steps[place] = steps[place - 1];
     steps[place] = {tensor.strides[i], tensor.shape[i]};
   }
   Size reach = 0;
@@ -197,35 +194,25 @@ ShapeCheck& ShapeCheck::require(const Status& status) {
   return *this;
 }
 
-const ShapeCheck::Dimension* ShapeCheck::find(const char* name) const {
+ShapeCheck::Dimension ShapeCheck::find(const char* name) const {
   for (int i = 0; i < num_dimensions_; ++i) {
     const Dimension& dimension = dimensions_[i];
     // Most names differ in their first letter.
-    if (*dimension.name == *name && std::strcmp(dimension.name, name) == 0) return &dimension;
+    if (*dimension.name == *name && std::strcmp(dimension.name, name) == 0) return dimension;
   }
-  return nullptr;
+  return {};
 }
 
 template <class Where>
 void ShapeCheck::bind(const char* name, const char* tensor, int64_t size, const Where& where) {
-  if (const Dimension* const bound = find(name)) {
-    if (bound->size == size) return;
-    fail(text(where, " ", shown(size), ", but ", bound->tensor, " set ", name, " = ", shown(bound->size)));
+  if (const Dimension bound = find(name); bound.name != nullptr) {
+    if (bound.size == size) return;
+    fail(text(where, " ", shown(size), ", but ", bound.tensor, " set ", name, " = ", shown(bound.size)));
   } else if (num_dimensions_ == kMaxDimensions) {
     fail(text(where, " one name more than a check holds"));
   } else {
     dimensions_[num_dimensions_++] = {name, tensor, size};
   }
-}
-
-int64_t ShapeCheck::operator[](const char* name) const {
-  const Dimension* const bound = find(name);
-  return bound != nullptr ? bound->size : 0;
-}
-
-const char* ShapeCheck::setter(const char* name) const {
-  const Dimension* const bound = find(name);
-  return bound != nullptr ? bound->tensor : nullptr;
 }
 
 ShapeCheck& ShapeCheck::holds(const char* tensor, const char* name, int64_t size) {
@@ -252,9 +239,8 @@ ShapeCheck::TensorCheck ShapeCheck::output(const char* name, const ConstTensor& 
   TensorCheck result = this->tensor(name, tensor);
   if (!ok() || names_ != nullptr) return result;
   if (may_alias_itself(tensor)) {
-    std::string strides;
-    for (int i = 0; i < tensor.rank; ++i) strides += (i > 0 ? ", " : "") + std::to_string(tensor.strides[i]);
-    fail(text(name, " ", to_string(tensor), " has strides [", strides,
+    fail(text(name, " ", to_string(tensor), " has strides [",
+              joined(tensor.rank, [&](int i) { return tensor.strides[i]; }),
               "], with which elements share addresses, but every element of an output needs its own"));
   }
   const int64_t span_bytes = seen_[num_before].seen.span_bytes;
@@ -281,13 +267,10 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* con
   if (!check_->ok()) return *this;
   if (static_cast<size_t>(tensor_.rank) != names.size()) {
     // A declared tensor has its sizes in the message too: " [rows, 32]".
-    std::string shape, expected;
-    for (int i = 0; check_->names_ != nullptr && i < tensor_.rank; ++i) {
-      shape += (i > 0 ? ", " : " [") + check_->shown(tensor_.shape[i]);
-    }
-    for (const char* name : names) expected += (expected.empty() ? "" : ", ") + std::string(name);
-    check_->fail(text(name_, shape, shape.empty() ? "" : "]", " has rank ", tensor_.rank, ", but [", expected,
-                      "] has rank ", names.size()));
+    const bool declared = check_->names_ != nullptr && tensor_.rank > 0;
+    const auto shape = [&] { return joined(tensor_.rank, [&](int i) { return check_->shown(tensor_.shape[i]); }); };
+    check_->fail(text(name_, declared ? text(" [", shape, "]") : "", " has rank ", tensor_.rank, ", but [",
+                      joined(names.size(), [&](size_t i) { return names[i]; }), "] has rank ", names.size()));
     return *this;
   }
   for (int dim = 0; dim < tensor_.rank && check_->ok(); ++dim) {
@@ -304,12 +287,9 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* con
 
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dtype(std::initializer_list<DType> allowed) {
   if (!check_->ok() || std::find(allowed.begin(), allowed.end(), tensor_.dtype) != allowed.end()) return *this;
-  std::string list;
-  for (const DType* dtype = allowed.begin(); dtype != allowed.end(); ++dtype) {
-    if (!list.empty()) list += dtype + 1 == allowed.end() ? " or " : ", ";
-    list += to_string(*dtype);
-  }
-  check_->fail(text(name_, " is ", to_string(tensor_.dtype), ", but must be ", list));
+  const auto allowed_name = [&](size_t i) { return to_string(allowed.begin()[i]); };
+  check_->fail(
+      text(name_, " is ", to_string(tensor_.dtype), ", but must be ", joined(allowed.size(), allowed_name, " or ")));
   return *this;
 }
 

@@ -1,11 +1,13 @@
 // ShapeCheck: contract, check and message of an operator's tensors in one paragraph.
 //
-//   ShapeCheck check("flash_attention_forward");
-//   check.tensor("query", query).dtype({DType::f32}).dims({"batch", "num_heads", "query_len", "head_dim"});
-//   check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
-//   check.output("out", out).dtype({query.dtype}).dims({"batch", "num_heads", "query_len", "head_dim"});
-//   check.require(num_heads % num_kv_heads == 0, "num_heads = ", num_heads, " is not a multiple of ", num_kv_heads);
-//   if (!check.ok()) return check.status();
+//   return checked("flash_attention_forward", [&](ShapeCheck& check) {
+//     check.tensor("query", query).dtype({DType::f32}).dims({"batch", "num_heads", "query_len", "head_dim"});
+//     check.tensor("key", key).dtype({query.dtype}).dims({"batch", "num_kv_heads", "kv_len", "head_dim"});
+//     check.output("out", out).dtype({query.dtype}).dims({"batch", "num_heads", "query_len", "head_dim"});
+//     check.require(num_heads % num_kv_heads == 0, "num_heads = ", num_heads, " is not a multiple of ", num_kv_heads);
+//     if (!check.ok()) return;
+//     ..  // the operator's work
+//   });
 //
 // A dimension's name is bound to its first size; a later tensor with another size fails with
 //   flash_attention_forward: key dim 3 (head_dim) is 64, but query set head_dim = 128
@@ -18,7 +20,9 @@
 #include <initializer_list>
 #include <span>
 #include <string>
+#include <type_traits>
 
+#include "core/guarded.h"
 #include "core/text.h"
 #include "opst/tensor.h"
 
@@ -80,9 +84,9 @@ class ShapeCheck {
   ShapeCheck& holds(const char* tensor, const char* name, int64_t size);
 
   // A bound size; of a declared tensor it may be < 0. 0 for a name that no tensor has bound.
-  int64_t operator[](const char* name) const;
+  int64_t operator[](const char* name) const { return find(name).size; }
   // The tensor that bound a size; null for a name that no tensor has bound.
-  const char* setter(const char* name) const;
+  const char* setter(const char* name) const { return find(name).tensor; }
 
   bool ok() const { return status_.ok(); }
   const Status& status() const { return status_; }
@@ -100,7 +104,7 @@ class ShapeCheck {
   };
   void fail(const std::string& message, StatusCode code = StatusCode::invalid_argument);
   std::string shown(int64_t size) const { return names_ != nullptr ? names_->text(size) : std::to_string(size); }
-  const Dimension* find(const char* name) const;
+  Dimension find(const char* name) const;  // nulls and 0 for a name that no tensor has bound
   // Binds the name, or compares the size with the bound one. `where` gives the message's begin: "key dim 3 (head_dim) is".
   template <class Where>
   void bind(const char* name, const char* tensor, int64_t size, const Where& where);
@@ -119,9 +123,25 @@ class ShapeCheck {
   union Place {
     Place() {}
     Seen seen;
-  };
-  Place seen_[kMaxTensors];
+  } seen_[kMaxTensors];
 };
+
+// The body of a public operator, guarded (core/guarded.h): body(check) checks the call and does its work. Returns what
+// the body returns; after a body that returns nothing, the status of the check.
+template <class Body>
+auto checked(const char* operator_name, const Body& body) noexcept {
+  using Returned = std::invoke_result_t<const Body&, ShapeCheck&>;
+  constexpr bool kNothing = std::is_void_v<Returned>;
+  return guarded([&]() -> std::conditional_t<kNothing, Status, Returned> {
+    ShapeCheck check(operator_name);
+    if constexpr (kNothing) {
+      body(check);
+      return check.status();
+    } else {
+      return body(check);
+    }
+  });
+}
 
 // Gives a tensor that has been checked other strides where strides mean nothing: in dimensions of one index those of a
 // row-major view; in a tensor without elements 0, and 1 in the last dimension.

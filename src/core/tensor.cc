@@ -2,10 +2,8 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <iterator>
 #include <new>
-#include <utility>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
@@ -24,68 +22,9 @@ const char* to_string(DType dtype) {
 }
 
 std::string to_string(const ConstTensor& tensor) {
-  std::string shape;
-  for (int i = 0; i < tensor.rank && i < kMaxRank; ++i) shape += (i > 0 ? ", " : "") + std::to_string(tensor.shape[i]);
-  return text(to_string(tensor.dtype), " [", shape, "]");
+  const auto sizes = joined(std::min(tensor.rank, kMaxRank), [&](int i) { return tensor.shape[i]; });
+  return text(to_string(tensor.dtype), " [", sizes, "]");
 }
-
-template <bool kConst>
-BasicTensor<kConst> BasicTensor<kConst>::contiguous(DType dtype, std::initializer_list<int64_t> shape, Data data) {
-  BasicTensor tensor;
-  tensor.dtype = dtype;
-  if (shape.size() > static_cast<size_t>(kMaxRank)) return tensor;
-  tensor.data = data;
-  tensor.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), tensor.shape);
-  int64_t stride = 1;
-  for (int i = tensor.rank - 1; i >= 0; --i) {
-    tensor.strides[i] = stride;
-    // A shape too large for any memory saturates here; ShapeCheck refuses it with its name.
-    if (__builtin_mul_overflow(stride, std::max<int64_t>(tensor.shape[i], 1), &stride)) stride = INT64_MAX;
-  }
-  return tensor;
-}
-
-template <bool kConst>
-BasicTensor<kConst> BasicTensor<kConst>::transposed(int a, int b) const {
-  BasicTensor view = *this;
-  std::swap(view.shape[a], view.shape[b]);
-  std::swap(view.strides[a], view.strides[b]);
-  return view;
-}
-
-template <bool kConst>
-BasicTensor<kConst> BasicTensor<kConst>::narrowed(int dim, int64_t begin, int64_t length) const {
-  using Byte = std::conditional_t<kConst, const char, char>;
-  BasicTensor view = *this;
-  view.shape[dim] = length;
-  if (data != nullptr) view.data = static_cast<Byte*>(data) + begin * strides[dim] * opst::size_bytes(dtype);
-  return view;
-}
-
-template <bool kConst>
-BasicTensor<kConst> BasicTensor<kConst>::selected(int dim, int64_t index) const {
-  BasicTensor view = narrowed(dim, index, 0);
-  view.rank = rank - 1;
-  for (int i = dim; i < view.rank; ++i) view.shape[i] = shape[i + 1], view.strides[i] = strides[i + 1];
-  view.shape[view.rank] = view.strides[view.rank] = 0;
-  return view;
-}
-
-template <bool kConst>
-bool BasicTensor<kConst>::is_contiguous() const {
-  if (num_elements() == 0) return true;
-  int64_t expected = 1;
-  for (int i = rank - 1; i >= 0; --i) {
-    if (shape[i] != 1 && strides[i] != expected) return false;
-    // Beyond every stride that a checked tensor may have.
-    if (__builtin_mul_overflow(expected, shape[i], &expected)) expected = INT64_MAX;
-  }
-  return true;
-}
-
-template struct BasicTensor<false>;
-template struct BasicTensor<true>;
 
 // Small buffers come from operator new, as all other memory of the library. Buffers of a huge page or more are mappings
 // of their own: aligned to the huge pages they ask for, and gone from this process as soon as they are freed.
@@ -144,8 +83,6 @@ Buffer Buffer::part_of(std::shared_ptr<void> whole, void* data, int64_t size_byt
 Buffer::~Buffer() {
   if (!whole_) release(data_, size_bytes_);
 }
-
-Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);

@@ -1,4 +1,5 @@
-// text(parts..): the parts of a message, one behind the other; name_of(..): the name of an enumerator.
+// text(parts..): the parts of a message, one behind the other; joined(..): a list of parts; name_of(..): the name of an
+// enumerator.
 //
 //   text("dim ", 3, " is ", size, ", but must be ", to_string(dtype))
 // Numbers are written as std::to_string writes them; a function without arguments is called for its part.
@@ -26,6 +27,14 @@ std::string text(const Parts&... parts) {
   std::string message;
   (append_part(message, parts), ...);
   return message;
+}
+
+// "a, b or c" where `last` is " or ": part_at(0) to part_at(count - 1).
+template <class Count, class PartAt>
+std::string joined(Count count, const PartAt& part_at, const char* last = ", ") {
+  std::string list;
+  for (Count i = 0; i < count; ++i) list += text(i == 0 ? "" : i + 1 == count ? last : ", ", part_at(i));
+  return list;
 }
 
 // names[i] is the name of enumerator i; "unknown" for a value that is no enumerator.

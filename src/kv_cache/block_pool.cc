@@ -1,5 +1,3 @@
-#include <string>
-
 #include "core/guarded.h"
 #include "core/text.h"
 #include "opst/kv_cache.h"

@@ -1,7 +1,4 @@
 // gather_pa_kv_cache: check every position that will be read, then deal out the tokens to tasks.
-#include <algorithm>
-
-#include "core/guarded.h"
 #include "core/int_math.h"
 #include "kv_cache/pages.h"
 #include "machine/context_impl.h"
@@ -11,11 +8,6 @@ namespace opst {
 using namespace kv_cache;
 
 namespace {
-
-constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
-
-// The element that a zero-filled row reads, with strides of 0.
-constexpr float kZero = 0;
 
 struct Sequences {
   const ConstTensor& block_table;
@@ -34,9 +26,11 @@ struct Sequences {
     return options.cumulative_lengths ? index_at(kv_lengths, b + 1) - index_at(kv_lengths, b) : index_at(kv_lengths, b);
   }
   int64_t offset(int64_t b) const { return options.seq_offset ? index_at(options.seq_offset, b) : 0; }
-  bool has_column(int64_t position) const { return position / block_size < block_table.shape[1]; }
-  // Where has_column.
-  int64_t block(int64_t b, int64_t position) const { return index_at(block_table, b, position / block_size); }
+  // -1: past the table's columns.
+  int64_t block(int64_t b, int64_t position) const {
+    const int64_t column = position / block_size;
+    return column < block_table.shape[1] ? index_at(block_table, b, column) : -1;
+  }
   bool in_cache(int64_t block) const { return block >= 0 && block < num_blocks; }
 };
 
@@ -90,10 +84,10 @@ void check_blocks(ShapeCheck& check, const Sequences& s) {
   for (int64_t b = 0; b < s.distinct_batch() && check.ok(); ++b) {
     const int64_t length = s.length(b), begin = s.offset(b), end = begin + length;
     if (length == 0) continue;
-    check.require(s.has_column(end - 1), "sequence ", b, " reads positions ", begin, " to ", end - 1,
+    const int64_t first = begin / s.block_size, last = (end - 1) / s.block_size;
+    check.require(last < max_blocks, "sequence ", b, " reads positions ", begin, " to ", end - 1,
                   ", but block_table has ", max_blocks, " blocks of ", s.block_size, " rows for it, positions 0 to ",
                   (Size(max_blocks) * s.block_size).value() - 1);
-    const int64_t first = begin / s.block_size, last = (end - 1) / s.block_size;
     for (int64_t column = first; column <= (alike ? first : last) && check.ok(); ++column) {
       const int64_t position = std::max(begin, column * s.block_size);
       const int64_t block = s.block(b, position);
@@ -129,6 +123,7 @@ struct Side {
     }
   }
   void zero(int64_t count, int64_t token) const {
+    static constexpr float kZero = 0;  // the one element that every row reads
     const Rows zeros = {const_cast<float*>(&kZero), 0, 0, 1};
     for (int64_t i = 0; i < count; ++i) copy_rows({to.shape[1], from.dim(), zeros, heads_of(to, token + i)});
   }
@@ -158,24 +153,24 @@ PageSizes check_tensors(ShapeCheck& check, const ConstTensor& key_cache, const C
 Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const ConstTensor& value_cache,
                           const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
                           const Tensor& value, const GatherOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("gather_pa_kv_cache");
+  return checked("gather_pa_kv_cache", [&](ShapeCheck& check) {
     const PageSizes sizes = check_tensors(check, key_cache, value_cache, block_table, kv_lengths, key, value, options);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const ConstTensor& head_indices = options.head_indices;
     const Sequences sequences = {block_table, kv_lengths, options, check["batch"], sizes.num_blocks, sizes.block_size};
     const int64_t tokens = key.shape[0];
     check_heads(check, head_indices, sizes.num_kv_heads);
     check_lengths(check, sequences, tokens);
     if (!options.zero_fill) check_blocks(check, sequences);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
 
     const int64_t elements = tokens * key.shape[1] * (sizes.head_dim + sizes.value_head_dim);
-    if (elements == 0) return {};
+    if (elements == 0) return;
     const CopyRowsKernel copy_rows = copy_rows_kernel(context.machine().isa, key_cache.dtype, key.dtype);
     const Side sides[2] = {{Pages(options.layout, PageSide::key, key_cache), normal_strides(key), copy_rows},
                            {Pages(options.layout, PageSide::value, value_cache), normal_strides(value), copy_rows}};
     const bool heads_innermost = options.layout == PageLayout::norm;
+    constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
     const int64_t num_tasks = std::min(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks), tokens);
     const int64_t tokens_per_task = ceil_div(tokens, num_tasks);
     context.impl().pool.parallel_for(ceil_div(tokens, tokens_per_task), [&](int64_t task, int) {
@@ -188,7 +183,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
           const int64_t position = offset + (token - start);
           const int64_t row = position % sizes.block_size;
           const int64_t count = std::min(last - token, sizes.block_size - row);
-          const int64_t block = sequences.has_column(position) ? sequences.block(b, position) : -1;
+          const int64_t block = sequences.block(b, position);
           for (const Side& side : sides) {
             if (side.from.dim() == 0) continue;
             if (sequences.in_cache(block)) {
@@ -202,7 +197,6 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
         start += length;
       }
     });
-    return {};
   });
 }
 

@@ -1,9 +1,6 @@
 // scatter_pa_kv_cache, convert_pages: check, then deal out the rows to tasks.
 #include "opst/kv_cache.h"
 
-#include <algorithm>
-
-#include "core/guarded.h"
 #include "core/int_math.h"
 #include "kv_cache/pages.h"
 #include "machine/context_impl.h"
@@ -15,20 +12,19 @@ using namespace kv_cache;
 Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const ConstTensor& value_rows,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("scatter_pa_kv_cache");
+  return checked("scatter_pa_kv_cache", [&](ShapeCheck& check) {
     check.tensor("key", key_rows).dtype(kFloats).dims({"tokens", "num_kv_heads", "head_dim"});
     check.tensor("value", value_rows).dtype({key_rows.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
     check.tensor("slot_mapping", slot_mapping).dtype(kIntegers).dims({"tokens"});
     const PageSizes sizes =
         check_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache, /*are_outputs=*/true);
     check_slots(check, slot_mapping, sizes);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
 
-    if (sizes.num_blocks == 0) return {};  // every slot is -1
+    if (sizes.num_blocks == 0) return;  // every slot is -1
     const ConstTensor key = normal_strides(key_rows), value = normal_strides(value_rows);
     const int64_t elements = check["tokens"] * sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
-    if (elements == 0) return {};
+    if (elements == 0) return;
     const CopyRowsKernel copy_rows = copy_rows_kernel(context.machine().isa, key.dtype, key_cache.dtype);
     const Pages keys(options.layout, PageSide::key, key_cache);
     const Pages values(options.layout, PageSide::value, value_cache);
@@ -40,20 +36,18 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const 
         if (values.dim() > 0) copy_rows({heads, values.dim(), heads_of(value, t), values.heads(block, row)});
       });
     });
-    return {};
   });
 }
 
 Status convert_pages(Context& context, const ConstTensor& from_key, const ConstTensor& from_value, const Tensor& to_key,
                      const Tensor& to_value, const ConvertPagesOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("convert_pages");
+  return checked("convert_pages", [&](ShapeCheck& check) {
     const PageSizes sizes = check_pages(check, options.from, "from_key", from_key, "from_value", from_value);
     check_pages(check, options.to, "to_key", to_key, "to_value", to_value, /*are_outputs=*/true);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
 
     const int64_t row_elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
-    if (sizes.num_blocks == 0 || row_elements == 0) return {};
+    if (sizes.num_blocks == 0 || row_elements == 0) return;
     const CopyRowsKernel copy_rows = copy_rows_kernel(context.machine().isa, from_key.dtype, to_key.dtype);
     const Pages from_keys(options.from, PageSide::key, from_key), to_keys(options.to, PageSide::key, to_key);
     const Pages from_values(options.from, PageSide::value, from_value);
@@ -81,7 +75,6 @@ Status convert_pages(Context& context, const ConstTensor& from_key, const ConstT
         copy_piece(from_values, to_values, block, begin);
       }
     });
-    return {};
   });
 }
 

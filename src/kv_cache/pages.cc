@@ -1,8 +1,6 @@
 // Page layouts: the table of their formats; the check of a cache and addresses in it, computed from that table.
 #include "kv_cache/pages.h"
 
-#include <string>
-
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "machine/levels.h"

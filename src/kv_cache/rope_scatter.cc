@@ -1,8 +1,5 @@
 // rope_scatter_pa_kv_cache: a token's heads are normalised and turned in f32, where they lie or in scratch that stays
 // in L1, and stored once.
-#include <algorithm>
-
-#include "core/guarded.h"
 #include "core/int_math.h"
 #include "kv_cache/pages.h"
 #include "machine/context_impl.h"
@@ -14,17 +11,39 @@ using namespace kv_cache;
 
 namespace {
 
-// Norm and rotation of queries or keys.
-struct Turning {
+// Checks all tensors and options; gives the cache's sizes, which mean nothing where the check fails.
+PageSizes check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tensor& query_out, const Tensor& key_cache,
+                     const Tensor& value_cache, const RopeScatterOptions& options) {
+  check.tensor("cos", in.cos).dtype({DType::f32}).dims({"tokens", "half"});
+  check.tensor("sin", in.sin).dtype({DType::f32}).dims({"tokens", "half"});
+  check.tensor("slot_mapping", in.slot_mapping).dtype(kIntegers).dims({"tokens"});
+  check.tensor("key", in.key).dtype(kFloats).dims({"tokens", "num_kv_heads", "head_dim"});
+  check.tensor("value", in.value).dtype({in.key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
+  if (in.query_weight) check.tensor("query_weight", in.query_weight).dtype({DType::f32}).dims({"head_dim"});
+  if (in.key_weight) check.tensor("key_weight", in.key_weight).dtype({DType::f32}).dims({"head_dim"});
+  rowwise::check_heads(check, {"query", &in.query}, {"query_out", &query_out}, {in.key.dtype});
+  const PageSizes sizes =
+      check_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache, /*are_outputs=*/true);
+  rowwise::check_pairs(check, "cos", "key");
+  rowwise::check_style(check, options.style);
+  rowwise::check_eps(check, options.eps);
+  check_slots(check, in.slot_mapping, sizes);
+  return sizes;
+}
+
+// A checked call: what is done with one token. `scratch`: the heads of one token in f32.
+struct RopeScatter {
   const rowwise::TypeKernels& f32;
-  CopyRowsKernel widen;  // to f32
-  rowwise::ConstRow weight;
-  ConstTensor cos, sin;
+  CopyRowsKernel widen, store_query, store_key, store_value;  // widen: to f32
+  ConstTensor query, key, value, cos, sin;
+  rowwise::ConstRow query_weight, key_weight;
+  Tensor query_out;
+  Pages keys, values;
   bool pairs;
   double eps;
 
-  // The heads of a token of x as f32 into `to`, which may be the heads of x themselves.
-  void run(const ConstTensor& x, int64_t token, const Rows& to) const {
+  // Norm and rotation: the heads of a token of x as f32 into `to`, which may be the heads of x themselves.
+  void turn(const ConstTensor& x, const rowwise::ConstRow& weight, int64_t token, const Rows& to) const {
     const int64_t num_heads = x.shape[1], head_dim = x.shape[2];
     Rows from = heads_of(x, token);
     if (x.dtype != DType::f32) {
@@ -50,84 +69,29 @@ struct Turning {
               .pairs = pairs,
               .inverse = false});
   }
-};
-
-// Checks all tensors and options; gives the cache's sizes, which mean nothing where the check fails.
-PageSizes check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tensor& query_out, const Tensor& key_cache,
-                     const Tensor& value_cache, const RopeScatterOptions& options) {
-  check.tensor("cos", in.cos).dtype({DType::f32}).dims({"tokens", "half"});
-  check.tensor("sin", in.sin).dtype({DType::f32}).dims({"tokens", "half"});
-  check.tensor("slot_mapping", in.slot_mapping).dtype(kIntegers).dims({"tokens"});
-  check.tensor("key", in.key).dtype(kFloats).dims({"tokens", "num_kv_heads", "head_dim"});
-  check.tensor("value", in.value).dtype({in.key.dtype}).dims({"tokens", "num_kv_heads", "value_head_dim"});
-  if (in.query_weight) check.tensor("query_weight", in.query_weight).dtype({DType::f32}).dims({"head_dim"});
-  if (in.key_weight) check.tensor("key_weight", in.key_weight).dtype({DType::f32}).dims({"head_dim"});
-  rowwise::check_heads(check, {"query", &in.query}, {"query_out", &query_out}, {in.key.dtype});
-  const PageSizes sizes =
-      check_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache, /*are_outputs=*/true);
-  rowwise::check_pairs(check, "cos", "key");
-  rowwise::check_style(check, options.style);
-  rowwise::check_eps(check, options.eps);
-  check_slots(check, in.slot_mapping, sizes);
-  return sizes;
-}
-
-// A checked call: what is done with one token. `scratch`: the heads of one token in f32.
-struct RopeScatter {
-  ConstTensor query, key, value;
-  Tensor query_out;
-  Turning query_turning, key_turning;
-  CopyRowsKernel store_query, store_key, store_value;
-  Pages keys, values;
 
   void write_query(int64_t token, const Rows& scratch) const {
     const Rows to = heads_of(query_out, token);
-    if (query_out.dtype == DType::f32) return query_turning.run(query, token, to);
-    query_turning.run(query, token, scratch);
+    if (query_out.dtype == DType::f32) return turn(query, query_weight, token, to);
+    turn(query, query_weight, token, scratch);
     store_query({query_out.shape[1], query_out.shape[2], scratch, to});
   }
 
   void write_cache(int64_t token, int64_t block, int64_t row, const Rows& scratch) const {
     const int64_t num_heads = key.shape[1];
     if (keys.dim() > 0) {
-      key_turning.run(key, token, scratch);
+      turn(key, key_weight, token, scratch);
       store_key({num_heads, keys.dim(), scratch, keys.heads(block, row)});
     }
     if (values.dim() > 0) store_value({num_heads, values.dim(), heads_of(value, token), values.heads(block, row)});
   }
 };
 
-RopeScatter checked_call(const Context& context, const RopeScatterInputs& in, const Tensor& query_out,
-                         const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
-  const auto copying = [&](DType from, DType to) { return copy_rows_kernel(context.machine().isa, from, to); };
-  const auto turning = [&](const ConstTensor& weight) -> Turning {
-    return {.f32 = rowwise::kernels_of(context, DType::f32),
-            .widen = copying(in.key.dtype, DType::f32),
-            .weight = {weight.data, weight.strides[0]},
-            .cos = normal_strides(in.cos),
-            .sin = normal_strides(in.sin),
-            .pairs = options.style == RopeStyle::pairs,
-            .eps = options.eps};
-  };
-  return {.query = normal_strides(in.query),
-          .key = normal_strides(in.key),
-          .value = normal_strides(in.value),
-          .query_out = normal_strides(query_out),
-          .query_turning = turning(in.query_weight),
-          .key_turning = turning(in.key_weight),
-          .store_query = copying(DType::f32, in.key.dtype),
-          .store_key = copying(DType::f32, key_cache.dtype),
-          .store_value = copying(in.key.dtype, key_cache.dtype),
-          .keys = Pages(options.layout, PageSide::key, key_cache),
-          .values = Pages(options.layout, PageSide::value, value_cache)};
-}
-
 }  // namespace
 
 Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& inputs, const Tensor& query_out,
                                 const Tensor& key_cache, const Tensor& value_cache, const RopeScatterOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rope_scatter_pa_kv_cache");
+  return checked("rope_scatter_pa_kv_cache", [&](ShapeCheck& check) -> Status {
     const PageSizes sizes = check_call(check, inputs, query_out, key_cache, value_cache, options);
     if (!check.ok()) return check.status();
 
@@ -137,7 +101,25 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     const int64_t cached = has_slots ? sizes.num_kv_heads * (head_dim + sizes.value_head_dim) : 0;
     const int64_t query_elements = num_heads * head_dim;
     if (tokens == 0 || cached + query_elements == 0) return {};
-    const RopeScatter call = checked_call(context, inputs, query_out, key_cache, value_cache, options);
+    const auto copying = [&](DType from, DType to) { return copy_rows_kernel(context.machine().isa, from, to); };
+    const DType dtype = inputs.key.dtype;
+    const RopeScatter call = {.f32 = rowwise::kernels_of(context, DType::f32),
+                              .widen = copying(dtype, DType::f32),
+                              .store_query = copying(DType::f32, dtype),
+                              .store_key = copying(DType::f32, key_cache.dtype),
+                              .store_value = copying(dtype, key_cache.dtype),
+                              .query = normal_strides(inputs.query),
+                              .key = normal_strides(inputs.key),
+                              .value = normal_strides(inputs.value),
+                              .cos = normal_strides(inputs.cos),
+                              .sin = normal_strides(inputs.sin),
+                              .query_weight = {inputs.query_weight.data, inputs.query_weight.strides[0]},
+                              .key_weight = {inputs.key_weight.data, inputs.key_weight.strides[0]},
+                              .query_out = normal_strides(query_out),
+                              .keys = Pages(options.layout, PageSide::key, key_cache),
+                              .values = Pages(options.layout, PageSide::value, value_cache),
+                              .pairs = options.style == RopeStyle::pairs,
+                              .eps = options.eps};
 
     // Per worker: the heads of one token in f32.
     const int64_t scratch_bytes =

@@ -45,15 +45,9 @@ Result<Isa> choose_isa(const ContextOptions& options) {
   const std::string value = environment("OPST_ISA");
   if (value.empty()) return best;
   const std::optional<Isa> cap = parse_isa(value);
-  if (!cap) {
-    std::string levels;
-    for (int i = 0; i < kNumIsaLevels; ++i) {
-      if (i > 0) levels += i + 1 == kNumIsaLevels ? " or " : ", ";
-      levels += to_string(static_cast<Isa>(i));
-    }
-    return refused("OPST_ISA", quoted(value), levels);
-  }
-  return common_level(*cap, best);
+  if (cap) return common_level(*cap, best);
+  const auto level = [](int i) { return to_string(static_cast<Isa>(i)); };
+  return refused("OPST_ISA", quoted(value), joined(kNumIsaLevels, level, " or "));
 }
 
 Result<int> choose_num_threads(const ContextOptions& options, const Machine& machine) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "machine/thread_pool.h"
-#include "machine/weight_memory.h"
 #include "machine/workspace.h"
 #include "opst/context.h"
 

@@ -17,17 +17,14 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+
+namespace opst::avx512_bf16 {  // bf16_rate_isa.cc
+void fma_burst(int64_t iterations, float* sink);
+void dot_burst(int64_t iterations, float* sink);
+}  // namespace opst::avx512_bf16
 #endif
 
 namespace opst {
-
-#if defined(__x86_64__)
-namespace avx512_bf16 {  // bf16_rate_isa.cc
-void fma_burst(int64_t iterations, float* sink);
-void dot_burst(int64_t iterations, float* sink);
-}  // namespace avx512_bf16
-#endif
-
 namespace {
 
 constexpr int kUnknown = -1;
@@ -155,30 +152,22 @@ std::string cgroup_path(const std::string& root, bool v2) {
   std::ifstream file(root + "/proc/self/cgroup");
   std::string line;
   while (std::getline(file, line)) {
-    const size_t first = line.find(':');
-    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    if (v2 ? controllers.empty() && line.compare(0, first, "0") == 0 : lists_cpu(controllers)) {
-      return line.substr(second + 1);
-    }
+    std::istringstream fields(line);
+    std::string id, controllers, path;
+    std::getline(std::getline(std::getline(fields, id, ':'), controllers, ':'), path);
+    if (fields && (v2 ? controllers.empty() && id == "0" : lists_cpu(controllers))) return path;
   }
   return "/";
 }
 
 std::optional<double> quota_of(const std::string& directory, bool v2) {
-  std::string quota;
-  double period = 0;
-  if (v2) {
-    std::istringstream line(first_line(directory + "/cpu.max"));  // "max 100000" or "150000 100000"
-    line >> quota >> period;
-  } else {
-    quota = first_line(directory + "/cpu.cfs_quota_us");  // "-1" or "150000"
-    std::istringstream(first_line(directory + "/cpu.cfs_period_us")) >> period;
-  }
-  double microseconds = 0;
-  if (!(std::istringstream(quota) >> microseconds) || microseconds <= 0 || period <= 0) return std::nullopt;
-  return microseconds / period;
+  // Microseconds: "max 100000" or "150000 100000"; of v1 in two files, "-1" or "150000" and "100000".
+  std::istringstream line(v2 ? first_line(directory + "/cpu.max")
+                             : first_line(directory + "/cpu.cfs_quota_us") + " " +
+                                   first_line(directory + "/cpu.cfs_period_us"));
+  double quota = 0, period = 0;
+  if (!(line >> quota >> period) || quota <= 0 || period <= 0) return std::nullopt;
+  return quota / period;
 }
 
 }  // namespace

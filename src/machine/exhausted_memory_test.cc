@@ -85,7 +85,7 @@ TEST(ExhaustedMemory, WeightsShareBlocksOrAreRefused) {
       [&]() -> Status {
         try {
           return memory.allocate(1000).status();
-        } catch (const std::bad_alloc&) {  // allowed here, see weight_memory.h
+        } catch (const std::bad_alloc&) {  // allowed here, see workspace.h
           return Status::out_of_memory();
         }
       },

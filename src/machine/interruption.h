@@ -27,12 +27,9 @@ class Interruption {
   // Whether the task about to begin should leave its work out. Asks on the caller's thread alone, which is worker 0.
   bool requested(int worker) {
     if (ask_ == nullptr) return false;
-    if (worker == 0 && !happened()) {
-      const Clock::time_point now = Clock::now();
-      if (now >= next_) {
-        next_ = now + kPeriod;
-        if (ask_()) happened_.store(true, std::memory_order_relaxed);
-      }
+    if (worker == 0 && !happened() && Clock::now() >= next_) {
+      next_ = Clock::now() + kPeriod;
+      if (ask_()) happened_.store(true, std::memory_order_relaxed);
     }
     return happened();
   }

@@ -60,22 +60,21 @@ class DefaultFloatControl {
 #if defined(__x86_64__)
   DefaultFloatControl() { __builtin_ia32_ldmxcsr(0x1f80); }  // exceptions masked, nearest, no flush to zero
   ~DefaultFloatControl() { __builtin_ia32_ldmxcsr(saved_); }
+
+ private:
+  const unsigned saved_ = __builtin_ia32_stmxcsr();
 #else
   DefaultFloatControl() {
     std::fegetenv(&saved_);
     std::fesetenv(FE_DFL_ENV);
   }
   ~DefaultFloatControl() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
 #endif
   DefaultFloatControl(const DefaultFloatControl&) = delete;
   DefaultFloatControl& operator=(const DefaultFloatControl&) = delete;
-
- private:
-#if defined(__x86_64__)
-  const unsigned saved_ = __builtin_ia32_stmxcsr();
-#else
-  std::fenv_t saved_;
-#endif
 };
 
 // Spins until `done()` or until the time is up; returns the last done(). Where threads outnumber cores a spinning
@@ -164,136 +163,130 @@ struct ThreadPool::Impl {
     int64_t number = 0, bytes = 0;
   };
 
-  bool acquire();
+  // Takes the workers for one region, starting them if this process has none. False where somebody else has them.
+  bool acquire() {
+    const int64_t pid = getpid();
+    int64_t known = process.load(std::memory_order_acquire);
+    if (known == pid) return !busy.exchange(true, std::memory_order_acquire);
+    if (known == -pid || !process.compare_exchange_strong(known, -pid, std::memory_order_acquire)) return false;
+    // Nobody else in this process touches the state now. In a forked child it may have been copied from the midst of a
+    // region, and the threads it speaks of exist only in the parent.
+    busy.store(true, std::memory_order_relaxed);
+    gate.store(0, std::memory_order_relaxed);
+    sleepers.store(0, std::memory_order_relaxed);
+    start_workers();
+    process.store(pid, std::memory_order_release);
+    return true;
+  }
   void release() { busy.store(false, std::memory_order_release); }
-  void start_workers();
-  void work(int worker);
+
+  void start_workers() {
+    next_worker.store(1, std::memory_order_relaxed);
+    workers.clear();
+    // Signals belong to the application's threads; faults stay deliverable.
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&blocked, fault);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    const auto main_of_worker = [](void* impl) -> void* {
+      auto* const self = static_cast<Impl*>(impl);
+      self->worker_loop(self->next_worker.fetch_add(1, std::memory_order_relaxed));
+      return nullptr;
+    };
+    for (int i = 1; i < num_threads; ++i) {
+      pthread_t thread;
+      if (pthread_create(&thread, nullptr, main_of_worker, this) != 0) break;  // fewer workers do the same work
+      workers.push_back(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void work(int worker) {
+    while (true) {
+      const int64_t task = next_task.fetch_add(1, std::memory_order_relaxed);
+      if (task >= num_tasks) return;
+      function(closure, task, worker);
+    }
+  }
+
+  // Fetches from where this worker stopped last, until the gate has news.
   template <class News>
-  void read_ahead(int worker, Fetched& fetched, const News& news) const;
-  void worker_loop(int worker);
-  void run_region(int64_t tasks, TaskFunction task_function, const void* task_closure);
-};
-
-// Takes the workers for one region, starting them if this process has none. False where somebody else has them.
-bool ThreadPool::Impl::acquire() {
-  const int64_t pid = getpid();
-  int64_t known = process.load(std::memory_order_acquire);
-  if (known == pid) return !busy.exchange(true, std::memory_order_acquire);
-  if (known == -pid || !process.compare_exchange_strong(known, -pid, std::memory_order_acquire)) return false;
-  // Nobody else in this process touches the state now. In a forked child it may have been copied from the midst of a
-  // region, and the threads it speaks of exist only in the parent.
-  busy.store(true, std::memory_order_relaxed);
-  gate.store(0, std::memory_order_relaxed);
-  sleepers.store(0, std::memory_order_relaxed);
-  start_workers();
-  process.store(pid, std::memory_order_release);
-  return true;
-}
-
-void ThreadPool::Impl::start_workers() {
-  next_worker.store(1, std::memory_order_relaxed);
-  workers.clear();
-  // Signals belong to the application's threads; faults stay deliverable.
-  sigset_t blocked, before;
-  sigfillset(&blocked);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&blocked, fault);
-  pthread_sigmask(SIG_SETMASK, &blocked, &before);
-  const auto main_of_worker = [](void* impl) -> void* {
-    auto* const self = static_cast<Impl*>(impl);
-    self->worker_loop(self->next_worker.fetch_add(1, std::memory_order_relaxed));
-    return nullptr;
-  };
-  for (int i = 1; i < num_threads; ++i) {
-    pthread_t thread;
-    if (pthread_create(&thread, nullptr, main_of_worker, this) != 0) break;  // fewer workers do the same work
-    workers.push_back(thread);
+  void read_ahead(int worker, Fetched& fetched, const News& news) const {
+    constexpr int64_t kLine = 64, kLines = 4;
+    const int64_t number = wish.number.load(std::memory_order_acquire);
+    if (fetched.number != number) fetched = {number, 0};
+    const int64_t bytes = wish.bytes.load(std::memory_order_relaxed);
+    if (fetched.bytes >= bytes) return;
+    const char* const data =
+        wish.data.load(std::memory_order_relaxed) + worker * wish.stride.load(std::memory_order_relaxed);
+    while (fetched.bytes < bytes && !news()) {
+      for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(data + fetched.bytes + i * kLine);
+      fetched.bytes += kLines * kLine;
+    }
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
 
-void ThreadPool::Impl::work(int worker) {
-  while (true) {
-    const int64_t task = next_task.fetch_add(1, std::memory_order_relaxed);
-    if (task >= num_tasks) return;
-    function(closure, task, worker);
-  }
-}
-
-// Fetches from where this worker stopped last, until the gate has news.
-template <class News>
-void ThreadPool::Impl::read_ahead(int worker, Fetched& fetched, const News& news) const {
-  constexpr int64_t kLine = 64, kLines = 4;
-  const int64_t number = wish.number.load(std::memory_order_acquire);
-  if (fetched.number != number) fetched = {number, 0};
-  const int64_t bytes = wish.bytes.load(std::memory_order_relaxed);
-  if (fetched.bytes >= bytes) return;
-  const char* const data =
-      wish.data.load(std::memory_order_relaxed) + worker * wish.stride.load(std::memory_order_relaxed);
-  while (fetched.bytes < bytes && !news()) {
-    for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(data + fetched.bytes + i * kLine);
-    fetched.bytes += kLines * kLine;
-  }
-}
-
-void ThreadPool::Impl::worker_loop(int worker) {
-  current_task = {this, worker};
-  Fetched fetched;
-  Gate seen_region = 0;
-  const auto news = [&](Gate g) { return (g & kStop) != 0 || ((g & kOpen) != 0 && (g & kRegionMask) != seen_region); };
-  while (true) {
-    Gate g = gate.load(std::memory_order_acquire);
-    const auto any_news = [&] { return news(g = gate.load(std::memory_order_acquire)); };
-    if (!news(g)) {
-      read_ahead(worker, fetched, any_news);
-      if (!spin_until(kIdleSpin, crowded, any_news)) {
-        // Announced before the futex looks at the gate; the caller opens the gate before it looks for sleepers.
-        sleepers.fetch_add(1, std::memory_order_seq_cst);
-        g = gate.load(std::memory_order_seq_cst);
-        if (!news(g)) {
-          const WakeElsewhere elsewhere(crowded ? -1 : caller_core.load(std::memory_order_relaxed));
-          futex_wait(gate, g, kWorkers);
+  void worker_loop(int worker) {
+    current_task = {this, worker};
+    Fetched fetched;
+    Gate seen_region = 0;
+    const auto news = [&](Gate g) {
+      return (g & kStop) != 0 || ((g & kOpen) != 0 && (g & kRegionMask) != seen_region);
+    };
+    while (true) {
+      Gate g = gate.load(std::memory_order_acquire);
+      const auto any_news = [&] { return news(g = gate.load(std::memory_order_acquire)); };
+      if (!news(g)) {
+        read_ahead(worker, fetched, any_news);
+        if (!spin_until(kIdleSpin, crowded, any_news)) {
+          // Announced before the futex looks at the gate; the caller opens the gate before it looks for sleepers.
+          sleepers.fetch_add(1, std::memory_order_seq_cst);
+          g = gate.load(std::memory_order_seq_cst);
+          if (!news(g)) {
+            const WakeElsewhere elsewhere(crowded ? -1 : caller_core.load(std::memory_order_relaxed));
+            futex_wait(gate, g, kWorkers);
+          }
+          sleepers.fetch_sub(1, std::memory_order_relaxed);
+          // A short region may be over before its worker is awake. The next one is near then: it waits for that awake.
+          continue;
         }
-        sleepers.fetch_sub(1, std::memory_order_relaxed);
-        // A short region may be over before its worker is awake. The next one is near then: it waits for that awake.
-        continue;
       }
+      if ((g & kStop) != 0) return;
+      if (!gate.compare_exchange_strong(g, g + 1, std::memory_order_acquire)) continue;
+      seen_region = g & kRegionMask;
+      {
+        const DefaultFloatControl float_control;
+        work(worker);
+      }
+      const Gate left = gate.fetch_sub(1, std::memory_order_acq_rel) - 1;
+      if ((left & kCallerWaits) != 0 && (left & kCountMask) == 0) futex_wake(gate, 1, kCaller);
     }
-    if ((g & kStop) != 0) return;
-    if (!gate.compare_exchange_strong(g, g + 1, std::memory_order_acquire)) continue;
-    seen_region = g & kRegionMask;
-    {
-      const DefaultFloatControl float_control;
-      work(worker);
+  }
+
+  void run_region(int64_t tasks, TaskFunction task_function, const void* task_closure) {
+    function = task_function;
+    closure = task_closure;
+    num_tasks = tasks;
+    next_task.store(0, std::memory_order_relaxed);
+    caller_core.store(sched_getcpu(), std::memory_order_relaxed);
+    const Gate region = (gate.load(std::memory_order_relaxed) & kRegionMask) + kRegion;
+    gate.store(region | kOpen, std::memory_order_seq_cst);
+    if (const int asleep = sleepers.load(std::memory_order_seq_cst); asleep > 0) {
+      futex_wake(gate, std::min<int64_t>(asleep, tasks - 1), kWorkers);
     }
-    const Gate left = gate.fetch_sub(1, std::memory_order_acq_rel) - 1;
-    if ((left & kCallerWaits) != 0 && (left & kCountMask) == 0) futex_wake(gate, 1, kCaller);
-  }
-}
 
-void ThreadPool::Impl::run_region(int64_t tasks, TaskFunction task_function, const void* task_closure) {
-  function = task_function;
-  closure = task_closure;
-  num_tasks = tasks;
-  next_task.store(0, std::memory_order_relaxed);
-  caller_core.store(sched_getcpu(), std::memory_order_relaxed);
-  const Gate region = (gate.load(std::memory_order_relaxed) & kRegionMask) + kRegion;
-  gate.store(region | kOpen, std::memory_order_seq_cst);
-  if (const int asleep = sleepers.load(std::memory_order_seq_cst); asleep > 0) {
-    futex_wake(gate, std::min<int64_t>(asleep, tasks - 1), kWorkers);
-  }
+    work(0);
 
-  work(0);
-
-  // Whoever is not inside by now stays outside.
-  Gate g = gate.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
-  const auto alone = [&] { return ((g = gate.load(std::memory_order_acquire)) & kCountMask) == 0; };
-  if ((g & kCountMask) == 0 || spin_until(kJoinSpin, crowded, alone)) return;
-  g = gate.fetch_or(kCallerWaits, std::memory_order_acq_rel) | kCallerWaits;
-  while ((g & kCountMask) != 0) {
-    futex_wait(gate, g, kCaller);
-    g = gate.load(std::memory_order_acquire);
+    // Whoever is not inside by now stays outside.
+    Gate g = gate.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    const auto alone = [&] { return ((g = gate.load(std::memory_order_acquire)) & kCountMask) == 0; };
+    if ((g & kCountMask) == 0 || spin_until(kJoinSpin, crowded, alone)) return;
+    g = gate.fetch_or(kCallerWaits, std::memory_order_acq_rel) | kCallerWaits;
+    while ((g & kCountMask) != 0) {
+      futex_wait(gate, g, kCaller);
+      g = gate.load(std::memory_order_acquire);
+    }
   }
-}
+};
 
 ThreadPool::ThreadPool(int num_threads) : impl_(std::make_unique<Impl>(num_threads)) {}
 

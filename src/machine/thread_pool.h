@@ -37,10 +37,10 @@ class ThreadPool {
 
   template <class Body>  // void(int64_t task, int worker) noexcept
   void parallel_for(int64_t num_tasks, const Body& body) {
-    run(
-        num_tasks,
-        [](const void* closure, int64_t task, int worker) { (*static_cast<const Body*>(closure))(task, worker); },
-        &body);
+    const TaskFunction call = [](const void* closure, int64_t task, int worker) {
+      (*static_cast<const Body*>(closure))(task, worker);
+    };
+    run(num_tasks, call, &body);
   }
 
   // A wish for the time until the next region: worker w fetches [data + w * stride, + bytes) into its caches.

@@ -1,11 +1,11 @@
-#include "machine/weight_memory.h"
-
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <optional>
 #include <utility>
 #include <vector>
+
+#include "machine/workspace.h"
 
 namespace opst {
 namespace {

@@ -1,25 +1,50 @@
 #include "machine/workspace.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
-#include <mutex>
+#include <new>
 #include <utility>
 
 #include "core/guarded.h"
-#include "core/int_math.h"
-#include "core/sanitizers.h"
 
 namespace opst {
 namespace {
 
-// Sizes are rounded up, so that calls of slowly varying size soon find what they need.
-int64_t rounded_size(int64_t size_bytes) {
-  constexpr int64_t kSmallStep = int64_t{64} << 10;
-  constexpr int64_t kHugePage = int64_t{2} << 20;
-  return round_up(size_bytes, size_bytes < kHugePage ? kSmallStep : kHugePage);
-}
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
+// The list of all ForkSafeMutexes. One thing of the process, as fork() is; needs no start and no end.
+constinit std::mutex list_mutex;
+constinit ForkSafeMutex* first = nullptr;
+constinit bool registered = false;
 
 }  // namespace
+
+void ForkSafeMutex::before_fork() {
+  list_mutex.lock();
+  for (ForkSafeMutex* m = first; m != nullptr; m = m->next_) m->lock();
+}
+
+void ForkSafeMutex::after_fork() {
+  for (ForkSafeMutex* m = first; m != nullptr; m = m->next_) m->unlock();
+  list_mutex.unlock();
+}
+
+ForkSafeMutex::ForkSafeMutex() {
+  const std::lock_guard<std::mutex> lock(list_mutex);
+  registered = registered || pthread_atfork(before_fork, after_fork, after_fork) == 0;
+  if (!registered) throw std::bad_alloc();
+  next_ = first;
+  if (next_ != nullptr) next_->previous_ = this;
+  first = this;
+}
+
+ForkSafeMutex::~ForkSafeMutex() {
+  const std::lock_guard<std::mutex> lock(list_mutex);
+  (previous_ == nullptr ? first : previous_->next_) = next_;
+  if (next_ != nullptr) next_->previous_ = previous_;
+}
 
 WorkspaceLease::WorkspaceLease(WorkspacePool* pool, Buffer buffer, int64_t size_bytes)
     : pool_(pool), buffer_(std::move(buffer)), size_bytes_(kAddressSanitizer ? size_bytes : buffer_.size_bytes()) {
@@ -62,7 +87,9 @@ Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
     }
     allow(buffer.data(), buffer.size_bytes());
     buffer = Buffer();  // gone before its successor comes: the peak is one of the two
-    Result<Buffer> fresh = Buffer::allocate(rounded_size(size_bytes));
+    // Rounded up, so that calls of slowly varying size soon find what they need.
+    const int64_t step = size_bytes < kHugePageBytes ? int64_t{64} << 10 : kHugePageBytes;
+    Result<Buffer> fresh = Buffer::allocate(round_up(size_bytes, step));
     const std::lock_guard<ForkSafeMutex> lock(mutex_);
     ++allocations_;
     if (!fresh.ok()) {
@@ -96,14 +123,38 @@ void WorkspacePool::trim() {
   }
 }
 
-int64_t WorkspacePool::held_bytes() const {
-  const std::lock_guard<ForkSafeMutex> lock(mutex_);
-  return held_bytes_;
-}
+struct WeightMemory::Block {
+  Buffer memory;
+  std::shared_ptr<ForkSafeMutex> mutex;
+  int64_t used = 0;  // guarded by the mutex
 
-int64_t WorkspacePool::allocations() const {
-  const std::lock_guard<ForkSafeMutex> lock(mutex_);
-  return allocations_;
+  char* next() const { return static_cast<char*>(memory.data()) + used; }
+};
+
+Result<Buffer> WeightMemory::allocate(int64_t size_bytes) {
+  // Under AddressSanitizer each weight has memory of its own, whose bounds are watched.
+  if (kAddressSanitizer || size_bytes <= 0 || size_bytes >= kHugePageBytes) return Buffer::allocate(size_bytes);
+  constexpr int64_t kBlockBytes = 8 * kHugePageBytes;  // mapped at once: pages that nobody touches take no memory
+  const int64_t bytes = round_up(size_bytes, 64);
+  std::shared_ptr<Block> block;
+  char* place = nullptr;
+  {
+    const std::lock_guard<ForkSafeMutex> lock(*mutex_);
+    if (!block_ || bytes > block_->memory.size_bytes() - block_->used) {
+      Result<Buffer> memory = Buffer::allocate(kBlockBytes);
+      if (!memory.ok()) return memory.status();
+      block_ = std::make_shared<Block>(Block{std::move(memory.value()), mutex_});
+    }
+    block = block_;
+    place = block->next();
+    block->used += bytes;
+  }
+  // Outside the lock: where this fails, the place is given back, which takes the lock.
+  std::shared_ptr<void> owner(place, [block, bytes](const char* p) {
+    const std::lock_guard<ForkSafeMutex> lock(*block->mutex);
+    if (p + bytes == block->next()) block->used -= bytes;
+  });
+  return Buffer::part_of(std::move(owner), place, size_bytes);
 }
 
 }  // namespace opst

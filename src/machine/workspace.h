@@ -1,4 +1,5 @@
-// Scratch memory that operators lease for one call and give back, so that in steady state nothing is allocated.
+// Memory of a Context: scratch that operators lease for one call and give back, so that in steady state nothing is
+// allocated; at the end of the file, memory for packed weights.
 //
 //   Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes);
 //   if (!lease.ok()) return lease.status();
@@ -11,14 +12,38 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "core/int_math.h"
 #include "core/sanitizers.h"
-#include "machine/fork_safe_mutex.h"
 #include "opst/tensor.h"
 
 namespace opst {
+
+// A mutex that is never locked in a forked child, and what it guards is whole there.
+// fork() copies memory but the calling thread alone: a mutex that another thread holds at that moment stays locked in
+// the child for ever, and what it guards may be half changed. Therefore fork() first takes all mutexes of this kind
+// (pthread_atfork), and parent and child release them. For locks held for moments only, as fork() waits for them; a
+// thread never holds two of them.
+class ForkSafeMutex {
+ public:
+  // May throw bad_alloc: the first one of the process registers the handlers of fork().
+  ForkSafeMutex();
+  ~ForkSafeMutex();
+  ForkSafeMutex(const ForkSafeMutex&) = delete;
+  ForkSafeMutex& operator=(const ForkSafeMutex&) = delete;
+
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  static void before_fork();
+  static void after_fork();
+
+  std::mutex mutex_;
+  ForkSafeMutex *previous_ = nullptr, *next_ = nullptr;  // of all that exist
+};
 
 class WorkspacePool;
 
@@ -50,8 +75,14 @@ class WorkspacePool {
   // replaced by a larger one.
   Result<WorkspaceLease> lease(int64_t size_bytes);
   void trim();
-  int64_t held_bytes() const;  // idle and leased
-  int64_t allocations() const;
+  int64_t held_bytes() const {  // idle and leased
+    const std::lock_guard<ForkSafeMutex> lock(mutex_);
+    return held_bytes_;
+  }
+  int64_t allocations() const {
+    const std::lock_guard<ForkSafeMutex> lock(mutex_);
+    return allocations_;
+  }
 
  private:
   friend class WorkspaceLease;
@@ -109,6 +140,26 @@ class Arena {
 
   char* next_;
   int64_t left_;
+};
+
+// Memory for packed weights. Decoding a token streams all weights of a model through the caches; where each has small
+// pages of its own, the page tables are streamed with them (q4_1, one thread: 0.79 of plain reading instead of 0.92).
+// Therefore weights smaller than a huge page lie side by side in huge pages.
+//
+//   Result<Buffer> memory = context.impl().weights.allocate(bytes);
+//
+// A block of huge pages is freed when all its weights are gone. The place of its last weight is used again as soon as
+// that weight is gone.
+class WeightMemory {
+ public:
+  // As Buffer::allocate. May throw bad_alloc.
+  Result<Buffer> allocate(int64_t size_bytes);
+
+ private:
+  struct Block;
+  // Shared with all blocks, which may outlive this object.
+  std::shared_ptr<ForkSafeMutex> mutex_ = std::make_shared<ForkSafeMutex>();
+  std::shared_ptr<Block> block_;  // from which the next weight is taken
 };
 
 }  // namespace opst

@@ -1,8 +1,6 @@
 // rms_norm, add_rms_norm, layer_norm and their gradients.
-#include <algorithm>
 #include <limits>
 
-#include "core/guarded.h"
 #include "rowwise/rows.h"
 
 namespace opst {
@@ -60,25 +58,13 @@ void run_norm(Context& context, Norm kernel, const ConstTensor& x, const Tensor&
   });
 }
 
-// Sums of a weight's gradient over rows: the rows are cut into chunks, each with a sum of its own, in an order that
-// depends on the sizes alone. 64 chunks keep that many threads at work.
-struct RowChunks {
-  int64_t count, rows;
-};
-RowChunks chunks_of(int64_t rows, int64_t features) {
-  constexpr int64_t kChunkElements = int64_t{1} << 14, kMaxChunks = 64;
-  const int64_t wanted = std::clamp<int64_t>(rows * features / kChunkElements, 1, kMaxChunks);
-  const int64_t chunk_rows = std::max<int64_t>(1, ceil_div(rows, wanted));
-  return {std::max<int64_t>(1, ceil_div(rows, chunk_rows)), chunk_rows};
-}
-
-// `sums` [chunks.count][features]: adds up the chunks and writes them.
-void finish_weight_gradient(Context& context, float* sums, const RowChunks& chunks, const Tensor& gradient) {
+// `sums` [num_chunks][features]: adds up the chunks and writes them.
+void finish_weight_gradient(Context& context, float* sums, int64_t num_chunks, const Tensor& gradient) {
   constexpr int64_t kColumns = 512;
   const int64_t features = gradient.shape[0];
   context.impl().pool.parallel_for(ceil_div(features, kColumns), [&](int64_t task, int) {
     const int64_t begin = task * kColumns, end = std::min(features, begin + kColumns);
-    for (int64_t chunk = 1; chunk < chunks.count; ++chunk) {
+    for (int64_t chunk = 1; chunk < num_chunks; ++chunk) {
       const float* const part = sums + chunk * features;
       for (int64_t i = begin; i < end; ++i) sums[i] += part[i];
     }
@@ -106,24 +92,29 @@ Status run_backward(Context& context, NormBackward kernel, const ConstTensor& gr
     return {};
   }
   if (features == 0) return {};
-  const RowChunks chunks = chunks_of(rows, features);
-  const int64_t size = chunks.count * features;
+  // Sums of a weight's gradient: the rows are cut into chunks, each with a sum of its own, in an order that depends on
+  // the sizes alone. 64 chunks keep that many threads at work.
+  constexpr int64_t kChunkElements = int64_t{1} << 14, kMaxChunks = 64;
+  const int64_t wanted = std::clamp<int64_t>(rows * features / kChunkElements, 1, kMaxChunks);
+  const int64_t chunk_rows = std::max<int64_t>(1, ceil_div(rows, wanted));
+  const int64_t num_chunks = std::max<int64_t>(1, ceil_div(rows, chunk_rows));
+  const int64_t size = num_chunks * features;
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(2 * Arena::size_of<float>(size));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
   float* const weight_sums = gradients.weight ? arena.take<float>(size) : nullptr;
   float* const bias_sums = gradients.bias ? arena.take<float>(size) : nullptr;
-  context.impl().pool.parallel_for(chunks.count, [&](int64_t chunk, int) {
+  context.impl().pool.parallel_for(num_chunks, [&](int64_t chunk, int) {
     float* const weight_sum = weight_sums != nullptr ? weight_sums + chunk * features : nullptr;
     float* const bias_sum = bias_sums != nullptr ? bias_sums + chunk * features : nullptr;
     for (float* const sum : {weight_sum, bias_sum}) {
       if (sum != nullptr) std::fill_n(sum, features, 0.0f);
     }
-    const int64_t end = std::min(rows, (chunk + 1) * chunks.rows);
-    for (int64_t row = chunk * chunks.rows; row < end; ++row) run(row, weight_sum, bias_sum);
+    const int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
+    for (int64_t row = chunk * chunk_rows; row < end; ++row) run(row, weight_sum, bias_sum);
   });
-  if (gradients.weight) finish_weight_gradient(context, weight_sums, chunks, gradients.weight);
-  if (gradients.bias) finish_weight_gradient(context, bias_sums, chunks, gradients.bias);
+  if (gradients.weight) finish_weight_gradient(context, weight_sums, num_chunks, gradients.weight);
+  if (gradients.bias) finish_weight_gradient(context, bias_sums, num_chunks, gradients.bias);
   return {};
 }
 
@@ -131,38 +122,33 @@ Status run_backward(Context& context, NormBackward kernel, const ConstTensor& gr
 
 Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                 const RmsNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rms_norm");
+  return checked("rms_norm", [&](ShapeCheck& check) {
     const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
     check_features(check.tensor("weight", weight), x.dtype);
     check_norm(check, {{"x", &x}}, {{"out", &out}}, norm);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const Norm kernel = kernels_of(context, x.dtype).rms_norm[weight.dtype == DType::f32];
     run_norm(context, kernel, x, out, norm, [](int64_t) {});
-    return {};
   });
 }
 
 Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b, const ConstTensor& weight,
                     const Tensor& out, const Tensor& sum, const RmsNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("add_rms_norm");
+  return checked("add_rms_norm", [&](ShapeCheck& check) {
     const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
     check_features(check.tensor("weight", weight), a.dtype);
     check_norm(check, {{"a", &a}, {"b", &b}}, {{"out", &out}, {"sum", &sum}}, norm);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const TypeKernels& table = kernels_of(context, a.dtype);
     const int64_t features = check["features"];
     run_norm(context, table.rms_norm[weight.dtype == DType::f32], sum, out, norm,
              [&](int64_t row) { table.add(row_of(a, row), row_of(b, row), row_of(sum, row), features); });
-    return {};
   });
 }
 
 Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
                          const NormGradients& gradients, const RmsNormBackwardOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rms_norm_backward");
+  return checked("rms_norm_backward", [&](ShapeCheck& check) -> Status {
     check_features(check.tensor("weight", weight), x.dtype);
     check_rows(check, {{"x", &x}, {"grad_out", &grad_out}, {"grad_sum", if_there(options.grad_sum)}},
                {{"gradients.x", if_there(gradients.x)}});
@@ -176,8 +162,7 @@ Status rms_norm_backward(Context& context, const ConstTensor& grad_out, const Co
 }
 
 Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, const LayerNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("layer_norm");
+  return checked("layer_norm", [&](ShapeCheck& check) {
     const ConstTensor &weight = options.weight, &bias = options.bias;
     if (weight) check_features(check.tensor("weight", weight), x.dtype);
     if (bias) check_features(check.tensor("bias", bias), x.dtype);
@@ -186,18 +171,16 @@ Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, con
                     to_string(weight.dtype));
     }
     check_norm(check, {{"x", &x}}, {{"out", &out}}, options);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const ConstTensor& any = weight ? weight : bias;
     const Norm kernel = kernels_of(context, x.dtype).layer_norm[!any || any.dtype == DType::f32];
     run_norm(context, kernel, x, out, options, [](int64_t) {});
-    return {};
   });
 }
 
 Status layer_norm_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x,
                            const NormGradients& gradients, const LayerNormOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("layer_norm_backward");
+  return checked("layer_norm_backward", [&](ShapeCheck& check) -> Status {
     const ConstTensor& weight = options.weight;
     if (weight) check_features(check.tensor("weight", weight), x.dtype);
     check_rows(check, {{"x", &x}, {"grad_out", &grad_out}}, {{"gradients.x", if_there(gradients.x)}});

@@ -2,7 +2,6 @@
 #include <cmath>
 #include <span>
 
-#include "core/guarded.h"
 #include "rowwise/rows.h"
 
 namespace opst {
@@ -106,8 +105,7 @@ float load_f32(const ConstTensor& tensor, int64_t i, int64_t j) {
 
 Status rope_table(Context& context, const ConstTensor& positions, const Tensor& cos, const Tensor& sin,
                   const RopeTableOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rope_table");
+  return checked("rope_table", [&](ShapeCheck& check) -> Status {
     const auto& [theta, sections] = options;
     check_positions(check, positions, sections);
     check.output("cos", cos).dtype({DType::f32}).dims({"tokens", "half"});
@@ -140,27 +138,24 @@ Status rope_table(Context& context, const ConstTensor& positions, const Tensor& 
 
 Status rope(Context& context, const ConstTensor& x, const ConstTensor& cos, const ConstTensor& sin, const Tensor& out,
             const RopeOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rope");
+  return checked("rope", [&](ShapeCheck& check) {
     check.tensor("cos", cos).dtype({DType::f32}).dims({"tokens", "half"});
     check.tensor("sin", sin).dtype({DType::f32}).dims({"tokens", "half"});
     check_heads(check, {"x", &x}, {"out", &out}, {DType::f32, DType::bf16, DType::f16});
     check_pairs(check, "cos", "x");
     check_style(check, options.style);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
 
     const Rotation rotation = {
         kernels_of(context, x.dtype).rope, x, out, check["half"], options.style, options.inverse};
     for_each_row(context, x.shape[0], x.shape[1] * x.shape[2],
                  [&](int64_t token, int) { rotation.run(token, row_of(cos, token), row_of(sin, token)); });
-    return {};
   });
 }
 
 Status rope_cached(Context& context, const ConstTensor& x, const ConstTensor& positions, const ConstTensor& cos_cache,
                    const ConstTensor& sin_cache, const Tensor& out, const RopeCachedOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("rope_cached");
+  return checked("rope_cached", [&](ShapeCheck& check) -> Status {
     check_positions(check, positions, options.sections);
     check.tensor("cos_cache", cos_cache).dtype({DType::f32, x.dtype}).dims({"max_positions", "half"});
     check.tensor("sin_cache", sin_cache).dtype({cos_cache.dtype}).dims({"max_positions", "half"});

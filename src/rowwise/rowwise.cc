@@ -4,7 +4,6 @@
 #include <cmath>
 #include <utility>
 
-#include "core/guarded.h"
 #include "machine/levels.h"
 #include "rowwise/rows.h"
 
@@ -78,41 +77,35 @@ void run_rows(Context& context, const Kernel& kernel, const ConstTensor& first, 
 
 Status run_binary(Context& context, const char* operator_name, Binary TypeKernels::*kernel, const Input& a,
                   const Input& b, const Tensor& out) {
-  return guarded([&]() -> Status {
-    ShapeCheck check(operator_name);
+  return checked(operator_name, [&](ShapeCheck& check) {
     check_rows(check, {a, b}, {{"out", &out}});
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     run_rows(context, kernels_of(context, out.dtype).*kernel, *a.tensor, *b.tensor, out);
-    return {};
   });
 }
 
 }  // namespace
 
 Status softmax(Context& context, const ConstTensor& x, const Tensor& out, const SoftmaxOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("softmax");
+  return checked("softmax", [&](ShapeCheck& check) {
     check_rows(check, {{"x", &x}}, {{"out", &out}});
     check_scale(check, options.scale);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const Softmax kernel = kernels_of(context, x.dtype).softmax;
     const auto scaled = [&](ConstRow from, Row to, int64_t n) { kernel(from, to, n, options.scale); };
     run_rows(context, scaled, x, out);
-    return {};
   });
 }
 
 Status softmax_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& out, const Tensor& grad_x,
                         const SoftmaxOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("softmax_backward");
+  return checked("softmax_backward", [&](ShapeCheck& check) {
     check_rows(check, {{"grad_out", &grad_out}, {"out", &out}}, {{"grad_x", &grad_x}});
     check_scale(check, options.scale);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const SoftmaxBackward kernel = kernels_of(context, out.dtype).softmax_backward;
     const auto scaled = [&](ConstRow g, ConstRow y, Row to, int64_t n) { kernel(g, y, to, n, options.scale); };
     run_rows(context, scaled, grad_out, out, grad_x);
-    return {};
   });
 }
 
@@ -121,8 +114,7 @@ Status swiglu(Context& context, const ConstTensor& gate, const ConstTensor& up, 
 }
 
 Status swiglu(Context& context, const ConstTensor& gate_up, const Tensor& out, const SwigluOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("swiglu");
+  return checked("swiglu", [&](ShapeCheck& check) -> Status {
     const auto [gate, up] = halves_of(check, "gate_up", gate_up, options.swapped);
     if (!check.ok()) return check.status();
     return swiglu(context, gate, up, out);
@@ -131,20 +123,17 @@ Status swiglu(Context& context, const ConstTensor& gate_up, const Tensor& out, c
 
 Status swiglu_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& gate, const ConstTensor& up,
                        const Tensor& grad_gate, const Tensor& grad_up) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("swiglu_backward");
+  return checked("swiglu_backward", [&](ShapeCheck& check) {
     check_rows(check, {{"grad_out", &grad_out}, {"gate", &gate}, {"up", &up}},
                {{"grad_gate", &grad_gate}, {"grad_up", &grad_up}});
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     run_rows(context, kernels_of(context, gate.dtype).swiglu_backward, grad_out, gate, up, grad_gate, grad_up);
-    return {};
   });
 }
 
 Status swiglu_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& gate_up,
                        const Tensor& grad_gate_up, const SwigluOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("swiglu_backward");
+  return checked("swiglu_backward", [&](ShapeCheck& check) -> Status {
     const auto [gate, up] = halves_of(check, "gate_up", gate_up, options.swapped);
     const auto [grad_gate, grad_up] = halves_of(check, "grad_gate_up", grad_gate_up, options.swapped);
     if (!check.ok()) return check.status();
