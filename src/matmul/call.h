@@ -64,7 +64,7 @@ int64_t packed_inputs(QuantFormat format, int64_t k);
 int64_t packed_column_bytes(QuantFormat format, int64_t k);
 Size packed_bytes(QuantFormat format, int64_t n, int64_t k);
 
-// ---- packed_weight.cc, weights_int.cc
+// ---- packed_weight.cc
 
 using DTypes = std::initializer_list<DType>;
 inline constexpr DTypes kFloats = {DType::f32, DType::bf16, DType::f16}, kF64 = {DType::f64};
