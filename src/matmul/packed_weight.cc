@@ -58,7 +58,7 @@ void pack_int_panel(const IntMatrix& weight, int bits, int64_t first, const gemm
   std::fill_n(scales, numbers, 0.0f);
   if (zeros != nullptr) std::fill_n(zeros, numbers, 0);
   for (int64_t c = 0; c < std::min<int64_t>(kIntPanelColumns, weight.q.shape[0] - first); ++c) {
-    const IntRow row(weight, first + c);
+    const IntRow row{weight, first + c};
     for (int64_t g = 0; g < parts.groups; ++g) {
       uint32_t* const group = words + g * parts.group_words * kIntPanelColumns + c;
       for (int64_t t = 0; t < parts.group_values; ++t) {

@@ -270,7 +270,7 @@ Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& resul
     const Tensor out = normal_strides(result);
     const auto kernel = quant::kernels(context.machine().isa).dequantize_group[float_index(out.dtype)];
     for_each_row(context, sizes.rows, sizes.cols, kIntTaskValues, [&](int64_t row) {
-      const IntRow numbers(matrix, row);
+      const IntRow numbers{matrix, row};
       for (int64_t g = 0; g < sizes.groups; ++g) {
         const int64_t first = g * count;
         kernel({.q = static_cast<const int8_t*>(q.data) + row * q.strides[0] +
