@@ -32,7 +32,7 @@ class PackedWeight {
   static Result<PackedWeight> pack(Context& context, const ConstTensor& weight);
 
   // The rows of a quantised matrix. Errors: those of dequantize; out_of_memory.
-  static Result<PackedWeight> pack(Context& context, const QuantMatrix& weight);
+  static Result<PackedWeight> pack(Context& context, const QuantMatrix& weight) { return pack(context, {&weight, 1}); }
 
   // Several matrices of one format and k, one below another, so that one product serves all that take the same x.
   // Each but the last has a multiple of 16 rows. Errors: as above, and invalid_argument where they do not fit together.

@@ -106,10 +106,6 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
   });
 }
 
-Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& weight) {
-  return pack(context, std::span(&weight, 1));
-}
-
 Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantMatrix> parts) {
   return guarded([&]() -> Result<PackedWeight> {
     ShapeCheck check("PackedWeight::pack");

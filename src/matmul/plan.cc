@@ -82,11 +82,6 @@ int64_t balanced(int64_t size, int64_t most, int64_t unit) {
 
 constexpr int64_t float_bytes(Size count) { return (count * static_cast<int64_t>(sizeof(float))).value(); }
 
-// Of inputs: floats, or pairs of bf16.
-int64_t words_of(const MatmulProblem& p, const Plan& plan) {
-  return plan.product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
-}
-
 // x is packed in `form`: [runs][m][stride] elements, `rows` rows per task.
 void pack_as(const MatmulProblem& p, XForm form, int64_t runs, int64_t stride, int64_t rows, Plan& plan) {
   plan.x = form;
@@ -107,7 +102,6 @@ int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int, Plan& 
   const int64_t unit = std::max<int64_t>(few_columns, kPanelColumns);
   const int64_t bytes_per_unit =
       std::max<int64_t>(1, (Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k) * unit).value());
-  plan.words = words_of(p, plan);
   plan.columns_per_task = std::max<int64_t>(1, kFewTaskBytes / bytes_per_unit) * unit;
   plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, unit));
   plan.run_words = plan.k_block = std::max<int64_t>(1, plan.words);
@@ -121,7 +115,6 @@ int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int, Plan& 
 int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
   const int many_columns = float_kernels(machine.isa).many_columns;
   const int64_t block = std::max<int64_t>(32, block_values(p.format));
-  plan.words = words_of(p, plan);
   plan.rows_per_task = balanced(p.m, kManyRows, 1);
   plan.columns_per_task = plan.width >= kWideEnough ? kManyColumns : kFewerColumns;
   plan.run_words = plan.k_block = balanced(plan.words, kMaxKBlock / block * block, block);
@@ -314,7 +307,8 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
     return plan;
   }
   plan.rows_per_task = p.m;
-  plan.words = plan.k_block = p.k;
+  plan.words = product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+  plan.k_block = p.k;
   const int64_t unit = cut(p, machine, std::max(1, num_threads), plan);
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
