@@ -11,9 +11,7 @@
 namespace opst {
 namespace {
 
-using gemm::kIntPanelColumns;
-using gemm::kPanelColumns;
-using gemm::Piece;
+using namespace gemm;
 
 // Calls body.operator()<Block>() with the format's block.
 template <class Body>
@@ -37,7 +35,7 @@ void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out)
         Block block;  // copied, since its address may be odd
         const auto size = static_cast<int64_t>(sizeof(Block));
         std::memcpy(&block, static_cast<const char*>(weight.data) + ((first + c) * pieces + p) * size, sizeof(Block));
-        gemm::put(piece, c, block);
+        put(piece, c, block);
       }
     }
   });
@@ -98,10 +96,10 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
     ShapeCheck check("PackedWeight::pack");
     check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
     if (!check.ok()) return check.status();
-    const QuantFormat format = gemm::weight_format(weight.dtype);
-    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, check["n"], check["k"]));
+    const QuantFormat format = weight_format(weight.dtype);
+    Result<Buffer> buffer = allocate_weight(context, packed_bytes(format, check["n"], check["k"]));
     if (!buffer.ok()) return buffer.status();
-    gemm::pack_float_weight(context, normal_strides(weight), buffer.value().data());
+    pack_float_weight(context, normal_strides(weight), buffer.value().data());
     return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
   });
 }
@@ -124,19 +122,19 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
     }
     if (!check.ok()) return check.status();
     const QuantFormat format = parts[0].format;
-    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, rows, parts[0].cols));
+    Result<Buffer> buffer = allocate_weight(context, packed_bytes(format, rows, parts[0].cols));
     if (!buffer.ok()) return buffer.status();
     char* panels = static_cast<char*>(buffer.value().data());
     for (const QuantMatrix& part : parts) {
       with_format(format, [&]<class Block>() {
         if constexpr (kIsFloat<Block>) {
           const auto matrix = ConstTensor::contiguous(Block::kType, {part.rows, part.cols}, part.data);
-          gemm::pack_float_weight(context, matrix, panels);
+          pack_float_weight(context, matrix, panels);
         } else {
           pack_blocks<Block>(context, part, reinterpret_cast<Piece<Block>*>(panels));
         }
       });
-      panels += part.rows * gemm::packed_column_bytes(format, part.cols);
+      panels += part.rows * packed_column_bytes(format, part.cols);
     }
     return PackedWeight(format, rows, parts[0].cols, std::move(buffer.value()));
   });
@@ -162,7 +160,7 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
         const int column = static_cast<int>(row % kPanelColumns);
         float* const to = static_cast<float*>(out.data) + i * out.strides[0];
         for (int64_t t = 0; t < k; ++t) {
-          to[t * out.strides[1]] = gemm::get(panel[t / kValues], column, static_cast<int>(t % kValues));
+          to[t * out.strides[1]] = get(panel[t / kValues], column, static_cast<int>(t % kValues));
         }
       });
     });
@@ -183,11 +181,11 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix&
                   kMaxGroupValues, " can be summed");
     if (!check.ok()) return check.status();
     const int64_t group_numbers = int_group_words(group_values, bits) + (has_zeros ? 2 : 1);
-    Result<Buffer> buffer = gemm::allocate_weight(
+    Result<Buffer> buffer = allocate_weight(
         context, Size(4 * kIntPanelColumns * group_numbers) * groups * ceil_div(rows, kIntPanelColumns));
     if (!buffer.ok()) return buffer.status();
     PackedIntWeight packed(rows, cols, groups, bits, has_zeros, std::move(buffer.value()));
-    const gemm::IntWeightPart parts = gemm::int_weight(packed);
+    const IntWeightPart parts = int_weight(packed);
     context.impl().pool.parallel_for(ceil_div(rows, kIntPanelColumns), [&](int64_t panel, int) {
       pack_int_panel(weight, packed.bits(), panel * kIntPanelColumns, parts);
     });
