@@ -1,9 +1,8 @@
-// Shared by every operator that reads a QuantMatrix or an IntMatrix: their checks, elements, and the room's kernels.
+// Shared by every operator that reads a QuantMatrix or an IntMatrix: their checks, and elements.
 #pragma once
 
 #include "core/shape_check.h"
 #include "opst/quant.h"
-#include "quant/kernels.h"
 
 namespace opst {
 
@@ -40,10 +39,5 @@ struct IntRow {
     return static_cast<const T*>(numbers.data) + row * numbers.strides[0] + group * numbers.strides[1];
   }
 };
-
-namespace quant {
-// The table of the highest level of this room that `isa` includes.
-const Kernels& kernels(Isa isa);
-}  // namespace quant
 
 }  // namespace opst

@@ -13,6 +13,7 @@
 #include "machine/context_impl.h"
 #include "machine/levels.h"
 #include "quant/formats.h"
+#include "quant/kernels.h"
 #include "quant/matrices.h"
 
 namespace opst {
