@@ -21,9 +21,8 @@
 namespace opst {
 
 // A weight [n, k] (n outputs, k inputs) repacked for the multiply kernels; owns its memory. Quantised weights stay
-// quantised: a packed weight takes the bytes of its source, n rounded up to a multiple of 16 (bf16: k to one of 2).
-//
-// The packed form is the same at every instruction set level, so a weight may be used with any Context.
+// quantised: a packed weight takes the bytes of its source, n rounded up to a multiple of 16 (bf16: k to one of 2). The
+// packed form is the same at every instruction set level, so a weight may be used with any Context.
 class PackedWeight {
  public:
   PackedWeight() = default;
@@ -33,7 +32,7 @@ class PackedWeight {
   static Result<PackedWeight> pack(Context& context, const ConstTensor& weight);
 
   // The rows of a quantised matrix. Errors: those of dequantize; out_of_memory.
-  static Result<PackedWeight> pack(Context& context, const QuantMatrix& weight);
+  static Result<PackedWeight> pack(Context& context, const QuantMatrix& weight) { return pack(context, {&weight, 1}); }
 
   // Several matrices of one format and k, one below another, so that one product serves all that take the same x.
   // Each but the last has a multiple of 16 rows. Errors: as above, and invalid_argument where they do not fit together.
@@ -50,8 +49,7 @@ class PackedWeight {
       : format_(format), n_(n), k_(k), data_(std::move(data)) {}
 
   QuantFormat format_ = QuantFormat::f32;
-  int64_t n_ = 0;
-  int64_t k_ = 0;
+  int64_t n_ = 0, k_ = 0;
   Buffer data_;
 };
 
@@ -162,9 +160,7 @@ class PackedIntWeight {
   PackedIntWeight(int64_t n, int64_t k, int64_t groups, int bits, bool has_zeros, Buffer data)
       : n_(n), k_(k), groups_(groups), bits_(bits), has_zeros_(has_zeros), data_(std::move(data)) {}
 
-  int64_t n_ = 0;
-  int64_t k_ = 0;
-  int64_t groups_ = 1;
+  int64_t n_ = 0, k_ = 0, groups_ = 1;
   int bits_ = 8;
   bool has_zeros_ = false;
   Buffer data_;
@@ -245,8 +241,7 @@ Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight
 struct MatmulPlan {
   MatmulPath path = MatmulPath::few_rows;
   MatmulProduct product = MatmulProduct::f32;
-  int64_t rows_per_task = 0;
-  int64_t columns_per_task = 0;  // of out
+  int64_t rows_per_task = 0, columns_per_task = 0;  // of out
   int64_t row_tasks = 0, column_tasks = 0;
   int64_t k_block = 0;               // inputs (of bf16_dot: pairs) decoded at once; all, where that is in registers
   int64_t scratch_bytes_shared = 0;  // an unpacked weight's packed form, packed x, out before it is quantised

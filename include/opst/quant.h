@@ -30,8 +30,7 @@ int64_t block_bytes(QuantFormat format);
 // A non-owning matrix [rows, cols] of blocks.
 struct QuantMatrix {
   QuantFormat format = QuantFormat::f32;
-  int64_t rows = 0;
-  int64_t cols = 0;
+  int64_t rows = 0, cols = 0;
   const void* data = nullptr;
   int64_t size_bytes = 0;  // at least rows * row_bytes(format, cols)
 };

@@ -1,8 +1,6 @@
 // What the files of matmul share: the plan of a call, its operands, the steps of the driver.
 #pragma once
 
-#include <optional>
-
 #include "core/elements.h"
 #include "machine/context_impl.h"
 #include "matmul/kernels.h"
@@ -66,7 +64,7 @@ int64_t packed_inputs(QuantFormat format, int64_t k);
 int64_t packed_column_bytes(QuantFormat format, int64_t k);
 Size packed_bytes(QuantFormat format, int64_t n, int64_t k);
 
-// ---- packed_weight.cc, weights_int.cc
+// ---- packed_weight.cc
 
 using DTypes = std::initializer_list<DType>;
 inline constexpr DTypes kFloats = {DType::f32, DType::bf16, DType::f16}, kF64 = {DType::f64};
@@ -104,29 +102,5 @@ struct Operands {
 
 // out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose.
 Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands);
-
-// The memory of one worker.
-struct WorkerScratch {
-  char* decoded;
-  float *sums, *second, *widened;
-  WorkerScratch(const Plan& plan, char* all, int worker) {
-    Arena own(all + worker * plan.scratch_bytes_per_worker, plan.scratch_bytes_per_worker);
-    decoded = own.take<char>(plan.decoded_bytes_per_worker);
-    sums = reinterpret_cast<float*>(own.take<char>(plan.sums_bytes_per_worker));
-    second = reinterpret_cast<float*>(own.take<char>(plan.second_bytes_per_worker));
-    widened = reinterpret_cast<float*>(own.take<char>(plan.widened_bytes_per_worker));
-  }
-};
-
-// Rows of x as the product takes them.
-struct Rows {
-  const char* data = nullptr;
-  int64_t stride = 0;             // elements of the form
-  const int32_t* sums = nullptr;  // of the form bytes
-};
-
-// The driver's first step (pack_x.cc): rows of x in the form of the plan. Nothing where the form cannot hold one of
-// them. `scratch`: the workers' memory.
-std::optional<Rows> pack_x(Context& context, const Plan& plan, const Operands& o, Arena& arena, char* scratch);
 
 }  // namespace opst::gemm

@@ -8,7 +8,9 @@
 #include "matmul/call.h"
 
 namespace opst {
-namespace gemm {
+
+using namespace gemm;
+
 namespace {
 
 constexpr DTypes kIntX = {DType::i8, DType::f32, DType::bf16, DType::f16};
@@ -77,39 +79,6 @@ Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, c
   return problem;
 }
 
-Operands operands_of(const ConstTensor& x, const Tensor& out, const MatmulOptions& options) {
-  const auto normal = [](const ConstTensor& tensor) { return tensor ? normal_strides(tensor) : ConstTensor(); };
-  return {.x = normal_strides(x),
-          .out = normal_strides(out),
-          .bias = normal(options.bias),
-          .residual = normal(options.residual),
-          .out_scales = options.out_scales};
-}
-
-Result<MatmulProblem> check_call(const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
-                                 const MatmulOptions& options) {
-  ShapeCheck check("matmul");
-  check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-  return check_operands(check, {.n = weight.n(), .k = weight.k(), .format = weight.format()},
-                        {kFloats, kFloats, kFloats, kFloats}, x, out, options);
-}
-
-Result<MatmulProblem> check_call(const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
-                                 const MatmulOptions& options) {
-  ShapeCheck check("matmul");
-  check.tensor("weight", weight)
-      .dtype({DType::f32, DType::bf16, DType::f16, DType::f64})
-      .dims({"weight_n", "weight_k"});
-  if (!check.ok()) return check.status();
-  const DTypes floats = weight.dtype == DType::f64 ? kF64 : kFloats;
-  return check_operands(check,
-                        {.n = check["weight_n"],
-                         .k = check["weight_k"],
-                         .weight = MatmulWeight::unpacked,
-                         .format = weight_format(weight.dtype)},
-                        {floats, floats, floats, floats}, x, out, options);
-}
-
 MatmulOptions shared_options(const IntMatmulOptions& options) {
   return {.bias = options.bias,
           .activation = options.activation,
@@ -117,57 +86,34 @@ MatmulOptions shared_options(const IntMatmulOptions& options) {
           .out_scales = options.out_scales};
 }
 
-Result<MatmulProblem> check_call(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
-                                 const IntMatmulOptions& options) {
-  ShapeCheck check("matmul");
-  check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-  const bool integers = x.dtype == DType::i8, one_group = weight.groups() == 1;
-  Result<MatmulProblem> problem =
-      check_operands(check,
-                     {.n = weight.n(),
-                      .k = weight.k(),
-                      .weight = MatmulWeight::integers,
-                      .bits = weight.bits(),
-                      .groups = weight.groups()},
-                     {kIntX, integers && one_group ? kIntBias : kFloats, kFloats, integers ? kIntOut : kFloats}, x, out,
-                     shared_options(options), options.x_scales);
-  check.require(integers || !options.x_scales, "x_scales belong to an x of i8, but x is ", to_string(x.dtype));
-  if (out.dtype == DType::i32) {
-    check.require(one_group, "out is i32, but the weight has ", weight.groups(), " groups, each with its scales");
-    check.require(!options.x_scales, "out is i32, which x_scales cannot multiply");
-    check.require(!options.bias || options.bias.dtype == DType::i32, "out is i32, but bias is ",
-                  to_string(options.bias.dtype));
-    check.require(options.activation == Activation::none, "out is i32, the bare sums, but activation is ",
-                  to_string(options.activation));
-    check.require(!options.residual, "out is i32, the bare sums, to which no residual is added");
-  }
-  return check.ok() ? std::move(problem) : check.status();
-}
-
 // A call with a weight of any kind: `place` puts the weight among the operands.
 template <class Weight, class Options, class Place>
 Status checked_call(Context& context, const ConstTensor& x, const Weight& weight, const Tensor& out,
                     const Options& options, const MatmulOptions& shared, const Place& place) {
   return guarded([&]() -> Status {
-    const Result<MatmulProblem> problem = check_call(x, weight, out, options);
+    const Result<MatmulProblem> problem = matmul_problem(x, weight, out, options);
     if (!problem.ok()) return problem.status();
-    Operands operands = operands_of(x, out, shared);
+    const auto normal = [](const ConstTensor& tensor) { return tensor ? normal_strides(tensor) : ConstTensor(); };
+    Operands operands{.x = normal_strides(x),
+                      .out = normal_strides(out),
+                      .bias = normal(shared.bias),
+                      .residual = normal(shared.residual),
+                      .out_scales = shared.out_scales};
     place(operands);
     return multiply(context, problem.value(), operands);
   });
 }
 
 }  // namespace
-}  // namespace gemm
 
 void read_ahead(Context& context, const PackedWeight& weight, Activation activation) {
   // A worker has some microseconds between two parallel regions, and an L2 of its own to fetch into.
   constexpr int64_t kMostBytes = 128 << 10;
   const int threads = context.num_threads();
-  if (threads == 1 || weight.size_bytes() == 0 || !gemm::is_known(activation)) return;
-  const int64_t halves = gemm::takes_two_halves(activation) ? 2 : 1;
-  const int64_t column_bytes = gemm::packed_column_bytes(weight.format(), weight.k());
-  const int64_t piece = column_bytes * gemm::columns_per_piece(weight.n() / halves, halves * column_bytes, threads);
+  if (threads == 1 || weight.size_bytes() == 0 || !is_known(activation)) return;
+  const int64_t halves = takes_two_halves(activation) ? 2 : 1;
+  const int64_t column_bytes = packed_column_bytes(weight.format(), weight.k());
+  const int64_t piece = column_bytes * columns_per_piece(weight.n() / halves, halves * column_bytes, threads);
   context.impl().pool.read_ahead(weight.data(), piece, std::min(piece, kMostBytes));
 }
 
@@ -179,38 +125,79 @@ const char* to_string(Activation activation) {
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
                                      const MatmulOptions& options) {
-  return guarded([&] { return gemm::check_call(x, weight, out, options); });
+  return guarded([&]() -> Result<MatmulProblem> {
+    ShapeCheck check("matmul");
+    check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
+    return check_operands(check, {.n = weight.n(), .k = weight.k(), .format = weight.format()},
+                          {kFloats, kFloats, kFloats, kFloats}, x, out, options);
+  });
 }
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                                      const MatmulOptions& options) {
-  return guarded([&] { return gemm::check_call(x, weight, out, options); });
+  return guarded([&]() -> Result<MatmulProblem> {
+    ShapeCheck check("matmul");
+    check.tensor("weight", weight)
+        .dtype({DType::f32, DType::bf16, DType::f16, DType::f64})
+        .dims({"weight_n", "weight_k"});
+    if (!check.ok()) return check.status();
+    const DTypes floats = weight.dtype == DType::f64 ? kF64 : kFloats;
+    return check_operands(check,
+                          {.n = check["weight_n"],
+                           .k = check["weight_k"],
+                           .weight = MatmulWeight::unpacked,
+                           .format = weight_format(weight.dtype)},
+                          {floats, floats, floats, floats}, x, out, options);
+  });
 }
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
                                      const IntMatmulOptions& options) {
-  return guarded([&] { return gemm::check_call(x, weight, out, options); });
+  return guarded([&]() -> Result<MatmulProblem> {
+    ShapeCheck check("matmul");
+    check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
+    const bool integers = x.dtype == DType::i8, one_group = weight.groups() == 1;
+    Result<MatmulProblem> problem =
+        check_operands(check,
+                       {.n = weight.n(),
+                        .k = weight.k(),
+                        .weight = MatmulWeight::integers,
+                        .bits = weight.bits(),
+                        .groups = weight.groups()},
+                       {kIntX, integers && one_group ? kIntBias : kFloats, kFloats, integers ? kIntOut : kFloats}, x,
+                       out, shared_options(options), options.x_scales);
+    check.require(integers || !options.x_scales, "x_scales belong to an x of i8, but x is ", to_string(x.dtype));
+    if (out.dtype == DType::i32) {
+      check.require(one_group, "out is i32, but the weight has ", weight.groups(), " groups, each with its scales");
+      check.require(!options.x_scales, "out is i32, which x_scales cannot multiply");
+      check.require(!options.bias || options.bias.dtype == DType::i32, "out is i32, but bias is ",
+                    to_string(options.bias.dtype));
+      check.require(options.activation == Activation::none, "out is i32, the bare sums, but activation is ",
+                    to_string(options.activation));
+      check.require(!options.residual, "out is i32, the bare sums, to which no residual is added");
+    }
+    return check.ok() ? std::move(problem) : check.status();
+  });
 }
 
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options) {
-  return gemm::checked_call(context, x, weight, out, options, options,
-                            [&](gemm::Operands& operands) { operands.panels = weight.data(); });
+  return checked_call(context, x, weight, out, options, options,
+                      [&](Operands& operands) { operands.panels = weight.data(); });
 }
 
 Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
               const MatmulOptions& options) {
-  return gemm::checked_call(context, x, weight, out, options, options,
-                            [&](gemm::Operands& operands) { operands.weight = normal_strides(weight); });
+  return checked_call(context, x, weight, out, options, options,
+                      [&](Operands& operands) { operands.weight = normal_strides(weight); });
 }
 
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options) {
-  return gemm::checked_call(context, x, weight, out, options, gemm::shared_options(options),
-                            [&](gemm::Operands& operands) {
-                              operands.ints = gemm::int_weight(weight);
-                              if (options.x_scales) operands.x_scales = normal_strides(options.x_scales);
-                            });
+  return checked_call(context, x, weight, out, options, shared_options(options), [&](Operands& operands) {
+    operands.ints = int_weight(weight);
+    if (options.x_scales) operands.x_scales = normal_strides(options.x_scales);
+  });
 }
 
 }  // namespace opst

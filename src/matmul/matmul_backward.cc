@@ -66,14 +66,12 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
                              .format = gemm::weight_format(b.dtype)},
                             {.x = a, .weight = normal_strides(b), .out = normal_strides(out)});
     };
-    if (gradients.x) {
-      const Status status = product(grad_out, weight.transposed(0, 1), gradients.x);
-      if (!status.ok()) return status;
+    Status status;
+    if (gradients.x) status = product(grad_out, weight.transposed(0, 1), gradients.x);
+    if (status.ok() && gradients.weight) {
+      status = product(grad_out.transposed(0, 1), x.transposed(0, 1), gradients.weight);
     }
-    if (gradients.weight) {
-      const Status status = product(grad_out.transposed(0, 1), x.transposed(0, 1), gradients.weight);
-      if (!status.ok()) return status;
-    }
+    if (!status.ok()) return status;
     if (gradients.bias) is_f64 ? sum_rows_f64(grad_out, gradients.bias) : sum_rows(context, grad_out, gradients.bias);
     return {};
   });

@@ -11,8 +11,7 @@
 namespace opst {
 namespace {
 
-using gemm::kPanelColumns;
-using gemm::Piece;
+using namespace gemm;
 
 // Calls body.operator()<Block>() with the format's block.
 template <class Body>
@@ -36,10 +35,40 @@ void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out)
         Block block;  // copied, since its address may be odd
         const auto size = static_cast<int64_t>(sizeof(Block));
         std::memcpy(&block, static_cast<const char*>(weight.data) + ((first + c) * pieces + p) * size, sizeof(Block));
-        gemm::put(piece, c, block);
+        put(piece, c, block);
       }
     }
   });
+}
+
+// u * s summed over a group stays below 2^31: 255 * 128 * 2^16.
+constexpr int64_t kMaxGroupValues = 1 << 16;
+
+int64_t int_group_words(int64_t group_values, int bits) { return ceil_div(group_values, 32 / bits); }
+
+// One panel: outputs [first, first + 16) of the weight, as far as there are any, into the parts of one that is being made.
+void pack_int_panel(const IntMatrix& weight, int bits, int64_t first, const gemm::IntWeightPart& parts) {
+  const int64_t values = 32 / bits, numbers = parts.groups * kIntPanelColumns;
+  auto* const words = const_cast<uint32_t*>(parts.words) + first * parts.groups * parts.group_words;
+  auto* const scales = const_cast<float*>(parts.scales) + first * parts.groups;
+  auto* const zeros = parts.zeros == nullptr ? nullptr : const_cast<int32_t*>(parts.zeros) + first * parts.groups;
+  std::fill_n(words, numbers * parts.group_words, 0u);
+  std::fill_n(scales, numbers, 0.0f);
+  if (zeros != nullptr) std::fill_n(zeros, numbers, 0);
+  for (int64_t c = 0; c < std::min<int64_t>(kIntPanelColumns, weight.q.shape[0] - first); ++c) {
+    const IntRow row{weight, first + c};
+    for (int64_t g = 0; g < parts.groups; ++g) {
+      uint32_t* const group = words + g * parts.group_words * kIntPanelColumns + c;
+      for (int64_t t = 0; t < parts.group_values; ++t) {
+        const auto u = static_cast<uint32_t>(row.q(g * parts.group_values + t) + (1 << (bits - 1)));
+        const int64_t i = t % values;
+        const int64_t bit = bits == 8 ? 8 * i : 8 * (i % 4) + 4 * (i / 4);
+        group[t / values * kIntPanelColumns] |= u << bit;
+      }
+      scales[g * kIntPanelColumns + c] = row.scale(g);
+      if (zeros != nullptr) zeros[g * kIntPanelColumns + c] = row.zero(g);
+    }
+  }
 }
 
 }  // namespace
@@ -67,16 +96,12 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
     ShapeCheck check("PackedWeight::pack");
     check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
     if (!check.ok()) return check.status();
-    const QuantFormat format = gemm::weight_format(weight.dtype);
-    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, check["n"], check["k"]));
+    const QuantFormat format = weight_format(weight.dtype);
+    Result<Buffer> buffer = allocate_weight(context, packed_bytes(format, check["n"], check["k"]));
     if (!buffer.ok()) return buffer.status();
-    gemm::pack_float_weight(context, normal_strides(weight), buffer.value().data());
+    pack_float_weight(context, normal_strides(weight), buffer.value().data());
     return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
   });
-}
-
-Result<PackedWeight> PackedWeight::pack(Context& context, const QuantMatrix& weight) {
-  return pack(context, std::span(&weight, 1));
 }
 
 Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantMatrix> parts) {
@@ -97,19 +122,19 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
     }
     if (!check.ok()) return check.status();
     const QuantFormat format = parts[0].format;
-    Result<Buffer> buffer = gemm::allocate_weight(context, gemm::packed_bytes(format, rows, parts[0].cols));
+    Result<Buffer> buffer = allocate_weight(context, packed_bytes(format, rows, parts[0].cols));
     if (!buffer.ok()) return buffer.status();
     char* panels = static_cast<char*>(buffer.value().data());
     for (const QuantMatrix& part : parts) {
       with_format(format, [&]<class Block>() {
         if constexpr (kIsFloat<Block>) {
           const auto matrix = ConstTensor::contiguous(Block::kType, {part.rows, part.cols}, part.data);
-          gemm::pack_float_weight(context, matrix, panels);
+          pack_float_weight(context, matrix, panels);
         } else {
           pack_blocks<Block>(context, part, reinterpret_cast<Piece<Block>*>(panels));
         }
       });
-      panels += part.rows * gemm::packed_column_bytes(format, part.cols);
+      panels += part.rows * packed_column_bytes(format, part.cols);
     }
     return PackedWeight(format, rows, parts[0].cols, std::move(buffer.value()));
   });
@@ -135,12 +160,61 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
         const int column = static_cast<int>(row % kPanelColumns);
         float* const to = static_cast<float*>(out.data) + i * out.strides[0];
         for (int64_t t = 0; t < k; ++t) {
-          to[t * out.strides[1]] = gemm::get(panel[t / kValues], column, static_cast<int>(t % kValues));
+          to[t * out.strides[1]] = get(panel[t / kValues], column, static_cast<int>(t % kValues));
         }
       });
     });
     return {};
   });
+}
+
+// ---- int8 and int4 with scales
+
+Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix& weight) {
+  return guarded([&]() -> Result<PackedIntWeight> {
+    ShapeCheck check("PackedIntWeight::pack");
+    const auto [rows, cols, groups, bits] = check_int_matrix(check, weight);
+    if (!check.ok()) return check.status();
+    const bool has_zeros{weight.zeros};
+    const int64_t group_values = cols / groups;
+    check.require(group_values <= kMaxGroupValues, "a group of the weight has ", group_values, " values, but at most ",
+                  kMaxGroupValues, " can be summed");
+    if (!check.ok()) return check.status();
+    const int64_t group_numbers = int_group_words(group_values, bits) + (has_zeros ? 2 : 1);
+    Result<Buffer> buffer = allocate_weight(
+        context, Size(4 * kIntPanelColumns * group_numbers) * groups * ceil_div(rows, kIntPanelColumns));
+    if (!buffer.ok()) return buffer.status();
+    PackedIntWeight packed(rows, cols, groups, bits, has_zeros, std::move(buffer.value()));
+    const IntWeightPart parts = int_weight(packed);
+    context.impl().pool.parallel_for(ceil_div(rows, kIntPanelColumns), [&](int64_t panel, int) {
+      pack_int_panel(weight, packed.bits(), panel * kIntPanelColumns, parts);
+    });
+    return packed;
+  });
+}
+
+Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTensor& weight) {
+  return guarded([&]() -> Result<PackedIntWeight> {
+    static constexpr float kOne = 1;
+    ShapeCheck check("PackedIntWeight::pack");
+    check.tensor("weight", weight).dtype({DType::i8}).dims({"n", "k"});
+    if (!check.ok()) return check.status();
+    IntMatrix matrix;
+    matrix.q = weight;
+    matrix.scales = ConstTensor::contiguous(DType::f32, {weight.shape[0], 1}, &kOne);
+    matrix.scales.strides[0] = 0;
+    return pack(context, matrix);
+  });
+}
+
+gemm::IntWeightPart gemm::int_weight(const PackedIntWeight& weight) {
+  const int64_t groups = weight.groups(), group_values = weight.k() / groups;
+  const int64_t group_words = int_group_words(group_values, weight.bits());
+  const int64_t numbers = round_up(weight.n(), kIntPanelColumns) * groups;
+  const auto* const words = static_cast<const uint32_t*>(weight.data());
+  const auto* const scales = reinterpret_cast<const float*>(words + numbers * group_words);
+  const auto* const zeros = reinterpret_cast<const int32_t*>(scales + numbers);
+  return {words, scales, weight.has_zeros() ? zeros : nullptr, groups, group_words, group_values};
 }
 
 }  // namespace opst

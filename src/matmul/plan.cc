@@ -82,9 +82,12 @@ int64_t balanced(int64_t size, int64_t most, int64_t unit) {
 
 constexpr int64_t float_bytes(Size count) { return (count * static_cast<int64_t>(sizeof(float))).value(); }
 
-// Of inputs: floats, or pairs of bf16.
-int64_t words_of(const MatmulProblem& p, const Plan& plan) {
-  return plan.product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+// x is packed in `form`: [runs][m][stride] elements, `rows` rows per task.
+void pack_as(const MatmulProblem& p, XForm form, int64_t runs, int64_t stride, int64_t rows, Plan& plan) {
+  plan.x = form;
+  plan.x_stride = stride;
+  plan.pack_rows = rows;
+  plan.x_bytes = (Size(runs) * p.m * stride * element_bytes(form)).value();
 }
 
 using enum MatmulPath;
@@ -99,41 +102,30 @@ int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int, Plan& 
   const int64_t unit = std::max<int64_t>(few_columns, kPanelColumns);
   const int64_t bytes_per_unit =
       std::max<int64_t>(1, (Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k) * unit).value());
-  plan.words = words_of(p, plan);
   plan.columns_per_task = std::max<int64_t>(1, kFewTaskBytes / bytes_per_unit) * unit;
   plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, unit));
   plan.run_words = plan.k_block = std::max<int64_t>(1, plan.words);
   if (p.x_dtype == DType::f32 && (p.unit_stride_x || p.k <= 1) && packed_inputs(p.format, p.k) == p.k) {
     return few_columns;  // x in place
   }
-  plan.x = XForm::words;
-  plan.x_stride = plan.k_block;
-  plan.pack_rows = kPackRows;
-  plan.x_bytes = float_bytes(Size(p.m) * plan.x_stride);
+  pack_as(p, XForm::words, 1, plan.k_block, kPackRows, plan);
   return few_columns;
 }
 
 int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
   const int many_columns = float_kernels(machine.isa).many_columns;
   const int64_t block = std::max<int64_t>(32, block_values(p.format));
-  plan.words = words_of(p, plan);
   plan.rows_per_task = balanced(p.m, kManyRows, 1);
   plan.columns_per_task = plan.width >= kWideEnough ? kManyColumns : kFewerColumns;
   plan.run_words = plan.k_block = balanced(plan.words, kMaxKBlock / block * block, block);
-  plan.x = XForm::words;
-  plan.x_stride = plan.k_block + kPadding;
-  plan.pack_rows = kPackRows;
-  plan.x_bytes = float_bytes(Size(ceil_div(plan.words, plan.k_block)) * p.m * plan.x_stride);
+  pack_as(p, XForm::words, ceil_div(plan.words, plan.k_block), plan.k_block + kPadding, kPackRows, plan);
   plan.decoded_bytes_per_worker = float_bytes(plan.k_block * many_columns);
   return many_columns;
 }
 
 // Rows of x in blocks of 32 values; rows of bf16 and f16 are widened first, one by one where they are contiguous.
 void use_blocks(const MatmulProblem& p, XForm form, Plan& plan) {
-  plan.x = form;
-  plan.x_stride = p.k / kActivationBlock;
-  plan.pack_rows = kQuantiseRows;
-  plan.x_bytes = (Size(p.m) * plan.x_stride * element_bytes(form)).value();
+  pack_as(p, form, 1, p.k / kActivationBlock, kQuantiseRows, plan);
   if (p.x_dtype == DType::f32) return;
   const int64_t rows = p.unit_stride_x ? 1 : std::min(p.m, kQuantiseRows);
   plan.widened_bytes_per_worker = float_bytes(Size(rows) * p.k);
@@ -162,10 +154,8 @@ int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int, Plan& 
   const int values = 32 / p.bits;
   const int64_t group_words = ceil_div(p.k / p.groups, values);
   plan.group_bytes = group_words * values;
-  plan.x = XForm::bytes;
-  plan.x_stride = (Size(round_up((Size(p.groups) * plan.group_bytes).value(), 64)) + 4 * kPadding).value();
-  plan.pack_rows = kQuantiseRows;
-  plan.x_bytes = (Size(p.m) * plan.x_stride).value();
+  const Size stride = Size(round_up((Size(p.groups) * plan.group_bytes).value(), 64)) + 4 * kPadding;
+  pack_as(p, XForm::bytes, 1, stride.value(), kQuantiseRows, plan);
   plan.x_sums_bytes = (Size(p.m) * p.groups * int64_t{sizeof(int32_t)}).value();
   if (plan.path == weights_int_few_rows) {
     const Size panel_bytes = Size(4 * kPanelColumns) * group_words * p.groups;
@@ -188,11 +178,8 @@ int64_t cut_integers_with_floats(const MatmulProblem& p, const Machine& machine,
   plan.rows_per_task = balanced(p.m, kIntTaskRows, 1);
   plan.columns_per_task = kIntTaskColumns;
   plan.k_block = std::min(p.k / p.groups, kIntDecoded);
-  plan.x = XForm::words;
   plan.run_words = std::max<int64_t>(1, p.k);
-  plan.x_stride = p.k + kPadding;
-  plan.pack_rows = kQuantiseRows;
-  plan.x_bytes = float_bytes(Size(p.m) * plan.x_stride);
+  pack_as(p, XForm::words, 1, p.k + kPadding, kQuantiseRows, plan);
   plan.decoded_bytes_per_worker = float_bytes(kIntDecoded * columns);
   return columns;
 }
@@ -320,7 +307,8 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
     return plan;
   }
   plan.rows_per_task = p.m;
-  plan.words = plan.k_block = p.k;
+  plan.words = product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+  plan.k_block = p.k;
   const int64_t unit = cut(p, machine, std::max(1, num_threads), plan);
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);

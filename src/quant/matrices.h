@@ -1,9 +1,8 @@
-// Shared by every operator that reads a QuantMatrix or an IntMatrix: their checks, elements, and the room's kernels.
+// Shared by every operator that reads a QuantMatrix or an IntMatrix: their checks, and elements.
 #pragma once
 
 #include "core/shape_check.h"
 #include "opst/quant.h"
-#include "quant/kernels.h"
 
 namespace opst {
 
@@ -22,37 +21,23 @@ struct IntMatrixSizes {
 IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix);
 
 // One row of a checked matrix: q of a column, scale and zero of a group.
-class IntRow {
- public:
-  IntRow(const IntMatrix& matrix, int64_t row)
-      : bits_(matrix.q.dtype == DType::i8 ? 8 : 4),
-        stride_(matrix.q.strides[1]),
-        scale_stride_(matrix.scales.strides[1]),
-        zero_stride_(matrix.zeros.strides[1]),
-        q_(static_cast<const int8_t*>(matrix.q.data) + row * matrix.q.strides[0]),
-        scales_(static_cast<const float*>(matrix.scales.data) + row * matrix.scales.strides[0]),
-        zeros_(matrix.zeros ? static_cast<const int8_t*>(matrix.zeros.data) + row * matrix.zeros.strides[0] : nullptr) {
-  }
+struct IntRow {
+  const IntMatrix& matrix;
+  int64_t row;
 
   int q(int64_t col) const {
-    if (bits_ == 8) return q_[col * stride_];
-    const int both = q_[col / 2];
+    const auto* const bytes = static_cast<const int8_t*>(matrix.q.data) + row * matrix.q.strides[0];
+    if (matrix.q.dtype == DType::i8) return bytes[col * matrix.q.strides[1]];
+    const int both = bytes[col / 2];
     return col % 2 == 0 ? static_cast<int8_t>(both * 16) / 16 : both >> 4;
   }
-  float scale(int64_t group) const { return scales_[group * scale_stride_]; }
-  int zero(int64_t group) const { return zeros_ == nullptr ? 0 : zeros_[group * zero_stride_]; }
+  float scale(int64_t group) const { return *number<float>(matrix.scales, group); }
+  int zero(int64_t group) const { return matrix.zeros ? *number<int8_t>(matrix.zeros, group) : 0; }
 
- private:
-  int bits_;
-  int64_t stride_, scale_stride_, zero_stride_;
-  const int8_t* q_;
-  const float* scales_;
-  const int8_t* zeros_;
+  template <class T>
+  const T* number(const ConstTensor& numbers, int64_t group) const {
+    return static_cast<const T*>(numbers.data) + row * numbers.strides[0] + group * numbers.strides[1];
+  }
 };
-
-namespace quant {
-// The table of the highest level of this room that `isa` includes.
-const Kernels& kernels(Isa isa);
-}  // namespace quant
 
 }  // namespace opst
