@@ -138,9 +138,7 @@ struct DropoutOptions {
   double keep_prob = 1;  // in [2^-32, 1]
   uint64_t seed = 0;
   uint64_t offset = 0;
-  int64_t first_query = 0;
-  int64_t first_key = 0;
-  int64_t first_head = 0;
+  int64_t first_query = 0, first_key = 0, first_head = 0;
   int64_t total_heads = 0;  // query heads of the larger problem; 0: num_heads
 };
 
@@ -151,16 +149,13 @@ struct AttentionOptions {
   CausalAlignment alignment = CausalAlignment::bottom_right;
   AttentionPath path = AttentionPath::automatic;
   // Tile sizes: rows of queries (query heads of one KV head are stacked) and keys. 0: the plan's choice. Up to 4096.
-  int64_t block_q = 0;
-  int64_t block_kv = 0;
-  int64_t window_left = kUnbounded;
-  int64_t window_right = kUnbounded;
+  int64_t block_q = 0, block_kv = 0;
+  int64_t window_left = kUnbounded, window_right = kUnbounded;
   double softcap = 0;     // > 0: scores are bounded by +-softcap; 0: they are not
   double bias_scale = 1;  // any finite number
   AlibiForm alibi_form = AlibiForm::linear;
-  int64_t alibi_query_start = 0;  // of a sequence that was cut: index of the first query, and of the first key
-  int64_t alibi_key_start = 0;
-  PageLayout page_layout = PageLayout::norm;  // of keys and values, with a block_table
+  int64_t alibi_query_start = 0, alibi_key_start = 0;  // of a sequence that was cut: indices of its first query and key
+  PageLayout page_layout = PageLayout::norm;           // of keys and values, with a block_table
   DropoutOptions dropout = {};
 };
 
@@ -176,15 +171,11 @@ VisibleKeys count_visible(const AttentionOptions& options, int64_t query_len, in
 
 // What a plan depends on.
 struct AttentionProblem {
-  DType query_dtype = DType::f32;
-  DType kv_dtype = DType::f32;
-  int64_t batch = 1;
-  int64_t num_heads = 1;
-  int64_t num_kv_heads = 1;
+  DType query_dtype = DType::f32, kv_dtype = DType::f32;
+  int64_t batch = 1, num_heads = 1, num_kv_heads = 1;
   int64_t query_len = 0;
   int64_t kv_len = 0;  // paged: the longest sequence
-  int64_t head_dim = 1;
-  int64_t value_head_dim = 1;
+  int64_t head_dim = 1, value_head_dim = 1;
   bool paged = false;
   int64_t block_size = 0;      // paged: keys of a page
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other

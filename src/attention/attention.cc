@@ -1,9 +1,7 @@
 // flash_attention_forward: check -> plan -> run.
 //
-// A task is a block of query rows of one (batch, KV head) pair against one part of its keys.
-//
-// With packed_shared heads go in waves of about 2 MB, whose packed tiles are in cache when they are read (wave_loop.h).
-//
+// A task is a block of query rows of one (batch, KV head) pair against one part of its keys. With packed_shared heads
+// go in waves of about 2 MB, whose packed tiles are in cache when they are read (wave_loop.h).
 // Sequences with few queries and with many (decoding beside a prompt) are two loops over tasks, each by its own plan.
 #include "opst/attention.h"
 
@@ -13,7 +11,6 @@
 #include "attention/call_heads.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
-#include "attention/fill.h"
 #include "attention/layout.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
@@ -73,27 +70,18 @@ struct CallMemory : CallHeads {
 class ForwardCall : CallMemory {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequence_group,
-              const AttentionPlan& group_plan, const Machine& machine, int num_workers, void* memory,
-              Interruption& interruption)
+              const AttentionPlan& group_plan, Context::Impl& impl, char* memory, Interruption& interruption)
       : CallMemory{{inputs, sequence_group.problem},
                    sequence_group,
                    group_plan,
-                   geometry_of(machine.isa, group_plan.product),
-                   static_cast<char*>(memory)},
+                   geometry_of(impl.machine.isa, group_plan.product),
+                   memory},
         out_(outputs),
-        kernels_(kernels_for(machine.isa, plan.product, p.kv_dtype)),
-        attend_(plan.kv_access == KvAccess::in_place      ? kernels_.attend_in_place
-                : plan.kv_access == KvAccess::panel_pages ? kernels_.attend_pages
-                                                          : kernels_.attend),
-        standard_(plan.path == AttentionPath::standard ? standard_for(machine.isa, plan.product) : nullptr),
-        rules_(inputs, p),
-        interruption_(interruption),
-        num_workers_(num_workers),
-        in_place_(plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages),
-        single_tiles_(plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1),
-        whole_rows_(plan.kv_access == KvAccess::packed_per_task) {}
+        isa_(impl.machine.isa),
+        pool_(impl.pool),
+        interruption_(interruption) {}
 
-  void run(ThreadPool& pool) {
+  void run() {
     const bool shared = plan.kv_access == KvAccess::packed_shared;
     const WaveLoop loop = {.heads = heads,
                            .heads_per_wave = plan.heads_per_wave,
@@ -109,12 +97,12 @@ class ForwardCall : CallMemory {
       const int64_t block = blocks(head) - 1 - task / plan.kv_splits;
       if (block >= 0) attend_block(head, block, task % plan.kv_splits, worker(index));
     };
-    loop.run(pool, pack, attend);
+    loop.run(pool_, pack, attend);
     if (plan.kv_splits > 1 && !interruption_.happened()) {
-      pool.parallel_for(heads * layout.blocks, [&](int64_t task, int) {
+      pool_.parallel_for(heads * layout.blocks, [&](int64_t task, int) {
         const int64_t head = task / layout.blocks, block = task % layout.blocks;
         if (block >= blocks(head)) return;
-        RowState parts[kMaxSplits];
+        RowState parts[kWantedTasks];
         for (int64_t split = 0; split < plan.kv_splits; ++split) parts[split] = split_state(head, block, split);
         kernels_.finish_rows(finish_of(head, block, parts, plan.kv_splits));
       });
@@ -296,11 +284,7 @@ class ForwardCall : CallMemory {
 
   FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
     const int64_t first_row = block * block_rows(head);
-    const char* sinks = nullptr;
-    if (in.sinks) {
-      const int64_t offset = query_head(head, 0) * in.sinks.strides[0];
-      sinks = static_cast<const char*>(in.sinks.data) + offset * size_bytes(in.sinks.dtype);
-    }
+    const int64_t sinks_offset = in.sinks ? query_head(head, 0) * in.sinks.strides[0] * size_bytes(in.sinks.dtype) : 0;
     return {.parts = parts,
             .num_parts = num_parts,
             .rows = std::min(block_rows(head), rows(head) - first_row),
@@ -309,7 +293,7 @@ class ForwardCall : CallMemory {
             .exponent_scale = rules_.exponent_scale(),
             .score_scale = rules_.score_scale(),
             .keep_prob = rules_.keep_prob(),
-            .sinks = sinks,
+            .sinks = static_cast<const char*>(in.sinks.data) + sinks_offset,
             .sinks_stride = in.sinks.strides[0],
             .first_row = first_row,
             .out = stacked_rows(out_.out, head),
@@ -318,20 +302,24 @@ class ForwardCall : CallMemory {
             .sum = stacked_rows(out_.softmax_sum, head)};
   }
 
-  static constexpr int64_t kMaxSplits = 16;  // plan.cc: kWantedTasks
-
   const AttentionOutputs& out_;
-  const Kernels& kernels_;
-  decltype(Kernels::attend) const attend_;  // by access to keys and values
-  const AttendStandard standard_;           // null: the flash path
-  const CallRules rules_;
+  const Isa isa_;
+  ThreadPool& pool_;
   Interruption& interruption_;
-  const int num_workers_;
-  const bool in_place_;
-  const bool single_tiles_;  // unless a head has more keys than a tile
+  const int num_workers_ = pool_.num_threads();
+  const Kernels& kernels_ = kernels_for(isa_, plan.product, p.kv_dtype);
+  decltype(Kernels::attend) const attend_ = plan.kv_access == KvAccess::in_place      ? kernels_.attend_in_place
+                                            : plan.kv_access == KvAccess::panel_pages ? kernels_.attend_pages
+                                                                                      : kernels_.attend;
+  // Null: the flash path.
+  const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
+  const CallRules rules_{in, p};
+  const bool in_place_ = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
+  // Unless a head has more keys than a tile.
+  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1;
   // All rows of a head are one block, whose queries and values may stay in the tensors. Of several blocks the queries
   // are no longer in L2 when their turn comes (512 rows of head_dim 64, 8 heads: 0.95 times as fast).
-  const bool whole_rows_;
+  const bool whole_rows_ = plan.kv_access == KvAccess::packed_per_task;
 };
 
 }  // namespace
@@ -361,9 +349,8 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     for (int g = 0; g < groups.count; ++g) {
       if (plans[g].num_tasks == 0) continue;
       lease.value().renew();
-      ForwardCall(in, out, groups.group[g], plans[g], impl.machine, impl.pool.num_threads(), lease.value().data(),
-                  interruption)
-          .run(impl.pool);
+      const auto memory = static_cast<char*>(lease.value().data());
+      ForwardCall(in, out, groups.group[g], plans[g], impl, memory, interruption).run();
     }
     if (interruption.happened()) return interruption.status("flash_attention_forward");
     if (p.varlen_q) {  // rows behind the last sequence are rows that see no key

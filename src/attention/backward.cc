@@ -46,8 +46,7 @@ namespace {
 const BackwardKernels& backward_kernels_for(Isa isa, AttentionProduct product, DType kv_dtype) {
   if (product == AttentionProduct::f64) return backward_table(Isa::generic).f64_product;
   const BackwardKernelTable& table = backward_table(isa);
-  if (product == AttentionProduct::bf16_dot) return table.bf16_dot;
-  return table.f32_product[float_index(kv_dtype)];
+  return product == AttentionProduct::bf16_dot ? table.bf16_dot : table.f32_product[float_index(kv_dtype)];
 }
 
 class BackwardCall {
@@ -82,9 +81,9 @@ class BackwardCall {
   void find_visible(const Block& b, const Worker& w) const {
     const Visibility v = d_.visibility(b.head);
     for (int64_t r = 0; r < b.queries.rows; ++r) {
-      const KeyInterval keys = v.keys_of_query((b.first_row + r) / d_.group);
-      w.block.visible_begin[r] = keys.begin;
-      w.block.visible_end[r] = keys.end;
+      const auto [begin, end] = v.keys_of_query((b.first_row + r) / d_.group);
+      w.block.visible_begin[r] = begin;
+      w.block.visible_end[r] = end;
     }
   }
   // Empties the intervals of rows of weight 0.
@@ -121,7 +120,7 @@ class BackwardCall {
     return {.query = rows(d_.in.query),
             .out = rows(d_.saved.out),
             .grad_out = rows(d_.saved.grad_out),
-            .top = rows(d_.saved.softmax_max.data != nullptr ? d_.saved.softmax_max : d_.saved.softmax_lse),
+            .top = rows(d_.saved.softmax_max ? d_.saved.softmax_max : d_.saved.softmax_lse),
             .sum = rows(d_.saved.softmax_sum),
             .grad_lse = rows(d_.saved.grad_lse),
             .first_row = b.first_row,
@@ -149,8 +148,7 @@ class BackwardCall {
   // Maxima and sums of a block's rows once more.
   void recompute_statistics(const Block& b, const Worker& w) const {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
-      double sink = -HUGE_VAL;
-      if (d_.in.sinks.data != nullptr) sink = d_.sink(b.head, b.first_row + r) / d_.rules.score_scale();
+      const double sink = d_.in.sinks ? d_.sink(b.head, b.first_row + r) / d_.rules.score_scale() : -HUGE_VAL;
       d_.numbers.set(w.max, r, sink);
       d_.numbers.set(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
     }
@@ -168,9 +166,8 @@ class BackwardCall {
     const Worker w = d_.worker(worker);
     GradTile tile = pack_tile(head, index, w);
     const BackwardSizes& z = d_.layout.sizes;
-    if (d_.grads.grad_key.data != nullptr) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, z.acc_stride);
-    if (d_.grads.grad_value.data != nullptr)
-      tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, z.value_acc_stride);
+    if (d_.grads.grad_key) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, z.acc_stride);
+    if (d_.grads.grad_value) tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, z.value_acc_stride);
     bias_.begin(w);
     const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0;
     for (int64_t i = 0; i < d_.layout.blocks; ++i) {
@@ -229,12 +226,12 @@ class BackwardCall {
     bias_.sum(g, tile, b, w);
     s.turn.wait_for(place);
     bias_.add(g, tile, b, number);
-    if (d_.grads.grad_query.data != nullptr) d_.kernels.grad_query(g, tile);
+    if (d_.grads.grad_query) d_.kernels.grad_query(g, tile);
     if (place + 1 == s.tiles.count()) finish_query(b);
     s.turn.pass(place);
   }
   void finish_query(const Block& b) const {
-    if (d_.grads.grad_query.data == nullptr) return;
+    if (!d_.grads.grad_query) return;
     const double factor = d_.rules.scale().of_query * d_.rules.scale().of_score;
     d_.kernels.finish_rows({b.queries.grad_query, b.queries.rows, d_.p.head_dim, d_.layout.sizes.acc_stride, factor,
                             b.first_row, d_.stacked_rows(d_.grads.grad_query, b.head)});
@@ -253,33 +250,33 @@ class BackwardCall {
 Status flash_attention_backward(Context& context, const AttentionInputs& inputs, const AttentionSaved& saved,
                                 const AttentionGradients& gradients, const AttentionOptions& options) {
   return guarded([&]() -> Status {
-    Result<AttentionBackwardProblem> checked = attention::check_backward(inputs, saved, gradients, options);
+    using namespace attention;
+    Result<AttentionBackwardProblem> checked = check_backward(inputs, saved, gradients, options);
     if (!checked.ok()) return checked.status();
     AttentionBackwardProblem problem = checked.value();
     const AttentionProblem& p = problem.forward;
-    const AttentionInputs in = attention::uniform_shapes(inputs, p);
+    const AttentionInputs in = uniform_shapes(inputs, p);
     AttentionSaved from = saved;
     AttentionGradients to = gradients;
     for (ConstTensor* t :
          {&from.out, &from.grad_out, &from.softmax_lse, &from.softmax_max, &from.softmax_sum, &from.grad_lse}) {
-      *t = attention::uniform_if_there(*t, p.varlen_q);
+      *t = uniform_if_there(*t, p.varlen_q);
     }
-    to.grad_query = attention::uniform_if_there(to.grad_query, p.varlen_q);
-    for (Tensor* t : {&to.grad_key, &to.grad_value}) *t = attention::uniform_if_there(*t, p.varlen_k);
+    to.grad_query = uniform_if_there(to.grad_query, p.varlen_q);
+    for (Tensor* t : {&to.grad_key, &to.grad_value}) *t = uniform_if_there(*t, p.varlen_k);
 
     Context::Impl& impl = context.impl();
     const auto outputs = {&to.grad_query, &to.grad_key, &to.grad_value, &to.grad_bias, &to.grad_sinks};
-    const auto absent = [](const Tensor* t) { return t->data == nullptr; };
-    if (std::all_of(outputs.begin(), outputs.end(), absent)) return {};
+    if (std::none_of(outputs.begin(), outputs.end(), [](const Tensor* t) { return bool{*t}; })) return {};
     if (p.batch == 0 || p.num_heads == 0 || p.query_len == 0) {
-      for (const Tensor* t : outputs) attention::fill(*t, 0, impl.pool);
+      for (const Tensor* t : outputs) fill(*t, 0, impl.pool);
       return {};
     }
-    if (p.paged && !(absent(&to.grad_key) && absent(&to.grad_value))) {
+    if (p.paged && (to.grad_key || to.grad_value)) {
       Result<WorkspaceLease> lease = impl.workspaces.lease(Arena::size_of<int64_t>(problem.num_blocks));
       if (!lease.ok()) return lease.status();
       auto* ordinals = static_cast<int64_t*>(lease.value().data());
-      problem.shared_blocks = attention::KeyGradients::number_shared(in, p, problem.num_blocks, ordinals);
+      problem.shared_blocks = KeyGradients::number_shared(in, p, problem.num_blocks, ordinals);
     }
     const AttentionBackwardPlan plan = plan_attention_backward(problem, impl.machine);
     if (!Size(plan.num_tasks).within_limit()) {
@@ -288,20 +285,17 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     }
     Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
     if (!lease.ok()) return lease.status();
-    Interruption interruption(impl.interrupted, attention::multiply_adds(p));
+    Interruption interruption(impl.interrupted, multiply_adds(p));
     const Isa isa = impl.machine.isa;
-    const attention::BackwardKernels& kernels = attention::backward_kernels_for(isa, plan.product, p.kv_dtype);
-    const attention::Geometry& geometry = attention::geometry_of(isa, plan.product);
+    const BackwardKernels& kernels = backward_kernels_for(isa, plan.product, p.kv_dtype);
+    const Geometry& geometry = geometry_of(isa, plan.product);
     const auto memory = static_cast<char*>(lease.value().data());
-    const attention::BackwardData data = {{in, p}, from, to, problem, plan, kernels, geometry, memory};
-    attention::BackwardCall(data, interruption).run(impl.pool);
+    const BackwardData data = {{in, p}, from, to, problem, plan, kernels, geometry, memory};
+    BackwardCall(data, interruption).run(impl.pool);
     if (interruption.happened()) return interruption.status("flash_attention_backward");
-    const auto end_of = [&](const ConstTensor& offsets) { return index_at(offsets, p.batch); };
-    if (p.varlen_q) attention::fill_rows(to.grad_query, end_of(inputs.cu_seqlens_q), 0, impl.pool);
-    if (p.varlen_k) {
-      attention::fill_rows(to.grad_key, end_of(inputs.cu_seqlens_k), 0, impl.pool);
-      attention::fill_rows(to.grad_value, end_of(inputs.cu_seqlens_k), 0, impl.pool);
-    }
+    if (p.varlen_q) fill_rows(to.grad_query, index_at(in.cu_seqlens_q, p.batch), 0, impl.pool);
+    if (!p.varlen_k) return {};
+    for (const Tensor& t : {to.grad_key, to.grad_value}) fill_rows(t, index_at(in.cu_seqlens_k, p.batch), 0, impl.pool);
     return {};
   });
 }

@@ -12,7 +12,7 @@ namespace {
 // Of the bias's shape.
 void check_grad_bias(ShapeCheck& check, const ConstTensor& bias, const Tensor& g, DType real) {
   check.output("grad_bias", g).dtype({real});
-  check.require(bias.data != nullptr, "grad_bias is given, but bias is not");
+  check.require(bool{bias}, "grad_bias is given, but bias is not");
   check.require(g.rank == bias.rank, "grad_bias has rank ", g.rank, ", but bias has rank ", bias.rank);
   for (int d = 0; check.ok() && d < g.rank; ++d) {
     check.require(g.shape[d] == bias.shape[d], "grad_bias dim ", d, " is ", g.shape[d], ", but bias has ",
@@ -24,7 +24,7 @@ void check_grad_bias(ShapeCheck& check, const ConstTensor& bias, const Tensor& g
 void check_kinds(ShapeCheck& check, const AttentionInputs& in, const AttentionSaved& saved,
                  const AttentionGradients& grads) {
   const auto same_kind = [&](const char* name, const ConstTensor& t) {
-    check.require(t.data == nullptr || (t.dtype == DType::f64) == (in.query.dtype == DType::f64),
+    check.require(!t || (t.dtype == DType::f64) == (in.query.dtype == DType::f64),
                   "f64 does not mix with other types: query is ", to_string(in.query.dtype), ", ", name, " ",
                   to_string(t.dtype));
   };
@@ -43,58 +43,56 @@ void check_kinds(ShapeCheck& check, const AttentionInputs& in, const AttentionSa
 Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const AttentionSaved& saved,
                                                 const AttentionGradients& grads, const AttentionOptions& options) {
   ShapeCheck check("flash_attention_backward");
-  const bool paged = in.block_table.data != nullptr, varlen_k = in.cu_seqlens_k.data != nullptr;
+  const bool paged(in.block_table), varlen_k(in.cu_seqlens_k);
   if (paged && options.page_layout != PageLayout::norm) {
     return Status::unsupported(text("flash_attention_backward: pages are ", to_string(options.page_layout),
                                     ", but gradients are taken of norm pages only"));
   }
-  const std::initializer_list<DType> floats = {DType::f32, DType::bf16, DType::f16, DType::f64};
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
 
   bind_inputs(check, in, options.page_layout);
-  const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
-  check.tensor("out", saved.out).dtype(floats).dims(dims.out);
-  check.tensor("grad_out", saved.grad_out).dtype(floats).dims(dims.out);
+  const CallDims dims = call_dims(in);
+  check.tensor("out", saved.out).dtype(kFloats).dims(dims.out);
+  check.tensor("grad_out", saved.grad_out).dtype(kFloats).dims(dims.out);
   const auto statistic = [&](const char* name, const ConstTensor& t) {
-    if (t.data != nullptr) check.tensor(name, t).dtype({real}).dims(dims.statistic);
+    if (t) check.tensor(name, t).dtype({real}).dims(dims.statistic);
   };
   statistic("softmax_lse", saved.softmax_lse);
   statistic("softmax_max", saved.softmax_max);
   statistic("softmax_sum", saved.softmax_sum);
   statistic("grad_lse", saved.grad_lse);
-  const auto gradient = [&](const char* name, const Tensor& t, const auto& names) {
-    if (t.data != nullptr) check.output(name, t).dtype(floats).dims(names);
+  const auto gradient = [&](const char* name, const Tensor& t, std::span<const char* const> names) {
+    if (t) check.output(name, t).dtype(kFloats).dims(names);
   };
   gradient("grad_query", grads.grad_query, dims.query);
-  gradient("grad_key", grads.grad_key, key_dims(in).key);
-  gradient("grad_value", grads.grad_value, key_dims(in).value);
-  if (grads.grad_bias.data != nullptr) check_grad_bias(check, in.bias, grads.grad_bias, real);
-  if (grads.grad_sinks.data != nullptr) {
+  gradient("grad_key", grads.grad_key, dims.key);
+  gradient("grad_value", grads.grad_value, dims.value);
+  if (grads.grad_bias) check_grad_bias(check, in.bias, grads.grad_bias, real);
+  if (grads.grad_sinks) {
     check.output("grad_sinks", grads.grad_sinks).dtype({real}).dims({"num_heads"});
-    check.require(in.sinks.data != nullptr, "grad_sinks is given, but sinks is not");
+    check.require(bool{in.sinks}, "grad_sinks is given, but sinks is not");
   }
 
   check_kinds(check, in, saved, grads);
-  const bool has_max = saved.softmax_max.data != nullptr, has_sum = saved.softmax_sum.data != nullptr;
+  const bool has_max(saved.softmax_max), has_sum(saved.softmax_sum);
   check.require(has_max == has_sum, has_max ? "softmax_max" : "softmax_sum", " is given, but ",
                 has_max ? "softmax_sum" : "softmax_max", " is not");
-  check.require(has_max || saved.softmax_lse.data != nullptr || saved.out.num_elements() == 0,
+  check.require(has_max || saved.softmax_lse || saved.out.num_elements() == 0,
                 "neither softmax_lse nor softmax_max and softmax_sum are given");
 
   Result<AttentionProblem> problem = pose_problem(check, in, options);
   if (!problem.ok()) return problem.status();
   AttentionBackwardProblem b = {.forward = problem.value(),
                                 .grad_out_dtype = saved.grad_out.dtype,
-                                .grad_bias = grads.grad_bias.data != nullptr,
-                                .grad_sinks = grads.grad_sinks.data != nullptr};
+                                .grad_bias = bool{grads.grad_bias},
+                                .grad_sinks = bool{grads.grad_sinks}};
   AttentionProblem& p = b.forward;
   if (paged) b.num_blocks = in.key.shape[0];
   // Every row of a tensor has a gradient, beyond kv_lengths too.
   if (!paged) p.kv_len = varlen_k ? 0 : in.key.shape[2];
   const Sequences sequences(in, p);
-  const int64_t different = Sequences::repeats(in.cu_seqlens_k) ? std::min<int64_t>(p.batch, 1) : p.batch;
-  for (int64_t i = 0; i < different && varlen_k; ++i) {
-    p.kv_len = std::max(p.kv_len, sequences.key_start(i + 1) - sequences.key_start(i));
+  for (int64_t i = 0; varlen_k && i < sequences.num_different(); ++i) {
+    p.kv_len = std::max(p.kv_len, sequences.key_rows(i));
   }
   return b;
 }

@@ -224,9 +224,7 @@ struct BackwardData : CallHeads {
 
   // Rows of a head's sequence in key and value, whatever its kv_lengths; of pages those that hold its keys.
   int64_t key_rows(int64_t head) const {
-    const int64_t b = batch(head);
-    if (p.varlen_k) return sequences.key_start(b + 1) - sequences.key_start(b);
-    return p.paged ? sequences.kv_len(b) : p.kv_len;
+    return p.paged ? sequences.kv_len(batch(head)) : sequences.key_rows(batch(head));
   }
   // Rows of accumulators, set to 0.
   void* cleared(void* rows, int64_t count, int64_t stride) const {

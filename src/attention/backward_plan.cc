@@ -5,22 +5,13 @@
 namespace opst {
 
 using attention::Geometry;
+using attention::kWantedTasks;
 
 namespace {
 
-// Tasks that a call should have at least, so that a machine of some cores is busy.
-constexpr int64_t kWantedTasks = 16;
 // Bytes of packed query rows in a wave of heads: several heads, whose tasks do not wait for one another, but no more
 // than stays in the last-level cache.
 constexpr int64_t kWaveBytes = 4 << 20;
-
-AttentionProduct choose_product(const AttentionBackwardProblem& b, const Machine& m) {
-  const AttentionProblem& p = b.forward;
-  if (p.query_dtype == DType::f64) return AttentionProduct::f64;
-  const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16 && b.grad_out_dtype == DType::bf16;
-  const bool dot = includes(m.isa, Isa::avx512_bf16) && m.bf16_product == Bf16Product::dot;
-  return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
-}
 
 // Keys per tile: three packed forms and two accumulators take a third of L2, a block of rows another third.
 // Three panels are whole register tiles of 12 keys in dV and dK; pairs of bf16, whose products take half the time, want
@@ -57,7 +48,9 @@ AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& pr
   if (attention::without_plan(p) != nullptr || !is_count(problem.num_blocks) || !is_count(problem.shared_blocks)) {
     return plan;
   }
-  plan.product = choose_product(problem, machine);
+  plan.product = attention::choose_product(p, machine);
+  const bool mixed = plan.product == AttentionProduct::bf16_dot && problem.grad_out_dtype != DType::bf16;
+  if (mixed) plan.product = AttentionProduct::f32;
   const Geometry g = attention::geometry_of(machine.isa, plan.product);
   const int64_t rows = attention::rows_of(p), heads = attention::heads_of(p);
   if (heads == 0) return plan;

@@ -26,8 +26,7 @@ struct Scale {
 
 class CallRules {
  public:
-  CallRules(const AttentionInputs& inputs, const AttentionProblem& problem)
-      : in_(inputs), p_(problem), sequences_(inputs, problem), scale_(problem) {
+  CallRules(const AttentionInputs& inputs, const AttentionProblem& problem) : in_(inputs), p_(problem) {
     const AttentionOptions& o = problem.options;
     if (p_.has_mask) broadcast(in_.mask, mask_strides_);
     if (p_.has_bias) broadcast(in_.bias, bias_strides_);
@@ -110,7 +109,7 @@ class CallRules {
     const ConstTensor& t = in_.alibi_slopes;
     const int64_t at = t.rank == 1 ? head * t.strides[0] : batch * t.strides[0] + head * t.strides[1];
     return t.dtype == DType::f64 ? static_cast<const double*>(t.data)[at]
-                                 : static_cast<double>(static_cast<const float*>(t.data)[at]);
+                                 : double{static_cast<const float*>(t.data)[at]};
   }
   bool varlen() const { return p_.varlen_q || p_.varlen_k; }
   // Bits of a row of the drop mask.
@@ -126,8 +125,8 @@ class CallRules {
 
   const AttentionInputs& in_;
   const AttentionProblem& p_;
-  const Sequences sequences_;
-  const Scale scale_;
+  const Sequences sequences_{in_, p_};
+  const Scale scale_{p_};
   ScoreRules base_;
   int64_t mask_strides_[4] = {}, bias_strides_[4] = {};
 };

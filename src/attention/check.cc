@@ -21,7 +21,6 @@ namespace {
 constexpr int64_t kMaxHeadDim = 768;
 constexpr int64_t kMaxStart = int64_t{1} << 60;  // of indices that a caller sets: sums stay within 63 bits
 
-constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16, DType::f64};
 constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i64};
 
 std::string number(double x) {
@@ -59,12 +58,10 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
     check.require(
         condition, name, " is ", [&] { return number(x); }, ", must be ", rule);
   };
-  const auto finite = [&](const char* name, double x) { require_number(std::isfinite(x), name, x, "finite"); };
-  const bool f64 = in.query.dtype == DType::f64;
-  // Other kernels compute with f32.
-  const auto finite_in_f32 = [&](const char* name, double x) {
-    const bool fits = f64 || std::fabs(x) <= double{std::numeric_limits<float>::max()};
-    require_number(fits, name, x, "finite in f32");
+  const bool f64 = in.query.dtype == DType::f64;  // other kernels compute with f32
+  const auto finite = [&](const char* name, double x) {
+    require_number(std::isfinite(x), name, x, "finite");
+    require_number(f64 || std::fabs(x) <= double{std::numeric_limits<float>::max()}, name, x, "finite in f32");
   };
   const auto within = [&](const char* name, int64_t x, int64_t low, int64_t high) {
     check.require(x >= low && x <= high, name, " is ", x, ", must be ", low, " to ", high);
@@ -72,10 +69,7 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
   const auto known = [&](const char* name, const char* type, auto value, auto last) {
     check.require(value <= last, name, " is ", static_cast<int64_t>(value), ", which is no ", type);
   };
-  if (options.softmax_scale) {
-    finite("softmax_scale", *options.softmax_scale);
-    finite_in_f32("softmax_scale", *options.softmax_scale);
-  }
+  if (options.softmax_scale) finite("softmax_scale", *options.softmax_scale);
   known("path", "AttentionPath", options.path, AttentionPath::flash);
   known("alignment", "CausalAlignment", options.alignment, CausalAlignment::bottom_right);
   known("alibi_form", "AlibiForm", options.alibi_form, AlibiForm::square_root);
@@ -88,13 +82,11 @@ void check_options(ShapeCheck& check, const AttentionInputs& in, const Attention
                   ", must be a multiple of 32 for panel32 pages");
   }
   const double softcap = options.softcap;
+  require_number(softcap >= 0 || !std::isfinite(softcap), "softcap", softcap, "0 or positive");
   finite("softcap", softcap);
-  require_number(!(softcap < 0), "softcap", softcap, "0 or positive");
-  finite_in_f32("softcap", softcap);
   // A cap that rounds to 0 would be none at all.
   require_number(f64 || softcap == 0 || static_cast<float>(softcap) > 0, "softcap", softcap, "0 or positive in f32");
   finite("bias_scale", options.bias_scale);
-  finite_in_f32("bias_scale", options.bias_scale);
   within("alibi_query_start", options.alibi_query_start, -kMaxStart, kMaxStart);
   within("alibi_key_start", options.alibi_key_start, -kMaxStart, kMaxStart);
   const DropoutOptions& drop = options.dropout;
@@ -167,46 +159,41 @@ Size multiply_adds(const AttentionProblem& p) {
   return Size(p.batch) * p.num_heads * p.query_len * p.kv_len * (p.head_dim + p.value_head_dim);
 }
 
-const QueryDims& query_dims(bool varlen_q) {
-  static constexpr QueryDims kBatched = {{"batch", "num_heads", "query_len", "head_dim"},
-                                         {"batch", "num_heads", "query_len", "value_head_dim"},
-                                         {"batch", "num_heads", "query_len"}};
-  static constexpr QueryDims kVarlen = {
-      {"total_q", "num_heads", "head_dim"}, {"total_q", "num_heads", "value_head_dim"}, {"num_heads", "total_q"}};
-  return varlen_q ? kVarlen : kBatched;
-}
-
-KeyDims key_dims(const AttentionInputs& in) {
-  static constexpr const char* kBatched[2][4] = {{"batch", "num_kv_heads", "kv_len", "head_dim"},
-                                                 {"batch", "num_kv_heads", "kv_len", "value_head_dim"}};
-  static constexpr const char* kVarlen[2][3] = {{"total_k", "num_kv_heads", "head_dim"},
-                                                {"total_k", "num_kv_heads", "value_head_dim"}};
-  const auto of_pages = [](PageSide side) {
-    return kv_cache::dims_of(page_format(PageLayout::norm, DType::f32, side));
-  };
-  if (in.block_table.data != nullptr) return {of_pages(PageSide::key), of_pages(PageSide::value)};
-  if (in.cu_seqlens_k.data != nullptr) return {kVarlen[0], kVarlen[1]};
-  return {kBatched[0], kBatched[1]};
+CallDims call_dims(const AttentionInputs& in) {
+  static constexpr const char* kQuery[2][4] = {{"batch", "num_heads", "query_len", "head_dim"},
+                                               {"batch", "num_heads", "query_len", "value_head_dim"}};
+  static constexpr const char* kKey[2][4] = {{"batch", "num_kv_heads", "kv_len", "head_dim"},
+                                             {"batch", "num_kv_heads", "kv_len", "value_head_dim"}};
+  static constexpr const char* kVarlenQuery[2][3] = {{"total_q", "num_heads", "head_dim"},
+                                                     {"total_q", "num_heads", "value_head_dim"}};
+  static constexpr const char* kVarlenKey[2][3] = {{"total_k", "num_kv_heads", "head_dim"},
+                                                   {"total_k", "num_kv_heads", "value_head_dim"}};
+  static constexpr const char* kVarlenStatistic[] = {"num_heads", "total_q"};
+  CallDims dims = {kQuery[0], kQuery[1], std::span(kQuery[0]).first(3), kKey[0], kKey[1]};
+  if (in.cu_seqlens_q) dims = {kVarlenQuery[0], kVarlenQuery[1], kVarlenStatistic, kKey[0], kKey[1]};
+  if (in.cu_seqlens_k) dims.key = kVarlenKey[0], dims.value = kVarlenKey[1];
+  if (in.block_table) {
+    dims.key = kv_cache::dims_of(page_format(PageLayout::norm, DType::f32, PageSide::key));
+    dims.value = kv_cache::dims_of(page_format(PageLayout::norm, DType::f32, PageSide::value));
+  }
+  return dims;
 }
 
 void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_layout) {
-  const bool paged = in.block_table.data != nullptr;
-  const bool varlen_q = in.cu_seqlens_q.data != nullptr, varlen_k = in.cu_seqlens_k.data != nullptr;
-
-  check.tensor("query", in.query).dtype(kFloats).dims(query_dims(varlen_q).query);
-  if (varlen_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
+  const CallDims dims = call_dims(in);
+  check.tensor("query", in.query).dtype(kFloats).dims(dims.query);
+  if (in.cu_seqlens_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
   if (panels(in, page_layout)) {
     kv_cache::check_pages(check, page_layout, "key", in.key, "value", in.value);
   } else {
-    const KeyDims dims = key_dims(in);
     check.tensor("key", in.key).dtype(kFloats).dims(dims.key);
     check.tensor("value", in.value).dtype(kFloats).dims(dims.value);
   }
-  if (varlen_k) bind_offsets(check, "cu_seqlens_k", in.cu_seqlens_k);
-  if (paged) {
+  if (in.cu_seqlens_k) bind_offsets(check, "cu_seqlens_k", in.cu_seqlens_k);
+  if (in.block_table) {
     check.tensor("block_table", in.block_table).dtype(kIntegers).dims({"batch", "max_blocks"});
-    check.require(in.kv_lengths.data != nullptr, "block_table is given, but kv_lengths is not");
-    check.require(!varlen_k, "block_table and cu_seqlens_k are given, but only one may be");
+    check.require(bool{in.kv_lengths}, "block_table is given, but kv_lengths is not");
+    check.require(!in.cu_seqlens_k, "block_table and cu_seqlens_k are given, but only one may be");
   }
   if (in.kv_lengths) check.tensor("kv_lengths", in.kv_lengths).dtype(kIntegers).dims({"batch"});
   if (in.prefix) check.tensor("prefix", in.prefix).dtype(kIntegers).dims({"batch"});
@@ -218,11 +205,9 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
     in.query.dtype == real ? bias.dtype({real}) : bias.dtype({real, in.query.dtype});
   }
   if (in.alibi_slopes) {
-    ShapeCheck::TensorCheck slopes = check.tensor("alibi_slopes", in.alibi_slopes).dtype({real});
-    if (in.alibi_slopes.rank == 1)
-      slopes.dims({"num_heads"});
-    else
-      slopes.dims({"batch", "num_heads"});
+    static constexpr const char* kDims[] = {"batch", "num_heads"};
+    const size_t rank = in.alibi_slopes.rank == 1 ? 1 : 2;
+    check.tensor("alibi_slopes", in.alibi_slopes).dtype({real}).dims(std::span(kDims).last(rank));
   }
   if (in.sinks) check.tensor("sinks", in.sinks).dtype({real}).dims({"num_heads"});
   if (in.drop_mask) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
@@ -232,9 +217,8 @@ namespace {
 
 // What shapes, strides, options and the presence of tensors say of a call; the longest sequences come later.
 AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
-  const auto there = [](const ConstTensor& t) { return t.data != nullptr; };
   const auto unit_stride = [](const ConstTensor& t) { return t.shape[t.rank - 1] <= 1 || t.strides[t.rank - 1] == 1; };
-  const bool paged = there(in.block_table), varlen_q = there(in.cu_seqlens_q), varlen_k = there(in.cu_seqlens_k);
+  const bool paged(in.block_table), varlen_q(in.cu_seqlens_q), varlen_k(in.cu_seqlens_k);
   return {.query_dtype = in.query.dtype,
           .kv_dtype = in.key.dtype,
           .batch = check["batch"],
@@ -250,12 +234,12 @@ AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& i
           .options = options,
           .varlen_q = varlen_q,
           .varlen_k = varlen_k,
-          .has_prefix = there(in.prefix),
-          .has_mask = there(in.mask),
-          .has_bias = there(in.bias),
-          .has_alibi = there(in.alibi_slopes),
-          .has_sinks = there(in.sinks),
-          .has_drop_mask = there(in.drop_mask)};
+          .has_prefix = bool{in.prefix},
+          .has_mask = bool{in.mask},
+          .has_bias = bool{in.bias},
+          .has_alibi = bool{in.alibi_slopes},
+          .has_sinks = bool{in.sinks},
+          .has_drop_mask = bool{in.drop_mask}};
 }
 
 void check_heads(ShapeCheck& check, const AttentionProblem& p) {
@@ -271,18 +255,15 @@ void check_heads(ShapeCheck& check, const AttentionProblem& p) {
 // kv_lengths within the pages or the sequence's keys, entries of block_table within the pool.
 void check_kv_lengths(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p,
                       const Sequences& sequences) {
-  if (p.paged) {
-    const int64_t max_blocks = check["max_blocks"], capacity = (Size(max_blocks) * p.block_size).value();
-    check.require(p.block_size >= 1, "block_size is ", p.block_size, ", must be at least 1");
-    check_entries(
-        check, "kv_lengths", in.kv_lengths, sequences, [&](int64_t) { return capacity; },
-        [&](int64_t) { return text(max_blocks, " blocks of ", p.block_size, " keys in block_table"); });
-    if (check.ok()) check_block_table(check, in, check["num_blocks"], p.block_size);
-  } else if (in.kv_lengths) {
-    check_entries(
-        check, "kv_lengths", in.kv_lengths, sequences, [&](int64_t b) { return sequences.key_rows(b); },
-        [&](int64_t b) { return p.varlen_k ? text("keys of sequence ", b) : text("kv_len of key"); });
-  }
+  if (!in.kv_lengths) return;
+  const int64_t max_blocks = p.paged ? check["max_blocks"] : 0, capacity = (Size(max_blocks) * p.block_size).value();
+  check.require(!p.paged || p.block_size >= 1, "block_size is ", p.block_size, ", must be at least 1");
+  const auto most = [&](int64_t b) { return p.paged ? capacity : sequences.key_rows(b); };
+  check_entries(check, "kv_lengths", in.kv_lengths, sequences, most, [&](int64_t b) {
+    if (p.paged) return text(max_blocks, " blocks of ", p.block_size, " keys in block_table");
+    return p.varlen_k ? text("keys of sequence ", b) : text("kv_len of key");
+  });
+  if (p.paged && check.ok()) check_block_table(check, in, check["num_blocks"], p.block_size);
 }
 
 void check_drop_mask(ShapeCheck& check, const AttentionInputs& in, const AttentionProblem& p) {
@@ -302,8 +283,6 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   AttentionProblem p = describe_call(check, in, options);
   check_options(check, in, options, p.num_heads);
   check_heads(check, p);
-  if (!check.ok()) return check.status();
-
   // Offsets first, then lengths within them, then what must lie within lengths.
   if (p.varlen_q) check_offsets(check, "cu_seqlens_q", in.cu_seqlens_q, "query", check["total_q"]);
   if (p.varlen_k) check_offsets(check, "cu_seqlens_k", in.cu_seqlens_k, "key", check["total_k"]);
@@ -341,7 +320,7 @@ Result<AttentionProblem> check_forward(const AttentionInputs& in, const Attentio
                                        const AttentionOptions& options) {
   ShapeCheck check("flash_attention_forward");
   bind_inputs(check, in, options.page_layout);
-  const QueryDims& dims = query_dims(in.cu_seqlens_q.data != nullptr);
+  const CallDims dims = call_dims(in);
   check.output("out", out.out).dtype(kFloats).dims(dims.out);
   const DType statistics = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
   const auto statistic = [&](const char* name, const Tensor& t) {

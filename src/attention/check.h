@@ -1,10 +1,6 @@
 // The contract of the attention operators' tensors, checked before anything is written. An operator checks in three
-// stages, so that messages come in the order of its arguments:
-//
-//   ShapeCheck check("flash_attention_forward");
-//   bind_inputs(check, inputs, options.page_layout);     // dtypes, ranks, sizes
-//   check.output("out", out).dims(query_dims(...).out);  // the operator's own outputs
-//   Result<AttentionProblem> problem = pose_problem(check, inputs, options);   // values: lengths, options
+// stages, so that messages come in the order of its arguments: bind_inputs (dtypes, ranks, sizes), its own outputs,
+// pose_problem (values: lengths, options).
 #pragma once
 
 #include <span>
@@ -15,17 +11,13 @@
 
 namespace opst::attention {
 
-// Names of the dimensions of tensors that have a row per query.
-struct QueryDims {
-  std::initializer_list<const char*> query, out, statistic;
+inline constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16, DType::f64};
+
+// Names of the dimensions of a call's tensors, and of their gradients; where paged, key and value are norm pages.
+struct CallDims {
+  std::span<const char*const> query, out, statistic, key, value;
 };
-const QueryDims& query_dims(bool varlen_q);
-// Of key and value, and of their gradients; where paged, of norm pages.
-struct KeyDims {
-  std::span<const char* const> key;
-  std::span<const char* const> value;
-};
-KeyDims key_dims(const AttentionInputs& inputs);
+CallDims call_dims(const AttentionInputs& inputs);
 
 // Binds batch, num_heads, num_kv_heads, head_dim; query_len, kv_len and value_head_dim where tensors have them.
 void bind_inputs(ShapeCheck& check, const AttentionInputs& inputs, PageLayout page_layout);

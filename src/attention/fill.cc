@@ -1,10 +1,9 @@
-#include "attention/fill.h"
-
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <utility>
 
+#include "attention/sequences.h"
 #include "core/elements.h"
 #include "core/int_math.h"
 
@@ -30,15 +29,6 @@ Tensor merge_dimensions(const Tensor& t) {
   return count > 0 ? merged : Tensor::contiguous(t.dtype, {1}, t.data);
 }
 
-template <class T>
-void fill_elements(T* data, int64_t count, int64_t stride, T x) {
-  if (stride == 1) {
-    std::fill_n(data, count, x);
-  } else {
-    for (int64_t i = 0; i < count; ++i) data[i * stride] = x;
-  }
-}
-
 // `element`: the bytes of one element.
 template <class T>
 void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
@@ -55,7 +45,11 @@ void fill_as(const Tensor& t, const void* element, ThreadPool& pool) {
     const int64_t first_run = task / parts * runs_per_task, begin = task % parts * kPiece;
     for (int64_t r = first_run; r < std::min(first_run + runs_per_task, runs); ++r) {
       T* const data = static_cast<T*>(t.data) + row_offset(merged, r, inner) + begin * stride;
-      fill_elements(data, std::min(run - begin, kPiece), stride, x);
+      const int64_t count = std::min(run - begin, kPiece);
+      if (stride == 1)
+        std::fill_n(data, count, x);
+      else
+        for (int64_t i = 0; i < count; ++i) data[i * stride] = x;
     }
   });
 }
@@ -66,14 +60,9 @@ void fill(const Tensor& t, double x, ThreadPool& pool) {
   if (!t || t.num_elements() == 0) return;
   alignas(8) char storage[8];
   store_element(Tensor::contiguous(t.dtype, {}, storage), 0, x);
-  switch (size_bytes(t.dtype)) {
-    case 8:
-      return fill_as<uint64_t>(t, storage, pool);
-    case 4:
-      return fill_as<uint32_t>(t, storage, pool);
-    default:
-      return fill_as<uint16_t>(t, storage, pool);
-  }
+  const int64_t size = size_bytes(t.dtype);
+  const auto fill_elements_of = size == 8 ? fill_as<uint64_t> : size == 4 ? fill_as<uint32_t> : fill_as<uint16_t>;
+  fill_elements_of(t, storage, pool);
 }
 
 void fill_rows(const Tensor& t, int64_t first, double x, ThreadPool& pool) {

@@ -12,7 +12,6 @@
 #pragma once
 
 #include "attention/backward_layout.h"
-#include "attention/fill.h"
 
 namespace opst::attention {
 

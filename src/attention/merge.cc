@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/check.h"
 #include "attention/sequences.h"
 #include "core/elements.h"
 #include "core/guarded.h"
@@ -33,7 +34,7 @@ void check_shape(ShapeCheck& check, const char* name, const ConstTensor& t, cons
 Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate) {
   ShapeCheck check("merge_attention");
   const ConstTensor& o = parts.out;
-  check.tensor("parts.out", o).dtype({DType::f32, DType::bf16, DType::f16, DType::f64});
+  check.tensor("parts.out", o).dtype(kFloats);
   check.require(o.rank >= 2, "parts.out has rank ", o.rank, ", but [parts, ..., value_head_dim] has at least rank 2");
   if (!check.ok()) return check.status();
   check.require(o.shape[0] >= 1 && o.shape[0] <= kMaxParts, "parts.out dim 0 (parts) is ", o.shape[0],
@@ -42,9 +43,8 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, boo
   const bool lse(parts.softmax_lse), max(parts.softmax_max), sum(parts.softmax_sum);
   check.require(max == sum && lse != max, "the parts need either softmax_lse or both softmax_max and softmax_sum");
   const auto statistic_of_parts = [&](const char* name, const ConstTensor& t) {
-    if (!t) return;
-    check.tensor(name, t).dtype({real});
-    if (check.ok()) check_shape(check, name, t, o, 0, o.rank - 1);
+    if (t) check.tensor(name, t).dtype({real});
+    if (t && check.ok()) check_shape(check, name, t, o, 0, o.rank - 1);
   };
   statistic_of_parts("parts.softmax_lse", parts.softmax_lse);
   statistic_of_parts("parts.softmax_max", parts.softmax_max);
@@ -64,7 +64,7 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, boo
   statistic("softmax_lse", out.softmax_lse, false);
   statistic("softmax_max", out.softmax_max, true);
   statistic("softmax_sum", out.softmax_sum, true);
-  const bool there = lse ? out.softmax_lse.data != nullptr : out.softmax_max && out.softmax_sum;
+  const bool there = lse ? bool{out.softmax_lse} : out.softmax_max && out.softmax_sum;
   check.require(there || !accumulate, "accumulate adds to what outputs hold, but ",
                 lse ? "softmax_lse is not" : "softmax_max and softmax_sum are not both", " among the outputs");
   return check.status();
@@ -82,11 +82,7 @@ template <class Real>
 class Merge {
  public:
   Merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate)
-      : parts_(parts),
-        out_(out),
-        held_{out.out, out.softmax_lse, out.softmax_max, out.softmax_sum},
-        by_lse_(parts.softmax_lse),
-        accumulate_(accumulate) {}
+      : parts_(parts), out_(out), accumulate_(accumulate) {}
 
   void row(int64_t index) const {
     const int64_t num_parts = parts_.out.shape[0] + (accumulate_ ? 1 : 0);
@@ -140,9 +136,7 @@ class Merge {
     const auto place = [&](const ConstTensor& t) {
       return held ? offset(t, 0, index) : offset(t, 1, index) + (accumulate_ ? k - 1 : k) * t.strides[0];
     };
-    const auto number = [&](const ConstTensor& t) {
-      return static_cast<double>(static_cast<const Real*>(t.data)[place(t)]);
-    };
+    const auto number = [&](const ConstTensor& t) { return double{static_cast<const Real*>(t.data)[place(t)]}; };
     const double top = number(by_lse_ ? from.softmax_lse : from.softmax_max);
     const bool unseen = std::isinf(top);
     return {top, unseen ? 0 : by_lse_ ? 1 : number(from.softmax_sum), &from.out, place(from.out)};
@@ -155,14 +149,9 @@ class Merge {
       from += row + first * step;
       for (int64_t d = 0; d < n; ++d) values[d] = convert<Real>(from[d * step]);
     };
-    switch (t.dtype) {
-      case DType::bf16:
-        return of(static_cast<const bf16*>(t.data));
-      case DType::f16:
-        return of(static_cast<const f16*>(t.data));
-      default:
-        return of(static_cast<const Real*>(t.data));
-    }
+    if (t.dtype == DType::bf16) return of(static_cast<const bf16*>(t.data));
+    if (t.dtype == DType::f16) return of(static_cast<const f16*>(t.data));
+    of(static_cast<const Real*>(t.data));
   }
 
   // Of row `index` in a tensor whose row dimensions begin at `first`.
@@ -172,8 +161,8 @@ class Merge {
 
   const AttentionParts& parts_;
   const AttentionOutputs& out_;
-  const AttentionParts held_;  // by the outputs, as a part
-  const bool by_lse_, accumulate_;
+  const AttentionParts held_ = {out_.out, out_.softmax_lse, out_.softmax_max, out_.softmax_sum};  // as a part
+  const bool by_lse_{parts_.softmax_lse}, accumulate_;
 };
 
 template <class Real>
@@ -195,17 +184,15 @@ void merge_all(Context::Impl& context, const AttentionParts& parts, const Attent
 Status merge_attention(Context& context, const AttentionParts& parts, const AttentionOutputs& outputs,
                        bool accumulate) {
   return guarded([&]() -> Status {
-    Status status = attention::check_merge(parts, outputs, accumulate);
+    using namespace attention;
+    Status status = check_merge(parts, outputs, accumulate);
     if (!status.ok()) return status;
-    const auto there = [](const auto& t) { return attention::uniform_if_there(t, false); };
+    const auto there = [](const auto& t) { return uniform_if_there(t, false); };
     const AttentionParts in = {normal_strides(parts.out), there(parts.softmax_lse), there(parts.softmax_max),
                                there(parts.softmax_sum)};
-    const AttentionOutputs out = {normal_strides(outputs.out), there(outputs.softmax_lse), there(outputs.softmax_max),
-                                  there(outputs.softmax_sum)};
-    if (in.out.dtype == DType::f64)
-      attention::merge_all<double>(context.impl(), in, out, accumulate);
-    else
-      attention::merge_all<float>(context.impl(), in, out, accumulate);
+    const AttentionOutputs out = uniform_shapes(outputs, {});
+    const auto merge = in.out.dtype == DType::f64 ? merge_all<double> : merge_all<float>;
+    merge(context.impl(), in, out, accumulate);
     return {};
   });
 }

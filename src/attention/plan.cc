@@ -36,10 +36,18 @@ AttendStandard standard_for(Isa isa, AttentionProduct product) {
   return product == AttentionProduct::bf16_dot && table.bf16_dot != nullptr ? table.bf16_dot : table.f32;
 }
 
+AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
+  if (p.query_dtype == DType::f64) return AttentionProduct::f64;
+  const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16;
+  const bool dot = includes(m.isa, Isa::avx512_bf16) && m.bf16_product == Bf16Product::dot;
+  return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
+}
+
 }  // namespace attention
 
 using attention::Geometry;
 using attention::geometry_of;
+using attention::kWantedTasks;
 
 const char* to_string(AttentionPath path) { return name_of(path, {"automatic", "standard", "flash"}); }
 const char* to_string(KvAccess access) {
@@ -49,9 +57,6 @@ const char* to_string(AttentionProduct product) { return name_of(product, {"f32"
 
 namespace {
 
-// Tasks that a call should have at least, so that a machine of some cores is busy. A constant, not the number of
-// threads: splitting changes rounding, and results must not depend on threads.
-constexpr int64_t kWantedTasks = 16;
 // Keys below which a split is not worth its merge: in place, a split reads at least as much as its state is large.
 constexpr int64_t kMinSplitKeysInPlace = 512;
 constexpr int64_t kMinSplitKeysPacked = 1024;
@@ -61,13 +66,6 @@ constexpr int64_t kWaveBytes = 2 << 20;
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
 // fetching them costs 2 to 3 %; 96 heads: 16 % faster).
 constexpr int64_t kCachesOfMemory = 4;
-
-AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
-  if (p.query_dtype == DType::f64) return AttentionProduct::f64;
-  const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16;
-  const bool dot = includes(m.isa, Isa::avx512_bf16) && m.bf16_product == Bf16Product::dot;
-  return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
-}
 
 // Keys per tile. The tile's packed K and V should take a quarter of L2: the next tile is being fetched meanwhile, and
 // query, output and scores want room. The scores of one register tile may outgrow L1 a little: they are read once, in
@@ -135,7 +133,7 @@ const char* attention::without_plan(const AttentionProblem& p) {
 
 AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) {
   if (const char* reason = attention::without_plan(p)) return {.reason = reason};
-  AttentionPlan plan = {.product = choose_product(p, machine)};
+  AttentionPlan plan = {.product = attention::choose_product(p, machine)};
   const int64_t rows = attention::rows_of(p), heads = attention::heads_of(p);
   if (rows == 0 || heads == 0) {
     plan.reason = "no query rows";

@@ -1,4 +1,5 @@
-// Sequences: where each sequence of a call begins and how long it is, whatever form the caller gave it in.
+// Sequences: where each sequence of a call begins and how long it is, whatever form the caller gave it in; the shapes in
+// which tensors hold them; fill, for the rows behind the last one, which no task computes.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 
 #include "core/elements.h"
 #include "core/shape_check.h"
+#include "machine/thread_pool.h"
 #include "opst/attention.h"
 
 namespace opst::attention {
@@ -35,10 +37,11 @@ class Sequences {
                       (!p_.varlen_k || repeats(in_.cu_seqlens_k));
     return same ? std::min<int64_t>(p_.batch, 1) : p_.batch;
   }
+
+ private:
   // Whether all entries are one number in memory, or there are none.
   static bool repeats(const ConstTensor& t) { return !t || t.shape[0] <= 1 || t.strides[0] == 0; }
 
- private:
   const AttentionInputs& in_;
   const AttentionProblem& p_;
 };
@@ -79,9 +82,9 @@ inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const Atten
   return groups;
 }
 
-// A checked tensor with strides to compute with and in the shape of a call without varlen:
-// [tokens, heads, dim] or [heads, tokens] of all sequences as [1, heads, tokens, dim] or [1, heads, tokens]: a sequence
-// is then a range of dimension 2, and the stride between sequences is 0.
+// A checked tensor with strides to compute with and in the shape of a call without varlen: [tokens, heads, dim] or
+// [heads, tokens] of all sequences as [1, heads, tokens, dim] or [1, heads, tokens]. A sequence is then a range of
+// dimension 2, and the stride between sequences is 0.
 template <class T>
 T uniform_shape(T t, bool varlen) {
   make_strides_normal(t);
@@ -108,5 +111,11 @@ inline AttentionOutputs uniform_shapes(const AttentionOutputs& out, const Attent
   return {uniform_shape(out.out, p.varlen_q), uniform_if_there(out.softmax_lse, p.varlen_q),
           uniform_if_there(out.softmax_max, p.varlen_q), uniform_if_there(out.softmax_sum, p.varlen_q)};
 }
+
+// Every element becomes x, rounded to t's dtype (f32, bf16, f16, f64); not the memory between them. The pool's threads
+// share the elements in pieces of 64 KB. A tensor without data or elements is left alone.
+void fill(const Tensor& t, double x, ThreadPool& pool);
+// The same for rows [first, ...) of dimension 2.
+void fill_rows(const Tensor& t, int64_t first, double x, ThreadPool& pool);
 
 }  // namespace opst::attention

@@ -1,7 +1,7 @@
 // Rows that nobody computes: fill, and what forward and backward leave behind the last sequence of a padded buffer.
 #include <gtest/gtest.h>
 
-#include "attention/fill.h"
+#include "attention/sequences.h"
 #include "attention/tests/attention_problem.h"
 #include "opst/attention_backward.h"
 
