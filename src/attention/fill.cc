@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <utility>
 
 #include "attention/sequences.h"
@@ -12,12 +13,12 @@ namespace {
 
 // The same elements: largest stride first, and dimensions that follow one another in memory are one.
 Tensor merge_dimensions(const Tensor& t) {
-  std::pair<int64_t, int64_t> dims[kMaxRank];  // stride and size
+  std::pair<int64_t, int64_t> dims[kMaxRank] = {};  // stride and size
   int count = 0;
   for (int i = 0; i < t.rank; ++i) {
     if (t.shape[i] != 1) dims[count++] = {t.strides[i], t.shape[i]};
   }
-  std::sort(dims, dims + count, std::greater<>());
+  std::sort(std::begin(dims), std::end(dims), std::greater<>());
   Tensor merged = Tensor::contiguous(t.dtype, {}, t.data);
   for (int i = 0; i < count; ++i) {
     const auto [stride, size] = dims[i];
