@@ -16,7 +16,7 @@
 // With cu_seqlens_q or cu_seqlens_k these, too, hold the sequences one after the other. Rows behind the last sequence
 // get 0. With a block_table grad_key and grad_value have the shapes of the cache, [num_blocks, block_size,
 // num_kv_heads, ...], of PageLayout::norm, and every element is written. A row of a page that belongs to several
-// sequences, or to several places of one, gets the sum of all its gradients, rounded once; to nobody, 0.
+// sequences, or to several places of one, gets the sum of all its gradients, rounded once; one of nobody 0.
 //
 // Rules: a row that sees no key gets grad_query = 0 and adds nothing to the other gradients, whatever its grad_out
 // holds; so does a row whose saved lse is infinite. (With a sink its lse is a number, and its grad_lse reaches the

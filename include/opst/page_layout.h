@@ -1,6 +1,6 @@
 // How the rows of a paged cache lie in memory (kv_cache.h has what is done with them).
 //
-// Plain data: kernel code includes this file, so it holds no inline function (dtype.h says why).
+// Plain data, for any thread. Kernel code includes this file, so it holds no inline function (dtype.h says why).
 #pragma once
 
 #include <cstdint>

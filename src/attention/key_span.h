@@ -32,7 +32,7 @@ struct TileKeys {
   int64_t first_key, count;
   bool partial;  // some row does not see some key
 
-  // Of the row's interval; the prefix is seen besides.
+  // Of the row's interval, besides which the prefix is seen; of a tile that is not partial, all of its keys.
   OPST_INLINE RowKeys of_row(int64_t r) const {
     if (!partial) return {0, count};
     const int64_t begin = visible_begin[r] - first_key, end = visible_end[r] - first_key;

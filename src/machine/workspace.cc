@@ -78,13 +78,13 @@ Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
       if (best != idle_.end()) {
         buffer = std::move(*best);
         idle_.erase(best);
-        if (buffer.size_bytes() >= size_bytes) return WorkspaceLease(this, std::move(buffer), size_bytes);
-        held_bytes_ -= buffer.size_bytes();
+        if (buffer.size_bytes() < size_bytes) held_bytes_ -= buffer.size_bytes();
       } else {
         idle_.reserve(static_cast<size_t>(num_buffers_ + 1));
         ++num_buffers_;
       }
     }
+    if (buffer.size_bytes() >= size_bytes) return WorkspaceLease(this, std::move(buffer), size_bytes);
     allow(buffer.data(), buffer.size_bytes());
     buffer = Buffer();  // gone before its successor comes: the peak is one of the two
     // Rounded up, so that calls of slowly varying size soon find what they need.

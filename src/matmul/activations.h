@@ -1,5 +1,5 @@
 // Activations in blocks of 32, int8 or in fixed point, times GGUF weights: the one definition that every kernel follows,
-// few rows or many, so that all of them give the same bits. (Int8 and int4 weights are another product: weights_int.h.)
+// few rows or many, so that all of them give the same bits. (Int8 and int4 weights are another product: packed_layout.h.)
 //
 // int8. Each row of x is cut into blocks of 32 consecutive values. A block becomes
 //   scale = max |x| / 127                                        one rounding to f32

@@ -1,4 +1,4 @@
-// What the kernels of matmul share: where a vector of columns lies in a packed weight (packed_layout.h, weights_int.h),
+// What the kernels of matmul share: where a vector of columns lies in a packed weight (packed_layout.h, packed_layout.h),
 // how a rectangle of sums begins, and which instantiation takes so many rows.
 #pragma once
 

@@ -1,7 +1,7 @@
-// int8 and int4 weights (weights_int.h) times rows of int8: a few rows, bound by reading the weight.
+// int8 and int4 weights (packed_layout.h) times rows of int8: a few rows, bound by reading the weight.
 //
 // Computes   sums as weights_int_many_rows.h
-// Shapes     x [rows, k] int8; weight: packed panels of u (weights_int.h); sums [rows, columns]
+// Shapes     x [rows, k] int8; weight: packed panels of u (packed_layout.h); sums [rows, columns]
 // Loop nest  for each panel; for each group; over k: load words, per row one dot product (int4: two)
 // Memory     weights stream once, fetched 4 KB ahead; x stays in L1
 // Numerics   weights_int_many_rows.h: the same bits

@@ -1,7 +1,7 @@
-// int8 and int4 weights (weights_int.h) times rows of floats: the weight alone is quantised.
+// int8 and int4 weights (packed_layout.h) times rows of floats: the weight alone is quantised.
 //
 // Computes   sums[i, j] = sum_t x[i, t] * (q[j, t] * scale[j, g]),   q = u - offset (- zero[j, g])
-// Shapes     x [rows, k] f32; weight: packed panels of u (weights_int.h); sums [rows, columns]
+// Shapes     x [rows, k] f32; weight: packed panels of u (packed_layout.h); sums [rows, columns]
 // Loop nest  for each run of k within a group
 //              for each 2 vectors of columns: decode [k_block][2 vectors] floats once
 //                for each register tile of rows: sums += x * decoded               (tile/gemm_tile.h)

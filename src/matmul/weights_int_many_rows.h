@@ -1,9 +1,9 @@
-// int8 and int4 weights (weights_int.h) times rows of int8: many rows, bound by multiplying.
+// int8 and int4 weights (packed_layout.h) times rows of int8: many rows, bound by multiplying.
 //
 // Computes   S[i, j, g] = sum over group g of k of x[i, t] * q[j, t],   q = u - offset (- zero[j, g])
 //            sums       S + int_bias[j] as i32, or times scale[j] as f32: one group
 //                       sum over g of S * scale[j, g] as f32: more groups
-// Shapes     x [rows, k] int8; weight: packed panels of u (weights_int.h); sums [rows, columns]
+// Shapes     x [rows, k] int8; weight: packed panels of u (packed_layout.h); sums [rows, columns]
 // Loop nest  for each run of k (more than one group: each group)
 //              for each 2 vectors of columns
 //                for each register tile of rows: sums += x * words

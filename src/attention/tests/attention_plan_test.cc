@@ -368,5 +368,11 @@ TEST(AttentionVisible, PairsAndKeysAreThoseOfTheDefinition) {
             10 * 0x1p40 - 45);
 }
 
+TEST(AttentionPlan, NamesOfNoEnumeratorAreUnknown) {
+  EXPECT_STREQ(opst::to_string(static_cast<AttentionPath>(9)), "unknown");
+  EXPECT_STREQ(opst::to_string(static_cast<KvAccess>(9)), "unknown");
+  EXPECT_STREQ(opst::to_string(static_cast<AttentionProduct>(9)), "unknown");
+}
+
 }  // namespace
 }  // namespace opst::test
