@@ -43,8 +43,7 @@ Moments rms_norm(ConstRow x, ConstRow weight, ConstRow, Row out, int64_t feature
 
 // to[begin ..] += x, below `length`.
 OPST_INLINE void accumulate(F32 x, float* to, int64_t begin, int64_t length) {
-  const Row row{to, 1};
-  store<float>(load<float>({to, 1}, begin, length) + x, row, begin, length);
+  store<float>(load<float>({to, 1}, begin, length) + x, {to, 1}, begin, length);
 }
 
 template <class T, class W>

@@ -51,7 +51,7 @@ struct RowTile {
   int rows;
 };
 
-// RowTiles: rows dealt out to register tiles of nearly equal height: 64 rows by at most 12 are 6 tiles of 11, 11, 11, 11, 10 and
+// Rows dealt out to register tiles of nearly equal height: 64 rows by at most 12 are 6 tiles of 11, 11, 11, 11, 10 and
 // 10, not 5 of 12 and one of 4.
 class RowTiles {
  public:
