@@ -26,7 +26,7 @@
 //            the pairwise product. A row of weight 0 takes no part: forward saw no key there, or saved an infinite
 //            statistic. Hidden pairs have P = dS = 0. Where pairs are hidden and K of the tile, or Q or dO of the
 //            block, holds a NaN or Inf, 0 * NaN would spoil the sums: the visible pairs are then added one by one.
-// Parts      backward_pack.h, backward_scores.h, backward_sums.h; forms of operands in backward_forms.h
+// Parts      backward_pack.h, backward_scores.h, far_statistics.h, backward_sums.h; forms of operands: backward_forms.h
 // Source     Dao et al., FlashAttention (2022), appendix B.4, with the keys in the outer loop.
 #pragma once
 

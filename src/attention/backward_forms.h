@@ -14,11 +14,9 @@
 #include "simd/math.h"
 #include "tile/gemm_tile.h"
 #include "tile/pack.h"
-#include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
-using namespace opst::attention;
 using tile::RowTiles;
 
 template <class P>
@@ -40,9 +38,6 @@ struct BackwardForms {
   static OPST_INLINE TileKeys keys_of(const GradBlock& b, const GradTile& t) {
     const int64_t prefix = b.rules == nullptr ? 0 : b.rules->prefix;
     return {b.visible_begin, b.visible_end, prefix, t.first_key, t.count, b.partial};
-  }
-  static OPST_INLINE RowKeys keys_of_row(const GradBlock& b, const GradTile& t, int64_t r) {
-    return b.partial ? keys_of(b, t).of_row(r) : RowKeys{0, t.count};
   }
   // Intervals of rows that take no part are empty, so the ends do not only grow as TileKeys::span wants.
   static OPST_INLINE KeySpan span_of(const GradBlock& b, const GradTile& t, RowTile rt) {

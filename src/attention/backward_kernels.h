@@ -112,11 +112,6 @@ struct BackwardKernels {
   void (*finish_rows)(const FinishGradient& finish);
 };
 
-// By product and storage type of keys, as KernelTable.
-struct BackwardKernelTable {
-  BackwardKernels f32_product[3];
-  BackwardKernels bf16_dot = {};
-  BackwardKernels f64_product = {};
-};
+using BackwardKernelTable = TableOf<BackwardKernels>;
 
 }  // namespace opst::attention

@@ -1,5 +1,6 @@
 // The kernels of attention's gradient at one instruction set level: a table, no logic.
 #include "attention/backward.h"
+#include "attention/far_statistics.h"
 
 namespace opst::OPST_ISA_NS::attention {
 
@@ -7,8 +8,8 @@ template <class P, class T>
 constexpr BackwardKernels backward_kernels() {
   return {.pack_queries = BackwardPack<P>::pack_queries,
           .pack_keys = BackwardPack<P>::template pack_keys<T>,
-          .add_statistics = BackwardScores<P>::add_statistics,
-          .keep_statistics = BackwardScores<P>::keep_statistics,
+          .add_statistics = FarStatistics<P>::add_statistics,
+          .keep_statistics = FarStatistics<P>::keep_statistics,
           .grad_tile = Backward<P>::grad_tile,
           .grad_query = Backward<P>::grad_query,
           .add_grad_bias = BackwardSums<P>::add_grad_bias,

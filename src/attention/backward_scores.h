@@ -4,9 +4,7 @@
 // Shapes     Q [rows, head_dim], dO [rows, value_head_dim], K^T and V^T panels; S, dP, P, dS [rows][span.width]
 // Memory     S and dP stay in L1: where P and dS will be, or in `raw` for pairs of bf16, whose P and dS are rounded
 //            into column forms (and dS into the row form, too). One task, in its worker's memory.
-// Numerics   Hidden pairs and padding: S = -inf, P = dS = 0. Rules of the rows: score_ops.h. Where scores are so large
-//            (BackwardPack::kFar) that what forward saved, rounded to f32, says too little about exp, add_statistics
-//            takes maxima and sums of exp2(c (S - max)) anew, tile by tile. Only the task that packs the block.
+// Numerics   Hidden pairs and padding: S = -inf, P = dS = 0. Rules of the rows: score_ops.h.
 #pragma once
 
 #include "attention/backward_forms.h"
@@ -16,7 +14,7 @@ namespace opst::OPST_ISA_NS::attention {
 template <class P>
 struct BackwardScores : BackwardForms<P> {
   using F = BackwardForms<P>;
-  using F::kLanes, F::kPanel, F::kStep, F::kTileRows, F::accumulators, F::keys_of_row;
+  using F::kLanes, F::kPanel, F::kStep, F::kTileRows, F::accumulators, F::keys_of;
   using typename F::Ops, typename F::S, typename F::V, typename F::Word;
 
   // S and dP of a register tile, rows b.scores_stride apart.
@@ -68,7 +66,7 @@ struct BackwardScores : BackwardForms<P> {
   static OPST_NOINLINE void hide(const GradBlock& b, const GradTile& t, RowTile rt, KeySpan span, S* scores, S* grads) {
     const V hidden = V::set1(-__builtin_inff()), zero = V::zero();
     for (int64_t i = 0; i < rt.rows; ++i) {
-      const RowKeys seen = keys_of_row(b, t, rt.first + i);
+      const RowKeys seen = keys_of(b, t).of_row(rt.first + i);
       const int64_t begin = seen.begin - span.begin, end = seen.end - span.begin;
       const auto hide_in = [&](S* row, int64_t j, V instead) OPST_INLINE_LAMBDA {
         const V x = simd::blend_n(simd::clamp_lanes<V>(end - j), V::load(row + j), instead);
@@ -93,11 +91,7 @@ struct BackwardScores : BackwardForms<P> {
             V::set1(accumulators(q.weight)[r]), V::set1(accumulators(q.delta)[r])};
   }
   static OPST_INLINE V probability(V score, V c, const Row& row) {
-    const V x = simd::fma(score - row.origin, c, row.minus_reference);
-    if constexpr (kStep == 1)
-      return simd::exp2_short(x) * row.weight;
-    else
-      return simd::exp2_bf16(x) * row.weight;
+    return exponential<P>(simd::fma(score - row.origin, c, row.minus_reference)) * row.weight;
   }
 
   // A vector of S and one of dP -> a vector of P and one of dS.
@@ -147,7 +141,7 @@ struct BackwardScores : BackwardForms<P> {
       }
       const RowRules& row = b.rules->rows[r];
       Ops::shape(*b.rules, row, origin, count, span.width, s, slopes + i * b.scores_stride);
-      const RowKeys seen = keys_of_row(b, t, r);
+      const RowKeys seen = keys_of(b, t).of_row(r);
       Ops::hide(*b.rules, row, origin, count, span.width, seen.begin - span.begin, seen.end - span.begin, s);
     }
   }
@@ -241,42 +235,6 @@ struct BackwardScores : BackwardForms<P> {
       by(Plain{V::set1(static_cast<S>(b.exponent_scale))});
     } else {
       by(ruled(b, rt, span, bits));
-    }
-  }
-
-  // max and sum join what they hold.
-  static void add_statistics(const GradBlock& b, const GradTile& t, void* max, void* sum) {
-    const V c = V::set1(static_cast<S>(b.exponent_scale));
-    const char* prefetch = b.prefetch;
-    const RowTiles row_tiles = F::tiles_of(b.queries);
-    for (int64_t i = 0; i < row_tiles.count(); ++i) {
-      const RowTile rows = row_tiles[i];
-      const KeySpan span = F::span_of(b, t, rows);
-      if (span.width == 0) continue;
-      const S* scores = score<false>(b, t, rows, span, prefetch).scores;
-      for (int64_t r = 0; r < rows.rows; ++r) {
-        const S* row = scores + r * b.scores_stride;
-        S* row_max = accumulators(max) + rows.first + r;
-        S* row_sum = accumulators(sum) + rows.first + r;
-        V top = V::set1(*row_max);
-        for (int64_t j = 0; j < span.width; j += kLanes) top = simd::max(top, V::load(row + j));
-        const S new_max = simd::hmax(top);
-        const V origin = V::set1(new_max == -__builtin_inff() ? S(0) : new_max);
-        V sums = simd::exp2((V::set1(*row_max) - origin) * c) * V::set1(*row_sum / kLanes);
-        for (int64_t j = 0; j < span.width; j += kLanes) sums = sums + simd::exp2((V::load(row + j) - origin) * c);
-        *row_max = new_max;
-        *row_sum = simd::hsum(sums);
-      }
-    }
-  }
-  static void keep_statistics(const QueryRows& q, const void* max, const void* sum) {
-    for (int64_t r = 0; r < q.rows; ++r) {
-      if (accumulators(q.weight)[r] == 0) continue;
-      const S total = static_cast<const S*>(sum)[r];
-      accumulators(q.origin)[r] = static_cast<const S*>(max)[r];
-      accumulators(q.reference)[r] = 0;
-      accumulators(q.weight)[r] = total == 0 ? S(0) : 1 / total;
-      if (!F::is_finite(accumulators(q.origin)[r]) || !F::is_finite(total)) *q.finite = false;
     }
   }
 };

@@ -144,7 +144,7 @@ struct VisiblePairs : BackwardForms<P> {
   // Whether row r sees column j of the tile; `kept`: and dropout keeps the weight.
   static OPST_INLINE bool sees(const GradBlock& b, const GradTile& t, int64_t r, int64_t j, bool kept) {
     if (accumulators(b.queries.weight)[r] == 0) return false;
-    const RowKeys row = F::keys_of_row(b, t, r);
+    const RowKeys row = F::keys_of(b, t).of_row(r);
     if (b.rules == nullptr) return j >= row.begin && j < row.end;
     ScoreRules rules = *b.rules;
     if (!kept) rules.keep_below = 0, rules.drop_mask = nullptr;
@@ -194,17 +194,9 @@ struct VisiblePairs : BackwardForms<P> {
         for (int64_t d = 0; d < z.head_dim; d += kLanes) {
           const int64_t column = d / kPanel * kPanel;
           const Word* at = keys.panel(column) + j / kStep * keys.stride(column) + (d - column);
-          simd::fma(ds, key_of_words(at, j), V::load(acc + d)).store(acc + d);
+          simd::fma(ds, tile::element_of_words<V, kStep>(at, kLanes, j), V::load(acc + d)).store(acc + d);
         }
       }
-    }
-  }
-  static OPST_INLINE V key_of_words(const Word* at, int64_t key) {
-    if constexpr (kStep == 1) {
-      return V::load(at);
-    } else {
-      const simd::Bf16Words pairs = simd::Bf16Words::load(at);
-      return key % 2 == 0 ? pairs.low() : pairs.high();
     }
   }
 };

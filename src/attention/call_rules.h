@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numbers>
 
-#include "attention/score_rules.h"
+#include "attention/kernels.h"
 #include "attention/sequences.h"
 #include "core/int_math.h"
 

@@ -44,7 +44,7 @@ struct Finish {
       const S part_max = static_cast<const S*>(f.parts[p].max)[r];
       weights[p] = 1;
       if (f.num_parts > 1) {
-        weights[p] = part_max == -__builtin_inff() ? S(0) : exp2_scalar((part_max - max) * c);
+        weights[p] = part_max == -__builtin_inff() ? S(0) : simd::exp2(V::set1((part_max - max) * c)).v[0];
       }
       sum += weights[p] * simd::hsum(V::load(static_cast<const S*>(f.parts[p].sums) + r * kLanes));
     }
@@ -74,11 +74,6 @@ struct Finish {
     const double keys = sum == 0 ? 0 : sum * __builtin_exp(keys_top - top);
     sum = keys + __builtin_exp(score - top);  // NaN for a sink of +inf
     return static_cast<S>(keys / sum);
-  }
-  static OPST_INLINE S exp2_scalar(S x) {
-    S lanes[kLanes];
-    simd::exp2(V::set1(x)).store(lanes);
-    return lanes[0];
   }
   static OPST_INLINE void write_statistic(const StackedRows& out, int64_t row, double x) {
     static_cast<S*>(out.data)[offset_of(out, row)] = static_cast<S>(x);

@@ -1,7 +1,7 @@
 // KeySpan: the keys of a tile that the rows of a register tile see, as columns of the tile.
 #pragma once
 
-#include "tile/row_tiles.h"
+#include "tile/gemm_tile.h"
 
 namespace opst::OPST_ISA_NS::attention {
 

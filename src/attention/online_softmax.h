@@ -34,17 +34,6 @@ struct Scores {
   OPST_INLINE S* row(int64_t i) const { return data + i * stride; }
 };
 
-// Elements of row `key` among the first n words of a vector, each of kStep rows.
-template <class V, int64_t kStep, class Word>
-OPST_INLINE V element_of_words(const Word* words, int64_t n, int64_t key) {
-  if constexpr (kStep == 1) {
-    return V::load_n(words, n);
-  } else {
-    const simd::Bf16Words pairs = simd::Bf16Words::load_n(words, n);
-    return key % 2 == 0 ? pairs.low() : pairs.high();
-  }
-}
-
 OPST_INLINE TileKeys keys_of(const QueryBlock& q, const KvTile& tile) {
   const int64_t prefix = q.rules == nullptr ? 0 : q.rules->prefix;
   return {q.visible_begin, q.visible_end, prefix, tile.first_key, tile.count, tile.partial};
@@ -179,25 +168,19 @@ struct OnlineSoftmax {
       V sum1 = V::zero();
       int64_t j = 0;
       for (; j + 2 * kLanes <= width; j += 2 * kLanes) {
-        const V p0 = exponential((V::load(row + j) - max) * c);
-        const V p1 = exponential((V::load(row + j + kLanes) - max) * c);
+        const V p0 = exponential<P>((V::load(row + j) - max) * c);
+        const V p1 = exponential<P>((V::load(row + j + kLanes) - max) * c);
         store_pair(p0, p1, row, j);
         sum0 = sum0 + p0;
         sum1 = sum1 + p1;
       }
       if (j < width) {
-        const V p0 = exponential((V::load(row + j) - max) * c);
+        const V p0 = exponential<P>((V::load(row + j) - max) * c);
         store_pair(p0, V::zero(), row, j);
         sum0 = sum0 + p0;
       }
       (sum0 + sum1).store(sums);
     }
-  }
-  static OPST_INLINE V exponential(V x) {
-    if constexpr (P::kStep == 1)
-      return simd::exp2_short(x);
-    else
-      return simd::exp2_bf16(x);
   }
   static OPST_INLINE void store_pair(V p0, V p1, S* row, int64_t j) {
     if constexpr (P::kStep == 1) {
@@ -216,10 +199,7 @@ struct OnlineSoftmax {
     if constexpr (P::kStep == 1) {
       return V::set1(row[j]);
     } else {
-      const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const bf16*>(row)[j].bits) << 16;
-      S x;
-      __builtin_memcpy(&x, &bits, sizeof(x));
-      return V::set1(x);
+      return V::set1(__builtin_bit_cast(S, static_cast<uint32_t>(reinterpret_cast<const bf16*>(row)[j].bits) << 16));
     }
   }
   // Columns of the tile whose keys reach row i of a register tile, in ascending order.

@@ -63,7 +63,7 @@ class PackedSource {
     const int64_t panel = column / kPanel * kPanel, width = q_.value_head_dim - panel > kLanes ? kPanel : kLanes;
     const Word* words = static_cast<const Word*>(tile_.values) + panel * tile::words<P>(tile_.count) +
                         key / P::kStep * width + (column - panel);
-    return element_of_words<V, P::kStep>(words, kLanes, key);
+    return tile::element_of_words<V, P::kStep>(words, kLanes, key);
   }
 
  private:

@@ -159,7 +159,7 @@ class PagesSource {
 
   static OPST_INLINE V value_of(const KvTile& tile, int64_t key, int64_t column, int64_t columns) {
     const Stored* words = group(tile.value_rows, key) + key % kGroup / kElements * columns + column;
-    return element_of_words<V, kElements>(words, simd::clamp_lanes<V>(columns - column), key);
+    return tile::element_of_words<V, kElements>(words, simd::clamp_lanes<V>(columns - column), key);
   }
   static OPST_NOINLINE bool all_finite(const KvTile& tile, int64_t columns) {
     V not_finite = V::zero();  // 0 * x is NaN where x is Inf or NaN, and 0 elsewhere

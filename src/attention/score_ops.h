@@ -13,7 +13,7 @@
 // Numerics   Y, alibi and bias are added in the accumulator type. -inf added to a NaN or +inf stays NaN.
 #pragma once
 
-#include "attention/score_rules.h"
+#include "attention/kernels.h"
 #include "simd/math.h"
 #include "simd/philox.h"
 
@@ -34,6 +34,15 @@ OPST_INLINE void with_type(DType dtype, const Visit& visit) {
   } else {
     visit(f16());
   }
+}
+
+// exp2 as exact as the words of P need.
+template <class P>
+OPST_INLINE typename P::V exponential(typename P::V x) {
+  if constexpr (P::kStep == 1)
+    return simd::exp2_short(x);
+  else
+    return simd::exp2_bf16(x);
 }
 
 // One bit per key of a row: bit j is key first_key + j.

@@ -42,12 +42,12 @@ struct Group {
   }
   OPST_INLINE EvenOdd bytes() const {
     const Words four = simd::words_of(0x0f0f0f0f);
-    const EvenOdd low = {words & four, simd::shift_right<4>(words) & four};
+    const EvenOdd low = {words & four, words >> 4 & four};
     if constexpr (kUpper == 0) {
       return low;
     } else {
       const Words upper = simd::words_of(0x01010101 * ((1 << kUpper) - 1));
-      return {low.even | (high & upper) << 4, low.odd | (simd::shift_right<4>(high) & upper) << 4};
+      return {low.even | (high & upper) << 4, low.odd | (high >> 4 & upper) << 4};
     }
   }
 };

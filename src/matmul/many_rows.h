@@ -13,7 +13,6 @@
 #pragma once
 
 #include "matmul/few_rows.h"
-#include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 

@@ -99,7 +99,7 @@ OPST_INLINE Words four_bytes(const int8_t* p) {
 template <class Word>
 OPST_INLINE Words fours_of(Words word, int i) {
   if constexpr (Word::kBits == 8) return word;
-  return (i == 0 ? word : simd::shift_right<4>(word)) & simd::words_of(0x0f0f0f0f);
+  return (i == 0 ? word : word >> 4) & simd::words_of(0x0f0f0f0f);
 }
 
 // -(offset + zero) * sum: takes off the excess of the unsigned products.

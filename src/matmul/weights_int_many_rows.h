@@ -17,7 +17,6 @@
 #pragma once
 
 #include "matmul/panels.h"
-#include "tile/row_tiles.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 

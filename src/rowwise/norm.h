@@ -38,15 +38,12 @@ Moments rms_norm(ConstRow x, ConstRow weight, ConstRow, Row out, int64_t feature
   for (int64_t i = 0; i < features; i += F32::kLanes) {
     store<T>(load<T>(x, i, features) * r * load<W>(weight, i, features), out, i, features);
   }
-  float rstd[F32::kLanes];
-  r.store(rstd);
-  return {0, rstd[0]};
+  return {0, r.v[0]};
 }
 
 // to[begin ..] += x, below `length`.
 OPST_INLINE void accumulate(F32 x, float* to, int64_t begin, int64_t length) {
-  const Row row{to, 1};
-  store<float>(load<float>({to, 1}, begin, length) + x, row, begin, length);
+  store<float>(load<float>({to, 1}, begin, length) + x, {to, 1}, begin, length);
 }
 
 template <class T, class W>
@@ -101,10 +98,7 @@ Moments layer_norm(ConstRow x, ConstRow weight, ConstRow bias, Row out, int64_t 
     if (bias.data != nullptr) y = y + load<W>(bias, i, features);
     store<T>(y, out, i, features);
   }
-  float mean[F32::kLanes], rstd[F32::kLanes];
-  c.mean.store(mean);
-  c.rstd.store(rstd);
-  return {mean[0], rstd[0]};
+  return {c.mean.v[0], c.rstd.v[0]};
 }
 
 template <class T, class W>

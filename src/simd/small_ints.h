@@ -3,7 +3,7 @@
 //
 //   Words                       kLanes 32-bit words: load(p), p may point to uint16_t (widened); store(words, p)
 //                               words_of(x): the same 32 bits in every lane
-//                               a & b, a | b, a ^ b, a << n, a >> n (any n in 0..31), shift_right<n>(a)
+//                               a & b, a | b, a ^ b, a << n, a >> n (any n in 0..31)
 //   I32                         kLanes sums: zero(), set1(x), load(p), store(p)
 //                               a + b, a - b, a * b, a << n: wrap around
 //                               to_f32(a); as_ints(words): the same bits
@@ -39,10 +39,6 @@ OPST_INLINE Words operator|(Words a, Words b) { return {a.v | b.v}; }
 OPST_INLINE Words operator^(Words a, Words b) { return {a.v ^ b.v}; }
 OPST_INLINE Words operator<<(Words a, int n) { return {a.v << n}; }
 OPST_INLINE Words operator>>(Words a, int n) { return {a.v >> n}; }
-template <int kBits>
-OPST_INLINE Words shift_right(Words a) {
-  return a >> kBits;
-}
 // Shifts by a constant of either sign, positive to the right.
 OPST_INLINE Words shifted(Words a, int n) { return n >= 0 ? a >> n : a << -n; }
 

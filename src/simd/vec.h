@@ -81,14 +81,9 @@ struct Bf16Words {
   OPST_INLINE F32 high() const { return bits(v & 0xffff0000u); }
 };
 #if defined(__AVX512BF16__)
-OPST_INLINE __m512bh as_bf16(Bf16Words words) {
-  __m512bh out;
-  __builtin_memcpy(&out, &words.v, sizeof(out));
-  return out;
-}
 // acc + a.low * b.low + a.high * b.high per lane (subnormals count as zero).
 OPST_INLINE F32 dot_pairs(F32 acc, Bf16Words a, Bf16Words b) {
-  return {_mm512_dpbf16_ps(acc.v, as_bf16(a), as_bf16(b))};
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
 #endif
 

@@ -84,9 +84,7 @@ OPST_INLINE F32 exp2_scale(F32 p, F32 x) {
 OPST_INLINE F32 scale_pow2(F32 p, F32 n) { return {_mm512_scalef_ps(p.v, n.v)}; }
 
 OPST_INLINE float hsum(F32 a) {
-  const __m256 low = _mm512_castps512_ps256(a.v);
-  const __m256 high = _mm512_extractf32x8_ps(a.v, 1);
-  const __m256 s8 = _mm256_add_ps(low, high);
+  const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
   const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
   return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
@@ -182,18 +180,16 @@ OPST_INLINE F32 hmax_each(const F32 (&row)[16]) {
 #if defined(__AVX512BF16__)
 // 32 consecutive values rounded to bf16 (nearest even, subnormals to zero).
 OPST_INLINE void store_bf16_fast(F32 low, F32 high, bf16* p) {
-  const __m512bh pair = _mm512_cvtne2ps_pbh(high.v, low.v);
-  __builtin_memcpy(p, &pair, sizeof(pair));
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v));
 }
 // 16 words {even[c], odd[c]}, rounded as by store_bf16_fast.
 OPST_INLINE void store_interleaved_bf16_fast(F32 even, F32 odd, uint32_t* p) {
   alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512bh pair = _mm512_cvtne2ps_pbh(odd.v, even.v);
-  __m512i halves;
-  __builtin_memcpy(&halves, &pair, sizeof(pair));
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v);
   _mm512_storeu_si512(p, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), halves));
 }
+OPST_INLINE void keep_bf16(bf16* p, uint32_t bits) { _mm512_storeu_si512(p, _mm512_maskz_loadu_epi16(bits, p)); }
 #endif
 
 // Rows 2j and 2j + 1 of a bf16 matrix as words: out[c] = {even[c], odd[c]} for c < n <= 32, 0 for odd[c] without
@@ -216,8 +212,5 @@ OPST_INLINE uint32_t bits_of_bytes(const uint8_t* p, int64_t n) {
   const __m128i bytes = _mm_maskz_loadu_epi8(F32::first_lanes(n), p);
   return _mm_test_epi8_mask(bytes, bytes);
 }
-#if defined(__AVX512BF16__)
-OPST_INLINE void keep_bf16(bf16* p, uint32_t bits) { _mm512_storeu_si512(p, _mm512_maskz_loadu_epi16(bits, p)); }
-#endif
 
 }  // namespace opst::OPST_ISA_NS::simd

@@ -5,16 +5,8 @@
 namespace opst::OPST_ISA_NS::simd {
 
 // Scalar conversions: widening is exact, narrowing rounds to nearest even.
-OPST_INLINE float as_float(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, 4);
-  return x;
-}
-OPST_INLINE uint32_t as_bits(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, 4);
-  return bits;
-}
+OPST_INLINE float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+OPST_INLINE uint32_t as_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 OPST_INLINE float widen(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
 OPST_INLINE float widen(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
@@ -172,10 +164,7 @@ struct Exponents {
 // 2^n for kMin <= n < kMax
 OPST_INLINE float pow2(float n) { return as_float(static_cast<uint32_t>(static_cast<int>(n) + 127) << 23); }
 OPST_INLINE double pow2(double n) {
-  const uint64_t bits = static_cast<uint64_t>(static_cast<int64_t>(n) + 1023) << 52;
-  double x;
-  __builtin_memcpy(&x, &bits, 8);
-  return x;
+  return __builtin_bit_cast(double, static_cast<uint64_t>(static_cast<int64_t>(n) + 1023) << 52);
 }
 // p * 2^n for integral n, by factors that stay within the range of exponents.
 template <class T>

@@ -36,13 +36,6 @@ OPST_INLINE V load_row(const T* row, int64_t dim_stride, int64_t begin, int64_t 
   return V::load_n(gathered, n);
 }
 
-// Fetches the cache line that holds element d of a row: packing reads many short rows at once, more than the hardware's
-// prefetchers follow.
-template <class T>
-OPST_INLINE void prefetch_element(const T* row, int64_t dim_stride, int64_t d) {
-  __builtin_prefetch(row + d * dim_stride);
-}
-
 // kLanes words of kLanes rows from element `begin` on, transposed. Pairs travel as raw 32-bit lanes.
 template <class P, class T>
 OPST_INLINE void load_words_transposed(const void* const* rows, int64_t begin, typename P::V (&block)[P::V::kLanes]) {
@@ -80,10 +73,10 @@ OPST_NOINLINE void pack_columns(const Rows<T>& in, int64_t count, int64_t length
       const int64_t present = left - half;
       for (int64_t d = 0; d < depth; d += kLanes) {
         V block[kLanes];
-        // Fetches the same columns of the next kLanes rows.
+        // Fetches the same columns of the next kLanes rows: more short rows than the hardware's prefetchers follow.
         const int64_t ahead = first + half + kLanes;
         for (int64_t i = ahead; i < ahead + kLanes && i < count; ++i) {
-          prefetch_element(in.row(i), in.dim_stride, d * P::kStep);
+          __builtin_prefetch(in.row(i) + d * P::kStep * in.dim_stride);
         }
         if (present >= kLanes && in.dim_stride == 1 && P::kStep * (d + kLanes) <= length) {
           load_words_transposed<P, T>(in.rows + first + half, P::kStep * d, block);
@@ -153,7 +146,7 @@ OPST_NOINLINE bool pack_values(const Rows<T>& in, int64_t count, int64_t length,
         const int64_t row = P::kStep * (w + kRowsAhead) + i;
         if (row >= count) break;
         for (int64_t d = 0; d < kPanel; d += 64 / static_cast<int64_t>(sizeof(T))) {
-          prefetch_element(in.row(row), in.dim_stride, column + d);
+          __builtin_prefetch(in.row(row) + (column + d) * in.dim_stride);
         }
       }
       const int64_t width = left > kLanes ? kPanel : kLanes;

@@ -1,10 +1,10 @@
 // RowTiles does no vector arithmetic: one level, in a namespace of this file's own, says it for all.
 #define OPST_ISA_NS row_tiles_test
-#include "tile/row_tiles.h"
-
 #include <gtest/gtest.h>
 
 #include <string>
+
+#include "tile/gemm_tile.h"
 
 namespace opst {
 namespace {
