@@ -5,7 +5,6 @@
 #include "attention/check.h"
 #include "attention/sequences.h"
 #include "core/elements.h"
-#include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
@@ -31,12 +30,11 @@ void check_shape(ShapeCheck& check, const char* name, const ConstTensor& t, cons
   }
 }
 
-Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, bool accumulate) {
-  ShapeCheck check("merge_attention");
+void check_merge(ShapeCheck& check, const AttentionParts& parts, const AttentionOutputs& out, bool accumulate) {
   const ConstTensor& o = parts.out;
   check.tensor("parts.out", o).dtype(kFloats);
   check.require(o.rank >= 2, "parts.out has rank ", o.rank, ", but [parts, ..., value_head_dim] has at least rank 2");
-  if (!check.ok()) return check.status();
+  if (!check.ok()) return;
   check.require(o.shape[0] >= 1 && o.shape[0] <= kMaxParts, "parts.out dim 0 (parts) is ", o.shape[0],
                 ", must be 1 to ", kMaxParts);
   const DType real = o.dtype == DType::f64 ? DType::f64 : DType::f32;
@@ -67,7 +65,6 @@ Status check_merge(const AttentionParts& parts, const AttentionOutputs& out, boo
   const bool there = lse ? bool{out.softmax_lse} : out.softmax_max && out.softmax_sum;
   check.require(there || !accumulate, "accumulate adds to what outputs hold, but ",
                 lse ? "softmax_lse is not" : "softmax_max and softmax_sum are not both", " among the outputs");
-  return check.status();
 }
 
 // The statistics of one part and its row of out.
@@ -183,17 +180,16 @@ void merge_all(Context::Impl& context, const AttentionParts& parts, const Attent
 
 Status merge_attention(Context& context, const AttentionParts& parts, const AttentionOutputs& outputs,
                        bool accumulate) {
-  return guarded([&]() -> Status {
+  return checked("merge_attention", [&](ShapeCheck& check) {
     using namespace attention;
-    Status status = check_merge(parts, outputs, accumulate);
-    if (!status.ok()) return status;
+    check_merge(check, parts, outputs, accumulate);
+    if (!check.ok()) return;
     const auto there = [](const auto& t) { return uniform_if_there(t, false); };
     const AttentionParts in = {normal_strides(parts.out), there(parts.softmax_lse), there(parts.softmax_max),
                                there(parts.softmax_sum)};
     const AttentionOutputs out = uniform_shapes(outputs, {});
     const auto merge = in.out.dtype == DType::f64 ? merge_all<double> : merge_all<float>;
     merge(context.impl(), in, out, accumulate);
-    return {};
   });
 }
 

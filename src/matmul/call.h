@@ -70,7 +70,6 @@ using DTypes = std::initializer_list<DType>;
 inline constexpr DTypes kFloats = {DType::f32, DType::bf16, DType::f16}, kF64 = {DType::f64};
 
 // Of f32, bf16 and f16.
-inline FloatType float_type(DType dtype) { return static_cast<FloatType>(float_index(dtype)); }
 inline QuantFormat weight_format(DType dtype) {
   return dtype == DType::f32 ? QuantFormat::f32 : dtype == DType::bf16 ? QuantFormat::bf16 : QuantFormat::f16;
 }

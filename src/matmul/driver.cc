@@ -200,22 +200,22 @@ const int32_t* whole_panels(const ConstTensor& bias, char* copy) {
   return to;
 }
 
-// The rectangle of out and of the residual that begins at [row, column]; sums and bias are left to the caller.
+// The rectangle of out and of the residual (null where absent: its strides are 0) that begins at [row, column]; sums and
+// bias are left to the caller.
 Finish finish_part(const Operands& o, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const auto at = [&](const ConstTensor& tensor) {
     return (row * tensor.strides[0] + column * tensor.strides[1]) * size_bytes(tensor.dtype);
   };
-  Finish part{.rows = rows,
-              .columns = columns,
-              .out = static_cast<char*>(o.out.data) + at(o.out),
-              .out_type = float_type(o.out.dtype),
-              .row_stride = o.out.strides[0],
-              .column_stride = o.out.strides[1]};
-  if (o.residual) {
-    part.residual = {static_cast<const char*>(o.residual.data) + at(o.residual), float_type(o.residual.dtype),
-                     o.residual.strides[0], o.residual.strides[1]};
-  }
-  return part;
+  return {.rows = rows,
+          .columns = columns,
+          .residual = static_cast<const char*>(o.residual.data) + at(o.residual),
+          .residual_type = o.residual.dtype,
+          .residual_row_stride = o.residual.strides[0],
+          .residual_column_stride = o.residual.strides[1],
+          .out = static_cast<char*>(o.out.data) + at(o.out),
+          .out_type = o.out.dtype,
+          .row_stride = o.out.strides[0],
+          .column_stride = o.out.strides[1]};
 }
 
 // finish of sums that stay integers.

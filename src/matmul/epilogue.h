@@ -92,27 +92,28 @@ void store_row(const float* y, int64_t n, void* data, int64_t stride) {
   }
 }
 
-inline constexpr int64_t kBytesOf[] = {4, 2, 2};
-
 template <class Activation>
 void finish(const Finish& part) {
-  constexpr void (*kAdd[])(const void*, int64_t, int64_t, float*) = {add_row<float>, add_row<bf16>, add_row<f16>};
-  constexpr void (*kStore[])(const float*, int64_t, void*, int64_t) = {store_row<float>, store_row<bf16>,
+  // In the order of DType, of whose f64 there are no products.
+  constexpr int64_t kBytes[] = {4, 0, 2, 2};
+  constexpr void (*kAdd[])(const void*, int64_t, int64_t, float*) = {add_row<float>, nullptr, add_row<bf16>,
+                                                                     add_row<f16>};
+  constexpr void (*kStore[])(const float*, int64_t, void*, int64_t) = {store_row<float>, nullptr, store_row<bf16>,
                                                                        store_row<f16>};
-  if (part.residual.data == nullptr && part.out_type == FloatType::f32 && part.column_stride == 1) {
+  if (part.residual == nullptr && part.out_type == DType::f32 && part.column_stride == 1) {
     return activate<Activation>(part, 0, part.rows, static_cast<float*>(part.out), part.row_stride);
   }
-  const auto residual_type = static_cast<int>(part.residual.type), out_type = static_cast<int>(part.out_type);
+  const auto residual_type = static_cast<int>(part.residual_type), out_type = static_cast<int>(part.out_type);
   const bool plain = __is_same(Activation, NoActivation) && part.bias == nullptr && part.x_scales == nullptr;
   for (int64_t i = 0; i < part.rows; ++i) {
     float* const y = part.sums + i * part.sums_stride;
     if (!plain) activate<Activation>(part, i, 1, y, 0);
-    if (part.residual.data != nullptr) {
+    if (part.residual != nullptr) {
       kAdd[residual_type](
-          static_cast<const char*>(part.residual.data) + i * part.residual.row_stride * kBytesOf[residual_type],
-          part.residual.column_stride, part.columns, y);
+          static_cast<const char*>(part.residual) + i * part.residual_row_stride * kBytes[residual_type],
+          part.residual_column_stride, part.columns, y);
     }
-    kStore[out_type](y, part.columns, static_cast<char*>(part.out) + i * part.row_stride * kBytesOf[out_type],
+    kStore[out_type](y, part.columns, static_cast<char*>(part.out) + i * part.row_stride * kBytes[out_type],
                      part.column_stride);
   }
 }

@@ -40,17 +40,7 @@ struct ProductPart {
 };
 using Product = void (*)(const ProductPart& part);
 
-// The type of elements, for kernels that take any floating point type.
-enum class FloatType : uint8_t { f32, bf16, f16 };
-inline constexpr int kNumFloatTypes = 3;
-
-struct StridedMatrix {
-  const void* data = nullptr;  // null: none
-  FloatType type = FloatType::f32;
-  int64_t row_stride = 0, column_stride = 0;
-};
-
-// out = residual + activation(sums * x_scales + bias). `sums` is scratch and changes.
+// out = residual + activation(sums * x_scales + bias). `sums` is scratch and changes. Types: f32, bf16 or f16.
 struct Finish {
   float* sums = nullptr;  // [rows][sums_stride], room for whole vectors
   int64_t sums_stride = 0;
@@ -61,9 +51,11 @@ struct Finish {
   int64_t second_stride = 0;
   const float* second_bias = nullptr;
   int64_t rows = 0, columns = 0;
-  StridedMatrix residual = {};
+  const void* residual = nullptr;  // null: none
+  DType residual_type = DType::f32;
+  int64_t residual_row_stride = 0, residual_column_stride = 0;
   void* out = nullptr;
-  FloatType out_type = FloatType::f32;
+  DType out_type = DType::f32;
   int64_t row_stride = 0, column_stride = 0;
 };
 inline constexpr int kNumActivations = 6;
@@ -85,13 +77,13 @@ struct FloatKernels {
   // bf16 x times bf16 weights by the pairwise dot instruction; null where the level has none.
   Product few_rows_dot, many_rows_dot;
   void (*finish[kNumActivations])(const Finish& part);  // in the order of Activation
-  // Elements of a type -> packed panel of up to 16 outputs by k inputs (packed_layout.h); missing ones are 0.
-  // Addresses need no alignment.
-  void (*pack_panel[kNumFloatTypes])(const void* first, int64_t output_stride, int64_t input_stride, int64_t outputs,
-                                     int64_t k, void* panel);
-  // rows x columns elements of a type -> [rows][out_stride] floats.
-  void (*widen_rows[kNumFloatTypes])(const void* first, int64_t row_stride, int64_t column_stride, int64_t rows,
-                                     int64_t columns, float* out, int64_t out_stride);
+  // Index 0: f32, 1: bf16, 2: f16, of the elements. They become a packed panel of up to 16 outputs by k inputs
+  // (packed_layout.h); missing ones are 0. Addresses need no alignment.
+  void (*pack_panel[3])(const void* first, int64_t output_stride, int64_t input_stride, int64_t outputs, int64_t k,
+                        void* panel);
+  // Likewise: rows x columns elements become [rows][out_stride] floats.
+  void (*widen_rows[3])(const void* first, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
+                        float* out, int64_t out_stride);
 };
 
 // Products of bytes. Formats that are null: f32, f16 and bf16 have no integers; of activations_fixed and

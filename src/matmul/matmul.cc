@@ -125,8 +125,7 @@ const char* to_string(Activation activation) {
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
                                      const MatmulOptions& options) {
-  return guarded([&]() -> Result<MatmulProblem> {
-    ShapeCheck check("matmul");
+  return checked("matmul", [&](ShapeCheck& check) -> Result<MatmulProblem> {
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
     return check_operands(check, {.n = weight.n(), .k = weight.k(), .format = weight.format()},
                           {kFloats, kFloats, kFloats, kFloats}, x, out, options);
@@ -135,8 +134,7 @@ Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedWeight& w
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                                      const MatmulOptions& options) {
-  return guarded([&]() -> Result<MatmulProblem> {
-    ShapeCheck check("matmul");
+  return checked("matmul", [&](ShapeCheck& check) -> Result<MatmulProblem> {
     check.tensor("weight", weight)
         .dtype({DType::f32, DType::bf16, DType::f16, DType::f64})
         .dims({"weight_n", "weight_k"});
@@ -153,8 +151,7 @@ Result<MatmulProblem> matmul_problem(const ConstTensor& x, const ConstTensor& we
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
                                      const IntMatmulOptions& options) {
-  return guarded([&]() -> Result<MatmulProblem> {
-    ShapeCheck check("matmul");
+  return checked("matmul", [&](ShapeCheck& check) -> Result<MatmulProblem> {
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
     const bool integers = x.dtype == DType::i8, one_group = weight.groups() == 1;
     Result<MatmulProblem> problem =

@@ -1,7 +1,6 @@
 // Gradients of a product: products themselves, of transposed views.
 #include <algorithm>
 
-#include "core/guarded.h"
 #include "core/shape_check.h"
 #include "matmul/call.h"
 
@@ -42,8 +41,7 @@ void sum_rows_f64(const ConstTensor& grad_out, const Tensor& out) {
 
 Status matmul_backward(Context& context, const ConstTensor& grad_out, const ConstTensor& x, const ConstTensor& weight,
                        const MatmulGradients& gradients) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("matmul_backward");
+  return checked("matmul_backward", [&](ShapeCheck& check) -> Status {
     check.tensor("grad_out", grad_out).dtype({DType::f32, DType::bf16, DType::f16, DType::f64}).dims({"m", "n"});
     const bool is_f64 = grad_out.dtype == DType::f64;
     const gemm::DTypes types = is_f64 ? gemm::kF64 : gemm::kFloats;

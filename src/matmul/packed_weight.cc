@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/guarded.h"
 #include "core/shape_check.h"
 #include "matmul/call.h"
 #include "matmul/pack_blocks.h"
@@ -92,8 +91,7 @@ void gemm::pack_float_weight(Context& context, const ConstTensor& weight, void* 
 }
 
 Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& weight) {
-  return guarded([&]() -> Result<PackedWeight> {
-    ShapeCheck check("PackedWeight::pack");
+  return checked("PackedWeight::pack", [&](ShapeCheck& check) -> Result<PackedWeight> {
     check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16}).dims({"n", "k"});
     if (!check.ok()) return check.status();
     const QuantFormat format = weight_format(weight.dtype);
@@ -105,8 +103,7 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
 }
 
 Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantMatrix> parts) {
-  return guarded([&]() -> Result<PackedWeight> {
-    ShapeCheck check("PackedWeight::pack");
+  return checked("PackedWeight::pack", [&](ShapeCheck& check) -> Result<PackedWeight> {
     check.require(!parts.empty(), "no matrix is given");
     int64_t rows = 0;
     for (size_t i = 0; check.ok() && i < parts.size(); ++i) {
@@ -141,16 +138,14 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
 }
 
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("lookup_rows");
+  return checked("lookup_rows", [&](ShapeCheck& check) {
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
     check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
     check.output("out", out).dtype({DType::f32}).dims({"count", "k"});
     const int64_t count = check["count"], k = check["k"];
     check.require(k == weight.k(), "out dim 1 (k) is ", k, ", but the weight has k = ", weight.k());
     check_row_indices(check, rows, weight.n());
-    if (!check.ok()) return check.status();
-    if (count == 0 || k == 0) return {};
+    if (!check.ok() || count == 0 || k == 0) return;
     with_format(weight.format(), [&]<class Block>() {
       constexpr int kValues = Piece<Block>::kValues;
       const int64_t pieces = ceil_div(k, kValues);
@@ -164,15 +159,13 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
         }
       });
     });
-    return {};
   });
 }
 
 // ---- int8 and int4 with scales
 
 Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix& weight) {
-  return guarded([&]() -> Result<PackedIntWeight> {
-    ShapeCheck check("PackedIntWeight::pack");
+  return checked("PackedIntWeight::pack", [&](ShapeCheck& check) -> Result<PackedIntWeight> {
     const auto [rows, cols, groups, bits] = check_int_matrix(check, weight);
     if (!check.ok()) return check.status();
     const bool has_zeros{weight.zeros};
@@ -194,9 +187,8 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix&
 }
 
 Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTensor& weight) {
-  return guarded([&]() -> Result<PackedIntWeight> {
+  return checked("PackedIntWeight::pack", [&](ShapeCheck& check) -> Result<PackedIntWeight> {
     static constexpr float kOne = 1;
-    ShapeCheck check("PackedIntWeight::pack");
     check.tensor("weight", weight).dtype({DType::i8}).dims({"n", "k"});
     if (!check.ok()) return check.status();
     IntMatrix matrix;

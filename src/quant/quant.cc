@@ -7,7 +7,6 @@
 #include <string_view>
 
 #include "core/elements.h"
-#include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
@@ -115,8 +114,7 @@ int64_t block_values(QuantFormat format) { return block_size(format).values; }
 int64_t block_bytes(QuantFormat format) { return block_size(format).bytes; }
 
 Result<int64_t> row_bytes(QuantFormat format, int64_t cols) {
-  return guarded([&]() -> Result<int64_t> {
-    ShapeCheck check("row_bytes");
+  return checked("row_bytes", [&](ShapeCheck& check) -> Result<int64_t> {
     const Size bytes = check_row(check, "", format, cols);
     check.require(bytes.within_limit(), "cols is ", cols, ", and such a row has more bytes than the limit of 2^56");
     if (!check.ok()) return check.status();
@@ -146,30 +144,26 @@ void check_row_indices(ShapeCheck& check, const ConstTensor& rows, int64_t num_r
 }
 
 Status dequantize(Context& context, const QuantMatrix& matrix, const Tensor& out) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("dequantize");
+  return checked("dequantize", [&](ShapeCheck& check) {
     check_matrix(check, matrix);
     check.output("out", out).dtype({DType::f32}).dims({"rows", "cols"});
     check_size(check, 0, "rows", matrix.rows);
     check_size(check, 1, "cols", matrix.cols);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     run(context, matrix, out, matrix.rows, [](int64_t i) { return i; });
-    return {};
   });
 }
 
 Status dequantize_rows(Context& context, const QuantMatrix& matrix, const ConstTensor& rows, const Tensor& out) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("dequantize_rows");
+  return checked("dequantize_rows", [&](ShapeCheck& check) {
     check_matrix(check, matrix);
     check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
     check.output("out", out).dtype({DType::f32}).dims({"count", "cols"});
     check_size(check, 1, "cols", matrix.cols);
     check_row_indices(check, rows, matrix.rows);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const auto* index = static_cast<const int64_t*>(rows.data);
     run(context, matrix, out, rows.shape[0], [&](int64_t i) { return index[i * rows.strides[0]]; });
-    return {};
   });
 }
 
@@ -210,8 +204,7 @@ IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix) {
 
 Status quantize(Context& context, const ConstTensor& values, const Tensor& integers, const Tensor& scales,
                 const QuantizeOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("quantize");
+  return checked("quantize", [&](ShapeCheck& check) {
     const bool bytes = integers.dtype != DType::u8;
     check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "cols"});
     if (options.scales_given) {
@@ -227,10 +220,10 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
     const int64_t rows = check["rows"], cols = check["cols"], groups = check["groups"];
     if (!bytes) check_half(check, check["bytes"], cols);
     check_groups(check, cols, groups, bytes ? 8 : 4);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
 
     // No columns: nothing reads scales that are given, while scales that are asked for are written (0) below.
-    if (cols == 0 && options.scales_given) return {};
+    if (cols == 0 && options.scales_given) return;
     const ConstTensor x = normal_strides(values);
     const Tensor q = normal_strides(integers);
     const int64_t count = cols / groups;
@@ -252,20 +245,18 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
              .q_stride = q.strides[1]});
       }
     });
-    return {};
   });
 }
 
 Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& result) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("dequantize");
+  return checked("dequantize", [&](ShapeCheck& check) {
     const IntMatrixSizes sizes = check_int_matrix(check, matrix);
     check.output("out", result).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "columns"});
     const int64_t columns = check["columns"];
     check.require(columns == sizes.cols, "out dim 1 (cols) is ", columns, ", but the matrix has cols = ", sizes.cols);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
 
-    if (sizes.cols == 0) return {};
+    if (sizes.cols == 0) return;
     const int64_t count = sizes.cols / sizes.groups;
     const ConstTensor q = normal_strides(matrix.q);
     const Tensor out = normal_strides(result);
@@ -286,17 +277,15 @@ Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& resul
                 .out_stride = out.strides[1]});
       }
     });
-    return {};
   });
 }
 
 Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& integers, const Tensor& scales,
                      const DynamicQuantOptions& options) {
-  return guarded([&]() -> Status {
-    ShapeCheck check("dynamic_quant");
+  return checked("dynamic_quant", [&](ShapeCheck& check) {
     const bool bytes = integers.dtype != DType::u8;
     check.require(values.rank >= 1 && values.rank <= kMaxRank, "x has rank ", values.rank, ", but must have 1 to 5");
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
     const int leading = values.rank - 1;
     check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).leading_dims(leading, "k");
     if (options.smooth_scales) check.tensor("smooth_scales", options.smooth_scales).dtype({DType::f32}).dims({"k"});
@@ -306,7 +295,7 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
     check.output("scales", scales).dtype({DType::f32}).leading_dims(leading, nullptr);
     const int64_t k = check["k"];
     if (!bytes) check_half(check, check["bytes"], k);
-    if (!check.ok()) return check.status();
+    if (!check.ok()) return;
 
     const ConstTensor x = normal_strides(values);
     const Tensor q = normal_strides(integers);
@@ -322,7 +311,6 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
               .q = at<int8_t>(q, row_offset(q, row, leading)),
               .q_stride = q.strides[leading]});
     });
-    return {};
   });
 }
 
