@@ -168,9 +168,8 @@ struct LayerNormNodeOptions {
 struct NodeInfo {
   std::string name;
   const char* op = "";
-  std::vector<std::string> inputs;  // "norm f32 [rows, 576]"
-  std::vector<std::string> outputs;
-  std::vector<int64_t> offsets;  // of the outputs in the workspace; -1: external
+  std::vector<std::string> inputs, outputs;  // "norm f32 [rows, 576]"
+  std::vector<int64_t> offsets;              // of the outputs in the workspace; -1: external
   std::string plan;
   NodeCost cost;
 };

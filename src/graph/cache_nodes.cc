@@ -128,9 +128,9 @@ Value Graph::rope_scatter_pa_kv_cache(std::string name, const Step& step, Value 
     const int8_t key_weight = weight("key_weight", step.key_weight);
     node.result_as(step.query, {0});
     node.run = [options, query_weight, key_weight](Context& context, const NodeTensors& t) {
-      RopeScatterInputs in = {t.input(0), t.input(1), t.input(2), t.input(3), t.input(4), t.input(5)};
-      if (query_weight != 0) in.query_weight = t.input(query_weight);
-      if (key_weight != 0) in.key_weight = t.input(key_weight);
+      const RopeScatterInputs in = {
+          t.input(0),         t.input(1), t.input(2), t.input(3), t.input(4), t.input(5), t.input(query_weight),
+          t.input(key_weight)};
       return opst::rope_scatter_pa_kv_cache(context, in, t.output(0), t.input(6), t.input(7), options);
     };
     node.also_costs = [](const NodeTensors& t) { return written_rows(t.input(1), t.input(2), t.input(6)); };
@@ -162,20 +162,20 @@ Value Graph::paged_attention(std::string name, Value query, Value key_cache, Val
     node.input("kv_lengths", pages.kv_lengths, Counted::not_all).dtype(kIntegers).dims({"batch"});
     const int8_t starts = node.optional("cu_seqlens_q", pages.cu_seqlens_q, kIntegers, {"batch + 1"}, Counted::not_all);
     check_heads(node);
-    check_sequences(node, starts != 0);
+    check_sequences(node, starts >= 0);
     check_kv_len(node, impl_->has(pages.kv_len), pages.kv_len.bound());
     node.result(dtype(query), {node.dim("tokens"), node.dim("num_heads"), node.dim("value_head_dim")});
     node.run = [options, starts](Context& context, const NodeTensors& t) {
-      AttentionInputs in = {t.input(0), t.input(1), t.input(2), t.input(3), t.input(4)};
-      if (starts != 0) {
-        in.cu_seqlens_q = t.input(starts);
-        return flash_attention_forward(context, in, {.out = t.output(0)}, options);
-      }
-      const int64_t batch = in.block_table.shape[0];
-      in.query = as_batch(t.input(0), batch);
-      return flash_attention_forward(context, in, {.out = as_batch(t.output(0), batch)}, options);
+      const auto batched = [&](const Tensor& x) { return starts >= 0 ? x : as_batch(x, t.input(3).shape[0]); };
+      const AttentionInputs in = {.query = batched(t.input(0)),
+                                  .key = t.input(1),
+                                  .value = t.input(2),
+                                  .block_table = t.input(3),
+                                  .kv_lengths = t.input(4),
+                                  .cu_seqlens_q = t.input(starts)};
+      return flash_attention_forward(context, in, {.out = batched(t.output(0))}, options);
     };
-    plan_as(node, options, pages.kv_len, /*paged=*/true, /*varlen_q=*/starts != 0);
+    plan_as(node, options, pages.kv_len, /*paged=*/true, /*varlen_q=*/starts >= 0);
   })[0];
 }
 

@@ -12,12 +12,10 @@ int64_t bytes_of(const Tensor& tensor) { return tensor.num_elements() * size_byt
 
 // What `body` returns, or what a function of the node throws in it.
 template <class Body>
-auto explaining(const GraphImpl& graph, size_t node, Body&& body) noexcept -> Result<decltype(body())> {
-  try {
-    return body();
-  } catch (...) {
-    return graph.thrown_by(node);
-  }
+auto explaining(const GraphImpl& graph, size_t node, Body&& body) noexcept -> Result<decltype(body())> try {
+  return body();
+} catch (...) {
+  return graph.thrown_by(node);
 }
 
 // A line of the table.
@@ -32,8 +30,7 @@ std::string line(const std::string (&cells)[8]) {
 }
 
 std::string row(const NodeInfo& info) {
-  std::string results;
-  for (const std::string& output : info.outputs) results += (results.empty() ? "" : ", ") + output;
+  const std::string results = joined(info.outputs.size(), [&](size_t i) { return info.outputs[i]; });
   const auto bytes = [](int64_t count) { return count > 0 ? std::to_string(count) : ""; };
   char flops[32];
   std::snprintf(flops, sizeof(flops), "%.2f", info.cost.flops / 1e6);
@@ -65,18 +62,18 @@ Result<NodeInfo> Graph::describe(int node) const {
   }
   const auto at = static_cast<size_t>(node);
   return explaining(*impl_, at, [&] {
-    const GraphImpl::Node& data = impl_->nodes[at];
+    const NodeSpec& spec = impl_->nodes[at];
     NodeInfo info;
-    info.name = data.spec.name;
-    info.op = data.spec.op;
-    for (const Value input : data.spec.inputs) info.inputs.push_back(impl_->text(input));
-    for (const size_t output : data.outputs) {
-      info.outputs.push_back(impl_->text(output));
-      const ValueData& value = impl_->values[output];
+    info.name = spec.name;
+    info.op = spec.op;
+    for (const Value input : spec.inputs) info.inputs.push_back(impl_->text(input));
+    for (const int output : impl_->outputs_of(at)) {
+      info.outputs.push_back(impl_->text(static_cast<size_t>(output)));
+      const ValueData& value = impl_->values[static_cast<size_t>(output)];
       info.offsets.push_back(value.kind == Kind::intermediate ? value.offset : -1);
     }
-    if (data.spec.plan) info.plan = data.spec.plan(impl_->machine, impl_->tensors_of(at));
-    info.cost = data.spec.cost(impl_->tensors_of(at));
+    if (spec.plan) info.plan = spec.plan(impl_->machine, impl_->tensors_of(at));
+    info.cost = spec.cost(impl_->tensors_of(at));
     return info;
   });
 }
@@ -84,8 +81,7 @@ Result<NodeInfo> Graph::describe(int node) const {
 Result<NodeCost> Graph::cost() const {
   NodeCost cost;
   for (size_t i = 0; i < impl_->nodes.size(); ++i) {
-    const Result<NodeCost> node =
-        explaining(*impl_, i, [&] { return impl_->nodes[i].spec.cost(impl_->tensors_of(i)); });
+    const Result<NodeCost> node = explaining(*impl_, i, [&] { return impl_->nodes[i].cost(impl_->tensors_of(i)); });
     if (!node.ok()) return node;
     cost += node.value();
   }
@@ -94,20 +90,18 @@ Result<NodeCost> Graph::cost() const {
 
 GraphMemory Graph::memory() const { return impl_->memory; }
 
-std::string to_string(const Graph& graph) {
-  try {
-    std::string table = line({"node", "operator", "result", "at", "MFLOP", "weights", "cache", "  plan"});
-    for (int i = 0; i < graph.num_nodes(); ++i) {
-      const Result<NodeInfo> info = graph.describe(i);
-      if (!info.ok()) return info.status().message();
-      table += row(info.value());
-    }
-    const GraphMemory memory = graph.memory();
-    return text(table, "workspace ", memory.workspace_bytes, " bytes (without sharing ", memory.sum_bytes,
-                ", needed at once ", memory.peak_live_bytes, ")\n");
-  } catch (...) {
-    return "out of memory";
+std::string to_string(const Graph& graph) try {
+  std::string table = line({"node", "operator", "result", "at", "MFLOP", "weights", "cache", "  plan"});
+  for (int i = 0; i < graph.num_nodes(); ++i) {
+    const Result<NodeInfo> info = graph.describe(i);
+    if (!info.ok()) return info.status().message();
+    table += row(info.value());
   }
+  const GraphMemory memory = graph.memory();
+  return text(table, "workspace ", memory.workspace_bytes, " bytes (without sharing ", memory.sum_bytes,
+              ", needed at once ", memory.peak_live_bytes, ")\n");
+} catch (...) {
+  return "out of memory";
 }
 
 }  // namespace opst

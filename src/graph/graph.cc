@@ -1,7 +1,4 @@
-#include "opst/graph.h"
-
-#include <algorithm>
-
+// Building a graph.
 #include "graph/graph_impl.h"
 
 namespace opst {
@@ -48,15 +45,15 @@ Dim Graph::dim(std::string name, int64_t bound) {
 }
 
 Value Graph::input(std::string name, DType dtype, const Shape& shape) {
-  return impl_->declare(std::move(name), Kind::input, dtype, shape);
+  return building(*impl_, [&] { return impl_->add_value(std::move(name), Kind::input, dtype, shape); });
 }
 
 Value Graph::cache(std::string name, DType dtype, const Shape& shape) {
-  return impl_->declare(std::move(name), Kind::cache, dtype, shape);
+  return building(*impl_, [&] { return impl_->add_value(std::move(name), Kind::cache, dtype, shape); });
 }
 
 Value Graph::weight(std::string name, int64_t n, int64_t k) {
-  return impl_->declare(std::move(name), Kind::weight, DType::f32, {n, k});
+  return building(*impl_, [&] { return impl_->add_value(std::move(name), Kind::weight, DType::f32, {n, k}); });
 }
 
 Value Graph::view(Value base, const Shape& shape) {
@@ -148,18 +145,15 @@ std::vector<Value> GraphImpl::add_node(NodeSpec spec) {
   }
   Step step = {std::move(spec.run), std::move(spec.read_ahead), static_cast<int>(arguments.size()), num_inputs,
                num_outputs};
-  Node node;
   std::vector<Value> results;
   for (const Value input : spec.inputs) arguments.push_back(static_cast<int>(index(input)));
   for (const NodeSpec::Output& output : spec.outputs) {
     const Value result = add_value(output.name, Kind::intermediate, output.dtype, output.shape);
     if (!result.exists()) return {};
-    node.outputs.push_back(index(result));
     arguments.push_back(static_cast<int>(index(result)));
     results.push_back(result);
   }
-  node.spec = std::move(spec);
-  nodes.push_back(std::move(node));
+  nodes.push_back(std::move(spec));
   steps.push_back(std::move(step));
   return results;
 }

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
 #include <map>
+#include <span>
 #include <utility>
 
 #include "core/guarded.h"
@@ -35,8 +35,7 @@ enum class Counted : uint8_t { tensor, weight, packed, not_all, not_all_packed }
 // Needed from node `first` to node `last`, both included. 0 <= bytes, 0 <= first <= last.
 struct Lifetime {
   int64_t bytes = 0;
-  int first = 0;
-  int last = 0;
+  int first = 0, last = 0;
 };
 
 struct MemoryPlan {
@@ -79,23 +78,16 @@ using namespace graph;  // in the files of this room, which alone include this o
 struct GraphImpl {
   struct Symbol {
     std::string name;
-    int64_t bound = 0;
-    int64_t size = 0;
+    int64_t bound = 0, size = 0;
     std::vector<size_t> values;  // that have this size in their shape
   };
 
   // A node is kept in two structs. An execution streams all weights through the caches, so that its own data comes from
-  // memory each time: Step has what an execution reads, and lies close together; Node has the rest.
-  struct Node {
-    NodeSpec spec;  // without `run` and `read_ahead`
-    std::vector<size_t> outputs;
-  };
+  // memory each time: Step has what an execution reads, and lies close together; `nodes` has the rest.
   struct Step {
     std::function<Status(Context&, const NodeTensors&)> run;
     std::function<void(Context&, const NodeTensors&)> read_ahead;
-    int first_argument = 0;
-    int num_inputs = 0;
-    int num_outputs = 0;
+    int first_argument = 0, num_inputs = 0, num_outputs = 0;
   };
 
   std::string name;
@@ -104,14 +96,13 @@ struct GraphImpl {
   Status status;                          // of the first call that failed
   std::vector<Symbol> symbols;
   std::vector<ValueData> values;
-  std::vector<Node> nodes;
+  std::vector<NodeSpec> nodes;               // without `run` and `read_ahead`
   std::vector<Step> steps;                   // of each node
   std::vector<int> arguments;                // of all steps: values, inputs before outputs
   std::vector<Tensor> tensors;               // of each value, at the sizes of the moment
   std::vector<const PackedWeight*> weights;  // of each value
   std::map<std::string, size_t, std::less<>> by_name;
-  bool ready = false;
-  bool executing = false;
+  bool ready = false, executing = false;
   int num_unfit = 0;
   Machine machine;
   GraphMemory memory;
@@ -168,6 +159,11 @@ struct GraphImpl {
     t.num_outputs_ = step.num_outputs;
     return t;
   }
+  // The values that a node makes.
+  std::span<const int> outputs_of(size_t node) const {
+    return std::span(arguments).subspan(static_cast<size_t>(steps[node].first_argument + steps[node].num_inputs),
+                                        static_cast<size_t>(steps[node].num_outputs));
+  }
   // Bytes of inputs and outputs, each once. `counted`: of each input; null: all are tensors.
   static NodeCost count_bytes(const NodeTensors& t, const Counted* counted);
 
@@ -177,7 +173,6 @@ struct GraphImpl {
     return !has_name(dim) || (dim.graph_ == number && dim.symbol_ < static_cast<int>(symbols.size()));
   }
   ValueData& at(Value value) { return values[index(value)]; }
-  const ValueData& at(Value value) const { return values[index(value)]; }
   int64_t size_of(const Dim& dim) const { return has_name(dim) ? symbol(dim).size : dim.bound(); }
 
   // "576", "rows", "[rows, 576]", "f32 [rows, 576]"
@@ -188,8 +183,6 @@ struct GraphImpl {
 
   // Checks name, dtype and shape; none after a failure.
   Value add_value(std::string value_name, Kind kind, DType dtype, const Shape& shape);
-  // add_value() as a call of its own.
-  Value declare(std::string value_name, Kind kind, DType dtype, const Shape& shape);
   // A node whose inputs are values of this graph, or none; its results.
   std::vector<Value> add_node(NodeSpec spec);
   // Takes back what was added after `before`.

@@ -51,8 +51,7 @@ MemoryPlan graph::plan_memory(const std::vector<Lifetime>& lifetimes) {
   for (size_t i = 0; i < lifetimes.size(); ++i) {
     if (!is_none(lifetimes[i])) order.push_back(i);
   }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return lifetimes[a].bytes > lifetimes[b].bytes; });
+  std::ranges::stable_sort(order, std::greater<>(), [&](size_t i) { return lifetimes[i].bytes; });
   std::vector<Range> taken;
   for (size_t i = 0; i < order.size(); ++i) {
     const Lifetime& lifetime = lifetimes[order[i]];
@@ -75,13 +74,14 @@ MemoryPlan graph::plan_memory(const std::vector<Lifetime>& lifetimes) {
 // Lifetimes of what nodes make, merged where a node may write onto its input, and their places.
 Status GraphImpl::lay_out() {
   const size_t count = values.size();
-  std::vector<int> first(count, -1),
-      last(first);                  // node that makes the value; that reads its memory last, or writes it
-  std::vector<size_t> home(count);  // value whose place in the workspace this value takes
+  std::vector<int> first(count, -1), last(count, -1);  // node that makes the value; that uses its memory last
+  std::vector<size_t> home(count);                     // value whose place in the workspace this value takes
   for (size_t i = 0; i < count; ++i) home[i] = values[i].base < i ? home[values[i].base] : i;
   for (size_t n = 0; n < nodes.size(); ++n) {
-    for (const size_t output : nodes[n].outputs) first[output] = last[output] = static_cast<int>(n);
-    for (const Value input : nodes[n].spec.inputs) last[home[index(input)]] = static_cast<int>(n);
+    for (const int output : outputs_of(n)) {
+      first[static_cast<size_t>(output)] = last[static_cast<size_t>(output)] = static_cast<int>(n);
+    }
+    for (const Value input : nodes[n].inputs) last[home[index(input)]] = static_cast<int>(n);
   }
   const auto home_of = [&](size_t value) {
     while (home[value] != value) value = home[value];
@@ -89,29 +89,27 @@ Status GraphImpl::lay_out() {
   };
   const auto is_internal = [&](size_t value) { return values[value].kind == Kind::intermediate; };
   for (size_t n = 0; n < nodes.size(); ++n) {
-    const Node& node = nodes[n];
-    for (const auto& [input, output] : node.spec.in_place) {
-      const size_t from = index(node.spec.inputs[static_cast<size_t>(input)]);
-      const size_t to = node.outputs[static_cast<size_t>(output)];
+    const std::vector<Value>& inputs = nodes[n].inputs;
+    for (const auto& [input, output] : nodes[n].in_place) {
+      const size_t from = index(inputs[static_cast<size_t>(input)]);
+      const auto to = static_cast<size_t>(outputs_of(n)[static_cast<size_t>(output)]);
       const size_t place = home_of(from);
       const ValueData &a = values[from], &b = values[to];
       if (a.of_columns || a.dtype != b.dtype || a.shape != b.shape) continue;
       if (!is_internal(to) || !is_internal(place) || home[to] != to || last[place] != static_cast<int>(n)) continue;
       // Another input that is a view of the same memory would be overwritten while it is read.
-      if (std::ranges::count(node.spec.inputs, place, [&](Value v) { return home_of(index(v)); }) != 1) continue;
+      if (std::ranges::count(inputs, place, [&](Value v) { return home_of(index(v)); }) != 1) continue;
       // Another result of the node may have it already.
-      if (std::ranges::count(node.outputs, place, home_of) != 0) continue;
+      if (std::ranges::count(outputs_of(n), place, home_of) != 0) continue;
       home[to] = place;
       last[place] = last[to];
     }
   }
 
-  std::vector<Lifetime> lifetimes;
-  std::vector<size_t> place_of(count);  // index of its home's lifetime
+  std::vector<Lifetime> lifetimes(count, {.bytes = -1});  // none, but of the values that are homes
   for (size_t i = 0; i < count; ++i) {
-    if (!is_internal(i) || home[i] != i) continue;
-    place_of[i] = lifetimes.size();
-    lifetimes.push_back({most_bytes(values[i].dtype, values[i].shape), first[i], last[i]});
+    const ValueData& value = values[i];
+    if (is_internal(i) && home[i] == i) lifetimes[i] = {most_bytes(value.dtype, value.shape), first[i], last[i]};
   }
   const MemoryPlan plan = plan_memory(lifetimes);
   if (workspace.size_bytes() != plan.memory.workspace_bytes) {
@@ -126,7 +124,7 @@ Status GraphImpl::lay_out() {
   }
   memory = plan.memory;
   for (size_t i = 0; i < count; ++i) {
-    if (is_internal(i)) values[i].offset = plan.offsets[place_of[home_of(i)]];
+    if (is_internal(i)) values[i].offset = plan.offsets[home_of(i)];
   }
   refresh_all();
   return {};

@@ -1,11 +1,4 @@
-// A node while it is made: what the files of nodes share.
-//
-//   return made(*impl_, name, "rms_norm", [&](NewNode& node) {
-//     node.rows("x", x).dtype(kFloats);
-//     node.input("weight", weight, Counted::weight).dtype({DType::f32, dtype(x)}).dims({"features"});
-//     node.result_as(x, {0});                                             // may be written onto input 0
-//     node.calls<2>([](const auto&... call) { return opst::rms_norm(call...); });  // context, two inputs, one result
-//   })[0];
+// A node while it is made: what the files of nodes share. rms_norm in nodes.cc is a short example.
 //
 // Each input is checked as the operators check theirs, by ShapeCheck, with named sizes among its sizes. The first
 // contradiction becomes the graph's: graph layers: gate (matmul): weight 'w' dim 1 (k) is 31, but x 'x' set k = 32.
@@ -22,17 +15,24 @@ namespace opst::graph {
 inline constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
 
 class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
- private:
   const std::string where_;  // "gate (matmul)"
+  GraphImpl& graph_;
+  std::deque<std::string> names_;
+  std::vector<Counted> counted_;  // of each input
+  int rank_ = 0;                  // of rows()
+
+  // The role with the name of the tensor in the graph, weight 'blk.0.gate', which the check may point to.
+  const char* named(const char* role, Value value);
+
  public:
   NewNode(GraphImpl& graph, const std::string& node, const char* operator_name);
 
   // The next input, whose dtype and dims the caller asks of what this gives.
   ShapeCheck::TensorCheck input(const char* role, Value value, Counted counted = Counted::tensor);
-  // An input that may be absent: its index in NodeTensors, 0 where it is.
+  // An input that may be absent: its index in NodeTensors, -1 where it is.
   int8_t optional(const char* role, Value value, std::initializer_list<DType> types,
                   std::initializer_list<const char*> dims, Counted counted = Counted::tensor) {
-    if (!value.exists()) return 0;
+    if (!value.exists()) return -1;
     input(role, value, counted).dtype(types).dims(dims);
     return static_cast<int8_t>(inputs.size() - 1);
   }
@@ -79,15 +79,6 @@ class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
   ShapeCheck check;
   // What the node costs beside the bytes of its tensors and weights.
   std::function<NodeCost(const NodeTensors&)> also_costs;
-
- private:
-  // The role with the name of the tensor in the graph, weight 'blk.0.gate', which the check may point to.
-  const char* named(const char* role, Value value);
-
-  GraphImpl& graph_;
-  std::deque<std::string> names_;
-  std::vector<Counted> counted_;  // of each input
-  int rank_ = 0;                  // of rows()
 };
 
 // Adds the node that `describe` makes; its results, of which no operator has more than two.

@@ -6,7 +6,7 @@ namespace opst {
 
 Status GraphImpl::thrown_by(size_t node) const noexcept {
   return guarded([&]() -> Status {
-    const std::string where = "graph " + name + ": " + nodes[node].spec.name + ": threw ";
+    const std::string where = "graph " + name + ": " + nodes[node].name + ": threw ";
     try {
       throw;
     } catch (const std::bad_alloc&) {
@@ -48,7 +48,7 @@ Status run_steps(const GraphImpl& graph, Context& context, NodeListener* listene
   if (listener != nullptr) begin = NodeListener::Clock::now();
   size_t announced = 0;
   for (at = 0; at < graph.steps.size(); ++at) {
-    const std::string& node = graph.nodes[at].spec.name;
+    const std::string& node = graph.nodes[at].name;
     prefetch(graph, at + 1);
     if (announced <= at) announced = read_ahead(graph, at + 1, context);
     Status ran = graph.steps[at].run(context, graph.tensors_of(at));
@@ -58,7 +58,7 @@ Status run_steps(const GraphImpl& graph, Context& context, NodeListener* listene
     }
     if (listener == nullptr) continue;
     const NodeListener::Clock::time_point end = NodeListener::Clock::now();
-    listener->on_node(graph.nodes[at].spec.op, node, begin, end);
+    listener->on_node(graph.nodes[at].op, node, begin, end);
     if (listener->stop()) return {StatusCode::internal, "graph " + graph.name + ": interrupted by its listener"};
     begin = NodeListener::Clock::now();
   }

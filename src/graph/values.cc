@@ -16,9 +16,7 @@ int64_t width(const Tensor& rows) {
 }  // namespace
 
 std::string GraphImpl::text(const Shape& shape) const {
-  std::string s = "[";
-  for (int i = 0; i < std::min(shape.rank, kMaxRank); ++i) s += (i > 0 ? ", " : "") + text(shape.dims[i]);
-  return s + "]";
+  return "[" + joined(std::min(shape.rank, kMaxRank), [&](int i) { return text(shape.dims[i]); }) + "]";
 }
 
 std::string GraphImpl::text(size_t i) const {
@@ -59,10 +57,6 @@ Value GraphImpl::add_value(std::string value_name, Kind kind, DType dtype, const
   ++num_unfit;
   if (kind != Kind::view) refresh(i);
   return value_at(i);
-}
-
-Value GraphImpl::declare(std::string value_name, Kind kind, DType dtype, const Shape& shape) {
-  return building(*this, [&] { return add_value(std::move(value_name), kind, dtype, shape); });
 }
 
 void GraphImpl::roll_back(const Counts& before) noexcept {
