@@ -3,8 +3,7 @@
 
 #include "attention/kernels.h"
 
-namespace opst {
-namespace extending {
+namespace opst::extending {
 
 struct ScaledRowsKernels {
   int64_t lanes;  // numbers per vector
@@ -13,6 +12,4 @@ struct ScaledRowsKernels {
   void (*finish_rows)(const attention::FinishRows& finish);
 };
 
-}  // namespace extending
-
-}  // namespace opst
+}  // namespace opst::extending

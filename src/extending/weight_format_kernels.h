@@ -4,8 +4,7 @@
 #include "matmul/kernels.h"
 #include "quant/kernels.h"
 
-namespace opst {
-namespace extending {
+namespace opst::extending {
 
 struct FormatKernels {
   quant::DequantizeRow dequantize_row;
@@ -15,6 +14,4 @@ struct FormatKernels {
   gemm::Product int8_rows;
 };
 
-}  // namespace extending
-
-}  // namespace opst
+}  // namespace opst::extending

@@ -11,12 +11,16 @@
 
 namespace opst::gemm {
 
+// Bytes 0, 2, 4 and 6.
+inline uint32_t gather_even(uint64_t bytes) {
+  bytes &= 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return static_cast<uint32_t>(bytes | bytes >> 16);
+}
 // The low halves of 8 bytes side by side, the first byte's lowest.
 inline uint32_t gather_nibbles(uint64_t bytes) {
   bytes &= 0x0f0f0f0f0f0f0f0f;
-  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
-  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
-  return static_cast<uint32_t>(bytes | bytes >> 16);
+  return gather_even(bytes | bytes >> 4);
 }
 // Likewise the lowest two bits.
 inline uint16_t gather_pairs(uint64_t bytes) {
@@ -24,12 +28,6 @@ inline uint16_t gather_pairs(uint64_t bytes) {
   bytes = (bytes | bytes >> 6) & 0x000f000f000f000f;
   bytes = (bytes | bytes >> 12) & 0x000000ff000000ff;
   return static_cast<uint16_t>(bytes | bytes >> 24);
-}
-// Bytes 0, 2, 4 and 6.
-inline uint32_t gather_even(uint64_t bytes) {
-  bytes &= 0x00ff00ff00ff00ff;
-  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
-  return static_cast<uint32_t>(bytes | bytes >> 16);
 }
 inline uint64_t eight_bytes(const uint8_t* p) {
   uint64_t bytes;

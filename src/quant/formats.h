@@ -85,14 +85,17 @@ using BlockF32 = FloatBlock<QuantFormat::f32, DType::f32, float>;
 using BlockF16 = FloatBlock<QuantFormat::f16, DType::f16, f16>;
 using BlockBf16 = FloatBlock<QuantFormat::bf16, DType::bf16, bf16>;
 
-// The constants of 32 values with one scale.
-template <QuantFormat format, int bits, int offset, Minimum minimum>
-struct BlockOf32 {
+// The constants of a block.
+template <QuantFormat format, int values, int part, Scales scales, int bits, int offset, Minimum minimum>
+struct BlockOf {
   static constexpr QuantFormat kFormat = format;
-  static constexpr int kValues = 32, kPart = 32, kBits = bits, kOffset = offset;
-  static constexpr Scales kScales = Scales::one;
+  static constexpr int kValues = values, kPart = part, kBits = bits, kOffset = offset;
+  static constexpr Scales kScales = scales;
   static constexpr Minimum kMinimum = minimum;
 };
+// Of 32 values with one scale.
+template <QuantFormat format, int bits, int offset, Minimum minimum>
+using BlockOf32 = BlockOf<format, 32, 32, Scales::one, bits, offset, minimum>;
 
 struct BlockQ8_0 : BlockOf32<QuantFormat::q8_0, 8, 128, Minimum::none> {
   f16 d;
@@ -138,11 +141,7 @@ struct BlockQ5_1 : BlockOf32<QuantFormat::q5_1, 5, 0, Minimum::added> {
 
 // Value 128 h + i: the low four bits are half i / 64 (0: the lower) of low[64 h + i % 64]; above them bits 2 (i / 32),
 // 2 (i / 32) + 1 of high[32 h + i % 32].
-struct BlockQ6_K {
-  static constexpr QuantFormat kFormat = QuantFormat::q6_k;
-  static constexpr int kValues = 256, kPart = 16, kBits = 6, kOffset = 32;
-  static constexpr Scales kScales = Scales::int8;
-  static constexpr Minimum kMinimum = Minimum::none;
+struct BlockQ6_K : BlockOf<QuantFormat::q6_k, 256, 16, Scales::int8, 6, 32, Minimum::none> {
   uint8_t low[128];
   uint8_t high[64];
   int8_t scales[16];
@@ -156,11 +155,7 @@ struct BlockQ6_K {
 };
 
 // Value 32 s + i: half s % 2 of q[32 (s / 2) + i].
-struct BlockQ4_K {
-  static constexpr QuantFormat kFormat = QuantFormat::q4_k;
-  static constexpr int kValues = 256, kPart = 32, kBits = 4, kOffset = 0;
-  static constexpr Scales kScales = Scales::six;
-  static constexpr Minimum kMinimum = Minimum::subtracted;
+struct BlockQ4_K : BlockOf<QuantFormat::q4_k, 256, 32, Scales::six, 4, 0, Minimum::subtracted> {
   f16 d;
   f16 m;
   uint8_t scales[12];
@@ -171,11 +166,7 @@ struct BlockQ4_K {
 };
 
 // As q4_k, with a fifth bit of value 32 s + i: bit s of high[i].
-struct BlockQ5_K {
-  static constexpr QuantFormat kFormat = QuantFormat::q5_k;
-  static constexpr int kValues = 256, kPart = 32, kBits = 5, kOffset = 0;
-  static constexpr Scales kScales = Scales::six;
-  static constexpr Minimum kMinimum = Minimum::subtracted;
+struct BlockQ5_K : BlockOf<QuantFormat::q5_k, 256, 32, Scales::six, 5, 0, Minimum::subtracted> {
   f16 d;
   f16 m;
   uint8_t scales[12];

@@ -5,8 +5,7 @@
 
 #include "quant/formats.h"
 
-namespace opst {
-namespace quant {
+namespace opst::quant {
 
 // out[i * out_stride] = value i of a row, 0 <= i < cols. `blocks` may have any alignment; nothing beyond the row's last
 // block is read and nothing beyond its last value written. cols is whole blocks.
@@ -44,6 +43,4 @@ struct Kernels {
   void (*dequantize_group[3])(const DequantizeGroup& group);
 };
 
-}  // namespace quant
-
-}  // namespace opst
+}  // namespace opst::quant
