@@ -5,7 +5,6 @@
 #include "attention/check.h"
 #include "attention/sequences.h"
 #include "core/elements.h"
-#include "core/int_math.h"
 #include "core/shape_check.h"
 #include "machine/context_impl.h"
 #include "opst/attention.h"
@@ -168,11 +167,7 @@ void merge_all(Context::Impl& context, const AttentionParts& parts, const Attent
   const bool statistics = out.softmax_lse || out.softmax_max || out.softmax_sum;
   if (out.out.num_elements() == 0 && !statistics) return;
   const Merge<Real> merge(parts, out, accumulate);
-  const int64_t rows = num_rows(out.out);
-  context.pool.parallel_for(ceil_div(rows, kRowsPerTask), [&](int64_t task, int) {
-    const int64_t end = std::min(rows, (task + 1) * kRowsPerTask);
-    for (int64_t row = task * kRowsPerTask; row < end; ++row) merge.row(row);
-  });
+  context.pool.for_each(num_rows(out.out), kRowsPerTask, [&](int64_t row, int) { merge.row(row); });
 }
 
 }  // namespace

@@ -67,13 +67,10 @@ Status convert_pages(Context& context, const ConstTensor& from_key, const ConstT
     const int64_t pieces_per_block = ceil_div(sizes.block_size, piece_rows);
     const int64_t num_pieces = sizes.num_blocks * pieces_per_block;
     const int64_t pieces_per_task = ceil_div(kTaskElements, piece_rows * row_elements);
-    context.impl().pool.parallel_for(ceil_div(num_pieces, pieces_per_task), [&](int64_t task, int) {
-      const int64_t last = std::min(num_pieces, (task + 1) * pieces_per_task);
-      for (int64_t piece = task * pieces_per_task; piece < last; ++piece) {
-        const int64_t block = piece / pieces_per_block, begin = piece % pieces_per_block * piece_rows;
-        copy_piece(from_keys, to_keys, block, begin);
-        copy_piece(from_values, to_values, block, begin);
-      }
+    context.impl().pool.for_each(num_pieces, pieces_per_task, [&](int64_t piece, int) {
+      const int64_t block = piece / pieces_per_block, begin = piece % pieces_per_block * piece_rows;
+      copy_piece(from_keys, to_keys, block, begin);
+      copy_piece(from_values, to_values, block, begin);
     });
   });
 }

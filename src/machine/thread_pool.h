@@ -17,9 +17,12 @@
 // - In a forked child the first region starts new workers. Where the system grants fewer threads, those do the work.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
+
+#include "core/int_math.h"
 
 namespace opst {
 
@@ -41,6 +44,15 @@ class ThreadPool {
       (*static_cast<const Body*>(closure))(task, worker);
     };
     run(num_tasks, call, &body);
+  }
+
+  // body(i, worker) for 0 <= i < count, `per_task` >= 1 of them to a task.
+  template <class Body>
+  void for_each(int64_t count, int64_t per_task, const Body& body) {
+    parallel_for(ceil_div(count, per_task), [&](int64_t task, int worker) {
+      const int64_t end = std::min(count, (task + 1) * per_task);
+      for (int64_t i = task * per_task; i < end; ++i) body(i, worker);
+    });
   }
 
   // A wish for the time until the next region: worker w fetches [data + w * stride, + bytes) into its caches.

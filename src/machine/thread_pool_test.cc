@@ -65,6 +65,17 @@ bool another_thread_is_bound_to(const cpu_set_t& cores) {
   return false;
 }
 
+TEST(ThreadPool, ForEachTakesEveryIndexOnceWhateverATaskHolds) {
+  ThreadPool pool(2);
+  for (const int64_t count : {0, 1, 7, 8, 9}) {
+    for (const int64_t per_task : {1, 4, 100}) {
+      std::vector<std::atomic<int>> seen(static_cast<size_t>(count));
+      pool.for_each(count, per_task, [&](int64_t i, int) { seen[static_cast<size_t>(i)].fetch_add(1); });
+      for (const auto& times : seen) EXPECT_EQ(times.load(), 1);
+    }
+  }
+}
+
 TEST(ThreadPool, RunsEveryTaskOnce) {
   for (int num_threads : {1, 2, 3, 5, 8}) {
     ThreadPool pool(num_threads);

@@ -79,14 +79,11 @@ void gemm::pack_float_weight(Context& context, const ConstTensor& weight, void* 
   constexpr int64_t kPanelsPerTask = 4;
   const auto pack_panel = float_kernels(context.machine().isa).pack_panel[float_index(weight.dtype)];
   const int64_t panel_bytes = kPanelColumns * packed_column_bytes(weight_format(weight.dtype), k);
-  const int64_t num_panels = ceil_div(n, kPanelColumns);
-  context.impl().pool.parallel_for(ceil_div(num_panels, kPanelsPerTask), [&](int64_t task, int) {
-    for (int64_t panel = task * kPanelsPerTask; panel < std::min(num_panels, (task + 1) * kPanelsPerTask); ++panel) {
-      const int64_t first = panel * kPanelColumns;
-      pack_panel(static_cast<const char*>(weight.data) + first * weight.strides[0] * size_bytes(weight.dtype),
-                 weight.strides[0], weight.strides[1], std::min<int64_t>(kPanelColumns, n - first), k,
-                 static_cast<char*>(panels) + panel * panel_bytes);
-    }
+  context.impl().pool.for_each(ceil_div(n, kPanelColumns), kPanelsPerTask, [&](int64_t panel, int) {
+    const int64_t first = panel * kPanelColumns;
+    pack_panel(static_cast<const char*>(weight.data) + first * weight.strides[0] * size_bytes(weight.dtype),
+               weight.strides[0], weight.strides[1], std::min<int64_t>(kPanelColumns, n - first), k,
+               static_cast<char*>(panels) + panel * panel_bytes);
   });
 }
 

@@ -93,8 +93,7 @@ void pack_as(const MatmulProblem& p, XForm form, int64_t runs, int64_t stride, i
 using enum MatmulPath;
 
 // Each function decides tasks, the form of x, and the scratch that the kernel decodes into, of a plan that takes all rows and
-// all inputs at once; it returns the columns that the kernel takes at once, to whose multiples rows of sums are filled
-// up.
+// all inputs at once; it returns the columns that the kernel takes at once: rows of sums are filled up to multiples.
 using Cut = int64_t(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan);
 
 int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
@@ -321,9 +320,7 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
     plan.second_stride = round_up(plan.columns_per_task + kPanelColumns - 1, unit);
     plan.second_bytes_per_worker = float_bytes(Size(plan.rows_per_task) * plan.second_stride);
   }
-  if (p.weight == MatmulWeight::unpacked) {
-    plan.weight_bytes = packed_bytes(p.format, p.n, p.k).value();
-  }
+  if (p.weight == MatmulWeight::unpacked) plan.weight_bytes = packed_bytes(p.format, p.n, p.k).value();
   if (p.has_out_scales) plan.wide_out_bytes = float_bytes(Size(plan.m) * plan.width);
   if (p.has_bias) plan.bias_bytes = float_bytes(round_up(p.n, kPanelColumns));
   if (p.has_x_scales) plan.x_scales_bytes = float_bytes(p.m);

@@ -62,10 +62,7 @@ constexpr int64_t kBlockTaskValues = int64_t{1} << 16, kIntTaskValues = int64_t{
 template <class Row>
 void for_each_row(Context& context, int64_t count, int64_t values, int64_t task_values, const Row& row) {
   const int64_t rows_per_task = std::max<int64_t>(1, task_values / std::max<int64_t>(1, values));
-  context.impl().pool.parallel_for(ceil_div(count, rows_per_task), [&](int64_t task, int) {
-    const int64_t end = std::min(count, (task + 1) * rows_per_task);
-    for (int64_t i = task * rows_per_task; i < end; ++i) row(i);
-  });
+  context.impl().pool.for_each(count, rows_per_task, [&](int64_t i, int) { row(i); });
 }
 
 // Row source_row(i) of the matrix into row i of `out`.

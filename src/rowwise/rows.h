@@ -59,10 +59,7 @@ void for_each_row(Context& context, int64_t rows, int64_t elements_per_row, cons
   constexpr int64_t kTaskElements = int64_t{1} << 14;
   if (rows == 0 || elements_per_row == 0) return;
   const int64_t rows_per_task = std::max<int64_t>(1, kTaskElements / elements_per_row);
-  context.impl().pool.parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task, int worker) {
-    const int64_t end = std::min(rows, (task + 1) * rows_per_task);
-    for (int64_t row = task * rows_per_task; row < end; ++row) body(row, worker);
-  });
+  context.impl().pool.for_each(rows, rows_per_task, body);
 }
 
 }  // namespace opst::rowwise
