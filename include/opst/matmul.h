@@ -73,7 +73,7 @@ const char* to_string(Activation activation);
 enum class ActivationType : uint8_t { exact, int8 };
 const char* to_string(ActivationType type);
 
-// All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides; one without data is absent.
+// All may be combined. Tensors f32, bf16 or f16 (in a product of f64: f64), any strides; ConstTensor{} is absent.
 struct MatmulOptions {
   ConstTensor bias = {};  // [n]
   Activation activation = Activation::none;
@@ -116,7 +116,7 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
 Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
               const MatmulOptions& options = {});
 
-// Gradients of sum(grad_out * (x . weight^T + bias)). One without data is absent: not computed.
+// Gradients of sum(grad_out * (x . weight^T + bias)). Tensor{} is absent: not computed.
 struct MatmulGradients {
   Tensor x = {};       // [m, k] = grad_out . weight
   Tensor weight = {};  // [n, k] = grad_out^T . x
@@ -187,8 +187,7 @@ struct IntMatmulOptions {
 // torch._int_mm(x, q) + bias does. With x i8 and float out each S is rounded to f32 and joins one chain of
 // multiply-adds over ascending groups (one group: a single product), then x_scales and bias follow, each rounded to
 // f32, activation and residual likewise, and out is rounded once. With float x each value is rounded to f32, and each
-// sum is one chain of multiply-adds over ascending t.
-// A row's bits depend neither on the other rows nor on the threads.
+// sum is one chain of multiply-adds over ascending t. A row's bits depend neither on the other rows nor on the threads.
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree; out_of_memory.
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options = {});
@@ -254,10 +253,9 @@ struct MatmulPlan {
 
 // A pure function. The number of threads decides only how activations_fixed and activations_int8_few_rows cut the
 // outputs into tasks; no bit of a result depends on it. Rows that fixed point cannot hold are multiplied by few_rows
-// nevertheless: a plan does not know the values of x.
-// For any numbers: a problem that no call may pose (a size that is negative or beyond 2^56, k that is not whole blocks,
-// an unknown enumerator) has a plan of no tasks and no memory whose reason says so. Counts of tasks and bytes beyond
-// 2^56 are 2^56.
+// nevertheless: a plan does not know the values of x. For any numbers: a problem that no call may pose (a size that is
+// negative or beyond 2^56, k that is not whole blocks, an unknown enumerator) has a plan of no tasks and no memory
+// whose reason says so. Counts of tasks and bytes beyond 2^56 are 2^56.
 MatmulPlan plan_matmul(const MatmulProblem& problem, const Machine& machine, int num_threads = 1);
 std::string to_string(const MatmulPlan& plan);
 

@@ -61,7 +61,7 @@ struct IntMatrix {
   // lower half first; bytes of a row next to each other.
   ConstTensor q;
   ConstTensor scales;      // f32 [rows, groups], any strides
-  ConstTensor zeros = {};  // i8 [rows, groups], any strides; absent (without data): 0
+  ConstTensor zeros = {};  // i8 [rows, groups], any strides; absent (ConstTensor{}): 0
 };
 
 struct QuantizeOptions {

@@ -1,5 +1,5 @@
-// Layout: sizes, strides and pieces of a forward call's scratch memory. The plan adds the pieces up, the call takes them,
-// both by the same list.
+// Layout: sizes, strides and pieces of a forward call's scratch memory. The plan adds the pieces up, the call takes
+// them, both by the same list.
 //
 //   shared, once
 //     wave buffers        [min(heads, 2 heads_per_wave)] times, of each head

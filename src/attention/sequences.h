@@ -1,5 +1,5 @@
-// Sequences: where each sequence of a call begins and how long it is, whatever form the caller gave it in; the shapes in
-// which tensors hold them; fill, for the rows behind the last one, which no task computes.
+// Sequences: where each sequence of a call begins and how long it is, whatever form the caller gave it in; the shapes
+// in which tensors hold them; fill, for the rows behind the last one, which no task computes.
 #pragma once
 
 #include <algorithm>

@@ -54,4 +54,7 @@ inline int64_t row_offset(const ConstTensor& tensor, int64_t row, int num_leadin
   return num_leading > 0 ? offset + row * tensor.strides[first] : 0;
 }
 
+// Whether an optional tensor takes part in the checks: tensors without elements are given without data, by their rank.
+inline bool is_given(const ConstTensor& tensor) { return tensor || tensor.rank > 0; }
+
 }  // namespace opst

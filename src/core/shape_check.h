@@ -32,8 +32,8 @@ class ShapeCheck {
  public:
   explicit ShapeCheck(const char* operator_name) : operator_name_(operator_name) {}
 
-  // Of tensors that are declared before they have memory, as a graph's: dtypes and shapes are compared, data and strides
-  // are not looked at. A size < 0 stands for a name, which `names` writes into messages.
+  // Of tensors that are declared before they have memory, as a graph's: dtypes and shapes are compared, data and
+  // strides are not looked at. A size < 0 stands for a name, which `names` writes into messages.
   class SizeNames {
    public:
     virtual std::string text(int64_t size) const = 0;
@@ -105,7 +105,7 @@ class ShapeCheck {
   void fail(const std::string& message, StatusCode code = StatusCode::invalid_argument);
   std::string shown(int64_t size) const { return names_ != nullptr ? names_->text(size) : std::to_string(size); }
   Dimension find(const char* name) const;  // nulls and 0 for a name that no tensor has bound
-  // Binds the name, or compares the size with the bound one. `where` gives the message's begin: "key dim 3 (head_dim) is".
+  // Binds the name, or compares the size with the bound one. `where` begins the message: "key dim 3 (head_dim) is".
   template <class Where>
   void bind(const char* name, const char* tensor, int64_t size, const Where& where);
 

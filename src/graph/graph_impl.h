@@ -28,8 +28,8 @@ void make_contiguous(T& tensor) {
   }
 }
 
-// As which of NodeCost's bytes an input counts: a tensor's, a weight's, a packed weight's; or as none of them, where the
-// node's own cost has what is read of it.
+// As which of NodeCost's bytes an input counts: a tensor's, a weight's, a packed weight's; or as none of them, where
+// the node's own cost has what is read of it.
 enum class Counted : uint8_t { tensor, weight, packed, not_all, not_all_packed };
 
 // Needed from node `first` to node `last`, both included. 0 <= bytes, 0 <= first <= last.

@@ -1,5 +1,5 @@
 // Two bursts that tell whether the pairwise bf16 dot instruction beats the f32 FMA on this processor (cpu.cc): 16
-// independent chains, one instruction each per iteration. `sink` receives 16 floats, so that the work cannot be dropped.
+// independent chains, one instruction each per iteration. `sink` receives 16 floats, so that no work can be dropped.
 #include <immintrin.h>
 
 #include <cstdint>

@@ -61,8 +61,8 @@ Result<int> choose_num_threads(const ContextOptions& options, const Machine& mac
   const int cores = std::min(machine.cores, kMaxThreads);
   const std::string value = environment("OPST_NUM_THREADS");
   if (value.empty()) {
-    // "4", or "4,2" with the threads of parallel regions inside the outermost one. Launchers of many processes set it so
-    // that they share the cores. It is OpenMP's variable: a malformed value says nothing here.
+    // "4", or "4,2" with the threads of parallel regions inside the outermost one. Launchers of many processes set it
+    // so that they share the cores. It is OpenMP's variable: a malformed value says nothing here.
     const int omp_threads = number_in(environment("OMP_NUM_THREADS"), ',');
     return omp_threads < 1 ? cores : std::min(cores, omp_threads);
   }

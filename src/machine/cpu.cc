@@ -146,8 +146,8 @@ bool lists_cpu(const std::string& comma_separated) {
   return ("," + comma_separated + ",").find(",cpu,") != std::string::npos;
 }
 
-// This process's directory in the hierarchy of cgroups, from /proc/self/cgroup: "0::/path" (v2) or "4:cpu,cpuacct:/path"
-// (v1); where none is listed, the hierarchy's root.
+// This process's directory in the hierarchy of cgroups, from /proc/self/cgroup: "0::/path" (v2) or
+// "4:cpu,cpuacct:/path" (v1); where none is listed, the hierarchy's root.
 std::string cgroup_path(const std::string& root, bool v2) {
   std::ifstream file(root + "/proc/self/cgroup");
   std::string line;

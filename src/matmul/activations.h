@@ -1,5 +1,5 @@
-// Activations in blocks of 32, int8 or in fixed point, times GGUF weights: the one definition that every kernel follows,
-// few rows or many, so that all of them give the same bits. (Int8 and int4 weights are another product: packed_layout.h.)
+// Activations in blocks of 32, int8 or in fixed point, times GGUF weights: the one definition that every kernel
+// follows, few rows or many, so that all give the same bits. (Of int8 and int4 weights: weights_int_many_rows.h.)
 //
 // int8. Each row of x is cut into blocks of 32 consecutive values. A block becomes
 //   scale = max |x| / 127                                        one rounding to f32
@@ -17,7 +17,7 @@
 //   sum   = fma(scale * (sum of q), m, sum)                      where there is an m; the product is rounded once
 // and at last the bias is added. (The generic level has no fma: product and sum round.)
 //
-// Fixed point: as accurate as multiply-adds in f32, and so quick that reading the weight bounds it. For one or two rows.
+// Fixed point, for one or two rows: as accurate as multiply-adds in f32, and bound by reading the weight.
 // A block becomes
 //   scale = a power of two, the smallest for which every X is at most 0x7f7f7f = 8355711, the largest number of three
 //           signed bytes, in magnitude

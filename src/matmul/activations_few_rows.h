@@ -27,8 +27,8 @@ OPST_INLINE F32 join_planes(const I32 (&planes)[kFixedPlanes]) {
   return fma(to_f32((planes[2] << 8) + planes[1]), F32::set1(256), to_f32(planes[0]));
 }
 
-// Totals of a run with one scale, for MR rows and NV vectors of columns. Where both are 1, even and odd values have sums
-// of their own, or the latency of the products would show.
+// Totals of a run with one scale, for MR rows and NV vectors of columns. Where both are 1, even and odd values have
+// sums of their own, or the latency of the products would show.
 template <class Shape, class Block, int MR, int NV>
 struct RunTotals {
   static constexpr int kGroups = Shape::kPart / 8, P = Block::kPlanes, kSums = MR * NV == 1 ? 2 : 1;

@@ -28,7 +28,7 @@ constexpr int64_t element_bytes(XForm form) {
   return static_cast<int64_t>(kBytes[static_cast<size_t>(form)]);
 }
 
-// A MatmulPlan, and what the driver alone has to know. Every output is one whole sum over k, so the cut shows in no bit.
+// A MatmulPlan, and what the driver alone has to know. An output is one whole sum over k, so the cut shows in no bit.
 struct Plan : MatmulPlan {
   Product kernel = nullptr;  // of the path; null: f64
   int64_t m = 0, width = 0;  // of out
@@ -100,6 +100,6 @@ struct Operands {
 };
 
 // out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose.
-Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands);
+Status multiply(Context& context, const MatmulProblem& problem, Operands&& operands);
 
 }  // namespace opst::gemm

@@ -200,8 +200,8 @@ const int32_t* whole_panels(const ConstTensor& bias, char* copy) {
   return to;
 }
 
-// The rectangle of out and of the residual (null where absent: its strides are 0) that begins at [row, column]; sums and
-// bias are left to the caller.
+// The rectangle of out and of the residual (null where absent: its strides are 0) that begins at [row, column]; sums
+// and bias are left to the caller.
 Finish finish_part(const Operands& o, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const auto at = [&](const ConstTensor& tensor) {
     return (row * tensor.strides[0] + column * tensor.strides[1]) * size_bytes(tensor.dtype);
@@ -310,7 +310,7 @@ Status multiply_row_by_row(Context& context, const MatmulProblem& problem, const
     of_row.x = o.x.narrowed(0, i, 1);
     of_row.out = o.out.narrowed(0, i, 1);
     if (o.residual) of_row.residual = o.residual.narrowed(0, i, 1);
-    const Status status = multiply(context, row, of_row);
+    const Status status = multiply(context, row, std::move(of_row));
     if (!status.ok()) return status;
   }
   return {};
@@ -328,7 +328,7 @@ double silu(double y) { return y / (1 + std::exp(-y)); }
 double activated(Activation activation, double y, double second) {
   switch (activation) {
     case Activation::none:
-      return y;
+      break;
     case Activation::silu:
       return silu(y);
     case Activation::gelu_erf:
@@ -362,27 +362,26 @@ void multiply_f64(Context& context, Activation activation, const Operands& o) {
 
 }  // namespace
 
-Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands) {
+Status multiply(Context& context, const MatmulProblem& problem, Operands&& o) {
   const int threads = context.impl().pool.num_threads();
   const Plan plan = make_plan(problem, context.machine(), threads);
   if (plan.num_tasks() == 0) {  // scales of rows without columns are written all the same
     if (!problem.has_out_scales) return {};
-    return dynamic_quant(context, Tensor::contiguous(DType::f32, {plan.m, 0}, nullptr), operands.out,
-                         operands.out_scales);
+    return dynamic_quant(context, Tensor::contiguous(DType::f32, {plan.m, 0}, nullptr), o.out, o.out_scales);
   }
   if (plan.path == MatmulPath::f64) {
-    multiply_f64(context, problem.activation, operands);
+    multiply_f64(context, problem.activation, o);
     return {};
   }
   Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(threads));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
-  Operands o = operands;
   if (problem.weight == MatmulWeight::unpacked) {
     char* const panels = arena.take<char>(plan.weight_bytes);
     pack_float_weight(context, o.weight, panels);
     o.panels = panels;
   }
+  const Tensor out = o.out, out_scales = o.out_scales;
   // A row's scale is known when the whole row is.
   if (problem.has_out_scales) {
     o.out = Tensor::contiguous(DType::f32, {plan.m, plan.width}, arena.take<char>(plan.wide_out_bytes));
@@ -392,7 +391,7 @@ Status multiply(Context& context, const MatmulProblem& problem, const Operands& 
     const Status status = multiply_row_by_row(context, problem, o);
     if (!status.ok()) return status;
   }
-  return problem.has_out_scales ? dynamic_quant(context, o.out, operands.out, operands.out_scales) : Status();
+  return problem.has_out_scales ? dynamic_quant(context, o.out, out, out_scales) : Status();
 }
 
 }  // namespace gemm

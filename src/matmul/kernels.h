@@ -1,5 +1,5 @@
-// The contract of the matmul room's kernels, and their tables, one per instruction set level: those that multiply floats,
-// and those that multiply bytes. Two, because different levels have their instructions.
+// The contract of the matmul room's kernels, and their tables, one per instruction set level: those that multiply
+// floats, and those that multiply bytes. Two, because different levels have their instructions.
 //
 // A product computes a rectangle of sums over the whole of k; the epilogue (finish) makes outputs of the sums.
 #pragma once
@@ -16,7 +16,7 @@ struct ProductPart {
   // Rows of x in the kernel's form, 64-byte aligned where they are packed:
   //   few_rows, many_rows  words: floats or, in the products named dot, pairs of bf16 (k, k + 1)
   //   activations_         ActivationBlock or FixedBlock
-  //   weights_int_         bytes [groups][the group's values, filled up with zeros to whole words of the weight]; floats
+  //   weights_int_         bytes [groups][the group's values, filled up to whole words of the weight]; floats
   const void* x;
   int64_t x_stride;        // elements of the form from row to row
   int64_t x_block_stride;  // many_rows: from run to run of k; word k0 + t of row i lies at

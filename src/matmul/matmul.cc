@@ -23,8 +23,6 @@ struct Partners {
 };
 
 bool is_known(Activation activation) { return activation <= Activation::swiglu_swapped; }
-// Whether out is quantised. The scales of no rows are given without data.
-bool is_given(const Tensor& out_scales) { return out_scales || out_scales.rank > 0; }
 
 // Checks x, its scales, bias, residual and out, beside a weight that has been checked and whose part of the problem is
 // given; the whole problem.
@@ -39,10 +37,10 @@ Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, c
   const bool halves = takes_two_halves(options.activation);
   const char* const width = halves ? "half_n" : "n";
   check.tensor("x", x).dtype(partners.x).dims({"m", "k"});
-  if (x_scales) check.tensor("x_scales", x_scales).dtype({DType::f32}).dims({"m"});
-  if (options.bias) check.tensor("bias", options.bias).dtype(partners.bias).dims({"n"});
-  // A residual that is the same view as out is checked with out; any other overlap is refused.
-  if (options.residual && !same_view(options.residual, out)) {
+  if (is_given(x_scales)) check.tensor("x_scales", x_scales).dtype({DType::f32}).dims({"m"});
+  if (is_given(options.bias)) check.tensor("bias", options.bias).dtype(partners.bias).dims({"n"});
+  // A residual that is the same view as an out of floats is checked with out; any other overlap is refused.
+  if (is_given(options.residual) && (is_given(options.out_scales) || !same_view(options.residual, out))) {
     check.tensor("residual", options.residual).dtype(partners.residual).dims({"m", width});
   }
   if (is_given(options.out_scales)) {
@@ -58,7 +56,7 @@ Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, c
     check.require(size == expected, where, " is ", size, ", but the weight has ", name, " = ", expected);
   };
   agrees("x dim 1 (k)", "k", problem.k);
-  if (!halves || options.bias) agrees(halves ? "bias dim 0 (n)" : "out dim 1 (n)", "n", n);
+  if (!halves || is_given(options.bias)) agrees(halves ? "bias dim 0 (n)" : "out dim 1 (n)", "n", n);
   if (halves) {
     const char* const activation = to_string(options.activation);
     const int64_t half_n = check["half_n"];
@@ -100,7 +98,7 @@ Status checked_call(Context& context, const ConstTensor& x, const Weight& weight
                       .residual = normal(shared.residual),
                       .out_scales = shared.out_scales};
     place(operands);
-    return multiply(context, problem.value(), operands);
+    return multiply(context, problem.value(), std::move(operands));
   });
 }
 

@@ -45,11 +45,11 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
     check.tensor("grad_out", grad_out).dtype({DType::f32, DType::bf16, DType::f16, DType::f64}).dims({"m", "n"});
     const bool is_f64 = grad_out.dtype == DType::f64;
     const gemm::DTypes types = is_f64 ? gemm::kF64 : gemm::kFloats;
-    if (gradients.weight) check.tensor("x", x).dtype(types).dims({"m", "k"});
-    if (gradients.x) check.tensor("weight", weight).dtype(types).dims({"n", "k"});
-    if (gradients.x) check.output("gradients.x", gradients.x).dtype(types).dims({"m", "k"});
-    if (gradients.weight) check.output("gradients.weight", gradients.weight).dtype(types).dims({"n", "k"});
-    if (gradients.bias) check.output("gradients.bias", gradients.bias).dtype(types).dims({"n"});
+    if (is_given(gradients.weight)) check.tensor("x", x).dtype(types).dims({"m", "k"});
+    if (is_given(gradients.x)) check.tensor("weight", weight).dtype(types).dims({"n", "k"});
+    if (is_given(gradients.x)) check.output("gradients.x", gradients.x).dtype(types).dims({"m", "k"});
+    if (is_given(gradients.weight)) check.output("gradients.weight", gradients.weight).dtype(types).dims({"n", "k"});
+    if (is_given(gradients.bias)) check.output("gradients.bias", gradients.bias).dtype(types).dims({"n"});
     if (!check.ok()) return check.status();
 
     const auto product = [&](ConstTensor a, const ConstTensor& b, const Tensor& out) {

@@ -297,6 +297,15 @@ TEST(MatmulEpilogue, NamesWhatIsWrong) {
                    {.out_scales = make(DType::f32, {2})})
                 .message(),
             "matmul: out_scales is given, but products of f64 are not quantised");
+  const Tensor bytes = make(DType::i8, {2, 6});
+  EXPECT_EQ(message(bytes, {.residual = bytes, .out_scales = make(DType::f32, {2})}),
+            "matmul: residual is i8, but must be f32, bf16 or f16");
+  // Optional tensors that were given, but have no memory.
+  const ConstTensor nowhere = ConstTensor::contiguous(DType::f32, {6}, nullptr);
+  EXPECT_EQ(message(out, {.bias = nowhere}), "matmul: bias has null data, but 6 elements: f32 [6]");
+  EXPECT_EQ(message(out, {.residual = nowhere}), "matmul: residual has null data, but 6 elements: f32 [6]");
+  EXPECT_EQ(message(out, {.bias = ConstTensor::contiguous(DType::f32, {0}, nullptr)}),
+            "matmul: out dim 1 (n) is 6, but bias set n = 0");
   // f64 is all or nothing.
   EXPECT_EQ(matmul(context, make(DType::f64, {2, 8}), weight, out).message(),
             "matmul: x is f64, but must be f32, bf16 or f16");

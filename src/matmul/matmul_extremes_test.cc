@@ -100,8 +100,8 @@ TEST_F(MatmulExtremes, Gradients) {
     MatmulGradients gradients;
     // A gradient of x takes memory for every row: no sum over rows is longer than that.
     gradients.x = draw.output(float_type(), {m, k});
-    if (gradients.x && random_.chance(0.5)) gradients.weight = draw.output(float_type(), {n, k});
-    if (gradients.x && random_.chance(0.5)) gradients.bias = draw.output(float_type(), {n});
+    if (random_.chance(0.5)) gradients.weight = draw.output(float_type(), {n, k});
+    if (k > 0 && random_.chance(0.5)) gradients.bias = draw.output(float_type(), {n});
     return matmul_backward(context_, draw.input(float_type(), {m, n}), draw.input(float_type(), {m, k}),
                            draw.input(float_type(), {n, k}), gradients);
   });

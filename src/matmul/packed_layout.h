@@ -51,7 +51,7 @@ struct PackedIntegers<8, values> {
   uint32_t words[values / 4][kPanelColumns];
 };
 
-// d and m of column c, and the scales and minimums of its `parts` parts. m is stored negated where the format subtracts.
+// d and m of column c, and the scales and minimums of its `parts` parts. m is negated where the format subtracts.
 template <Scales scales, bool minimum, int parts>
 struct PackedScales;
 

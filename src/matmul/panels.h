@@ -1,5 +1,5 @@
-// What the kernels of matmul share: where a vector of columns lies in a packed weight (packed_layout.h, packed_layout.h),
-// how a rectangle of sums begins, and which instantiation takes so many rows.
+// What the kernels of matmul share: where a vector of columns lies in a packed weight (packed_layout.h), how a
+// rectangle of sums begins, and which instantiation takes so many rows.
 #pragma once
 
 #include "matmul/kernels.h"

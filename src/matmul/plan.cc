@@ -92,8 +92,8 @@ void pack_as(const MatmulProblem& p, XForm form, int64_t runs, int64_t stride, i
 
 using enum MatmulPath;
 
-// Each function decides tasks, the form of x, and the scratch that the kernel decodes into, of a plan that takes all rows and
-// all inputs at once; it returns the columns that the kernel takes at once: rows of sums are filled up to multiples.
+// Each function decides tasks, the form of x, and the scratch that the kernel decodes into, of a plan that takes all
+// rows and all inputs at once. It returns the columns that the kernel takes at once; rows of sums are multiples.
 using Cut = int64_t(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan);
 
 int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {

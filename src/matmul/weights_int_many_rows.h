@@ -12,8 +12,8 @@
 //              x      [192][2048] bytes    384 KB   L2, read again for each 2 vectors of columns
 //              sums   [192][64] of 4 bytes  48 KB   L2, touched once per tile and run of k
 // Numerics   integer sums are exact as long as they fit into 32 bits, and wrap around on the way: u * x is summed, and
-//            (offset + zero) * (sum of x) taken off. Scaled sums of one group are a product, of more groups one chain of
-//            f32 multiply-adds over ascending groups, so a row's bits do not depend on the others
+//            (offset + zero) * (sum of x) taken off. Scaled sums of one group are a product, of more groups one chain
+//            of f32 multiply-adds over ascending groups, so a row's bits do not depend on the others
 #pragma once
 
 #include "matmul/panels.h"

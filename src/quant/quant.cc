@@ -191,7 +191,7 @@ IntMatrixSizes check_int_matrix(ShapeCheck& check, const IntMatrix& matrix) {
   auto q = check.tensor("q", matrix.q).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
   if (!bytes) q.unit_inner_stride();
   check.tensor("scales", matrix.scales).dtype({DType::f32}).dims({"rows", "groups"});
-  if (matrix.zeros) check.tensor("zeros", matrix.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+  if (is_given(matrix.zeros)) check.tensor("zeros", matrix.zeros).dtype({DType::i8}).dims({"rows", "groups"});
   IntMatrixSizes sizes;
   if (!check.ok()) return sizes;
   sizes = {check["rows"], bytes ? check["cols"] : 2 * check["bytes"], check["groups"], bytes ? 8 : 4};
@@ -206,13 +206,13 @@ Status quantize(Context& context, const ConstTensor& values, const Tensor& integ
     check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "cols"});
     if (options.scales_given) {
       check.tensor("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
-      if (options.zeros) check.tensor("zeros", options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+      if (is_given(options.zeros)) check.tensor("zeros", options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
     }
     auto out = check.output("q", integers).dtype({DType::i8, DType::u8}).dims({"rows", bytes ? "cols" : "bytes"});
     if (!bytes) out.unit_inner_stride();
     if (!options.scales_given) {
       check.output("scales", scales).dtype({DType::f32}).dims({"rows", "groups"});
-      if (options.zeros) check.output("zeros", options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
+      if (is_given(options.zeros)) check.output("zeros", options.zeros).dtype({DType::i8}).dims({"rows", "groups"});
     }
     const int64_t rows = check["rows"], cols = check["cols"], groups = check["groups"];
     if (!bytes) check_half(check, check["bytes"], cols);
@@ -285,7 +285,8 @@ Status dynamic_quant(Context& context, const ConstTensor& values, const Tensor& 
     if (!check.ok()) return;
     const int leading = values.rank - 1;
     check.tensor("x", values).dtype({DType::f32, DType::bf16, DType::f16}).leading_dims(leading, "k");
-    if (options.smooth_scales) check.tensor("smooth_scales", options.smooth_scales).dtype({DType::f32}).dims({"k"});
+    if (is_given(options.smooth_scales))
+      check.tensor("smooth_scales", options.smooth_scales).dtype({DType::f32}).dims({"k"});
     auto out = check.output("q", integers).dtype({DType::i8, DType::u8});
     if (!bytes) out.unit_inner_stride();
     out.leading_dims(leading, bytes ? "k" : "bytes");

@@ -1,7 +1,6 @@
-#include "rowwise/elementwise.h"
+#include "rowwise/activations.h"
 #include "rowwise/norm.h"
 #include "rowwise/rope.h"
-#include "rowwise/softmax.h"
 
 namespace opst::OPST_ISA_NS::rowwise {
 

@@ -110,7 +110,7 @@ OPST_INLINE F32 field6(Words words, Words high, int field) {
   return F32{_mm512_castsi512_ps(bits)} - F32::set1(static_cast<float>((1 << 23) + M));
 }
 #else
-// Bits 0..3: a field of words; above them: the bits in `mask` of high, of whose field the lowest goes to bit 4. Minus M.
+// Bits 0..3: a field of words; above them: the bits in `mask` of high, the lowest of its field at bit 4. Minus M.
 template <int M>
 OPST_INLINE F32 joined(Words words, Words high, int field, uint32_t mask) {
   const Words bits = (shifted(words, 4 * field) & words_of(15)) | (shifted(high, 4 * field - 4) & words_of(mask));

@@ -304,8 +304,8 @@ class Operands {
     }
   }
   // Every output's elements are those of `other`, an equal set of operands: bit for bit, or within `tolerance` times
-  // the largest number of that output; any values where `tolerance` is infinite. With `loose_infinities` one infinity is
-  // as good as another and as NaN.
+  // the largest number of that output; any values where `tolerance` is infinite. With `loose_infinities` one infinity
+  // is as good as another and as NaN.
   void require_equals(const Operands& other, double tolerance, bool loose_infinities, const char* promise) const {
     for (size_t n = 0; n < all_.size(); ++n) {
       const Operand &a = all_[n], &b = other.all_[n];

@@ -12,9 +12,9 @@
 // Memory     A: MR rows, `lda` words apart, read one word at a time                              L1
 //            B: packed rows of NV vectors, `ldb` words apart (in a panel: ldb = NV * lanes)      L1 or L2, streamed
 //            C: MR * NV accumulators                                                             registers
-//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to four rows, bound by the stream
-//            of B) the lines at the same offsets of `ahead`, the piece of the stream that is read next but one or two:
-//            the caller knows its address, while the hardware's prefetchers stop at the end of a page
+//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to four rows, bound by the
+//            stream of B) the lines at the same offsets of `ahead`, the piece of the stream that is read next but one
+//            or two: the caller knows its address, while the hardware's prefetchers stop at the end of a page
 // Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A. C is the first
 //            summand, so that splitting the depth over several calls adds in the same order
 //
