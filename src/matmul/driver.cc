@@ -367,7 +367,7 @@ Status multiply(Context& context, const MatmulProblem& problem, Operands&& o) {
   const Plan plan = make_plan(problem, context.machine(), threads);
   if (plan.num_tasks() == 0) {  // scales of rows without columns are written all the same
     if (!problem.has_out_scales) return {};
-    return dynamic_quant(context, Tensor::contiguous(DType::f32, {plan.m, 0}, nullptr), o.out, o.out_scales);
+    return dynamic_quant(context, Tensor::contiguous(DType::f32, {plan.m, plan.width}, nullptr), o.out, o.out_scales);
   }
   if (plan.path == MatmulPath::f64) {
     multiply_f64(context, problem.activation, o);
