@@ -4,8 +4,8 @@
 // BSND, BNSD, BSH, SBH are views of one another, and no kernel knows a layout by name. Where a dimension has several
 // indices, strides of inputs are any value >= 0 (0 repeats an element), and those of outputs keep elements apart.
 //
-// An optional tensor of a call is absent where it has no data: Tensor{} is. (Of a tensor that must be there, only one
-// without elements may have none.)
+// An optional tensor of a call is absent without data: Tensor{} is. (Matmul and quantisation refuse one that states
+// elements. Of a tensor that must be there, only one without elements may have none.)
 //
 // Threads: tensors are plain values. A Buffer has no lock: one thread moves or frees it while no other uses its memory.
 //
