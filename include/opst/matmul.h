@@ -194,15 +194,16 @@ Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& wei
 
 // Which kernel multiplies.
 enum class MatmulPath : uint8_t {
-  few_rows,                    // weights are decoded in registers, once per few rows of x
-  many_rows,                   // weights are decoded to scratch, once per task
-  activations_fixed,           // x in fixed point meets the integers of a quantised weight; one or two rows
-  activations_int8_few_rows,   // x rounded to int8 (ActivationType::int8) meets them
-  activations_int8_many_rows,  // likewise, with the weight's integers unpacked to scratch once per task
-  weights_int_few_rows,        // x of i8 times an int8 or int4 weight
-  weights_int_many_rows,       // likewise, int4 unpacked to scratch once per task
-  weights_int_floats,          // x of floats times an int8 or int4 weight, which is decoded to scratch once per task
-  f64,                         // plain loops
+  few_rows,                      // weights are decoded in registers, once per few rows of x
+  many_rows,                     // weights are decoded to scratch, once per task
+  activations_fixed,             // x in fixed point meets the integers of a quantised weight; one or two rows
+  activations_int8_few_rows,     // x rounded to int8 (ActivationType::int8) meets them
+  activations_int8_many_rows,    // likewise, with the weight's integers unpacked to scratch once per task
+  weights_int_few_rows,          // x of i8 times an int8 or int4 weight
+  weights_int_many_rows,         // likewise, int4 unpacked to scratch once per task
+  weights_int_floats_few_rows,   // x of floats times an int8 or int4 weight, decoded as in few_rows
+  weights_int_floats_many_rows,  // likewise, decoded as in many_rows
+  f64,                           // plain loops
 };
 const char* to_string(MatmulPath path);
 
@@ -251,11 +252,11 @@ struct MatmulPlan {
   int64_t scratch_bytes(int num_threads) const;
 };
 
-// A pure function. The number of threads decides only how activations_fixed and activations_int8_few_rows cut the
-// outputs into tasks; no bit of a result depends on it. Rows that fixed point cannot hold are multiplied by few_rows
-// nevertheless: a plan does not know the values of x. For any numbers: a problem that no call may pose (a size that is
-// negative or beyond 2^56, k that is not whole blocks, an unknown enumerator) has a plan of no tasks and no memory
-// whose reason says so. Counts of tasks and bytes beyond 2^56 are 2^56.
+// A pure function. The number of threads decides only how products of few rows cut the outputs into tasks; no bit of a
+// result depends on it. Rows that fixed point cannot hold are multiplied by few_rows nevertheless: a plan does not know
+// the values of x. For any numbers: a problem that no call may pose (a size that is negative or beyond 2^56, k that is
+// not whole blocks, an unknown enumerator) has a plan of no tasks and no memory whose reason says so. Counts of tasks
+// and bytes beyond 2^56 are 2^56.
 MatmulPlan plan_matmul(const MatmulProblem& problem, const Machine& machine, int num_threads = 1);
 std::string to_string(const MatmulPlan& plan);
 

@@ -93,7 +93,7 @@ def test_plans_of_products_name_the_kernel_and_the_reason(rng):
     assert matmul.plan(x, blocks, int8_activations=True).startswith("activations_int8_many_rows int8_dot, ")
     assert matmul.plan(x[:1], blocks, batch_invariant=True).startswith("few_rows ")
     integers = matmul.pack_int(np.ones((16, 32), np.int8))
-    assert matmul.plan(x, integers).startswith("weights_int_floats f32, ")
+    assert matmul.plan(x, integers).startswith("weights_int_floats_many_rows f32, ")
     ones = np.ones((2, 32), np.int8)
     assert matmul.plan(ones, integers, x_scales=np.ones(2, np.float32)).startswith("weights_int_few_rows int8_dot, ")
     with pytest.raises(ValueError, match="plan: matmul: x dim 1 .*31"):

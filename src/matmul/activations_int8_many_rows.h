@@ -88,9 +88,7 @@ OPST_NOINLINE void int8_block_tile(const UnpackedColumns& columns, int64_t block
   const float* scales = columns.scales;
   const float* minimums = columns.minimums;
   F32 acc[MR][NV];
-  OPST_UNROLL for (int i = 0; i < MR; ++i) {
-    OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = F32::load(sums + i * sums_stride + j * F32::kLanes);
-  }
+  tile::load_tile<tile::ProductF32, MR, NV>(sums, sums_stride, acc);
   for (int64_t block = 0; block < blocks; ++block, ++a) {
     OPST_UNROLL for (int p = 0; p < kActivationBlock / Shape::kPart; ++p) {
       I32 total[MR][NV];
@@ -140,9 +138,9 @@ void int8_block_rows(const ProductPart& part) {
     for (int64_t column = 0; column < part.columns; column += kTileColumns) {
       unpack_columns<Piece>(part, unpacked, column, k0, depth);
       for (int64_t row = 0; row < part.rows; row += kInt8TileRows) {
-        const int64_t rows = part.rows - row < kInt8TileRows ? part.rows - row : kInt8TileRows;
+        const int rows = part.rows - row < kInt8TileRows ? static_cast<int>(part.rows - row) : kInt8TileRows;
         const auto add =
-            for_rows<kInt8TileRows>(rows, []<int MR>() OPST_INLINE_LAMBDA { return &int8_block_tile<Shape, MR>; });
+            tile::with_rows<kInt8TileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return &int8_block_tile<Shape, n>; });
         add(unpacked, depth / kActivationBlock, a + row * part.x_stride + k0 / kActivationBlock, part.x_stride,
             part.sums + row * part.sums_stride + column, part.sums_stride);
       }

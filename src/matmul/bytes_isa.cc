@@ -16,14 +16,14 @@ constexpr int kLargest = 0;
 #endif
 
 constexpr ByteKernels all_kernels() {
-  ByteKernels table = {.int8_columns = kTileColumns,
-                       .int_columns = kTileColumns,
+  ByteKernels table = {.many_columns = kTileColumns,
                        .activations_fixed = {},
                        .activations_int8_few_rows = {},
                        .activations_int8_many_rows = {},
                        .weights_int_few_rows = {int_few<WordI8>, int_few<WordI4>},
                        .weights_int_many_rows = {int_many<WordI8>, int_many<WordI4>},
-                       .weights_int_floats = {int_with_floats<WordI8>, int_with_floats<WordI4>},
+                       .weights_int_floats_few_rows = {int_floats_few<WordI8>, int_floats_few<WordI4>},
+                       .weights_int_floats_many_rows = {int_floats_many<WordI8>, int_floats_many<WordI4>},
                        .quantise_row = quantise_row,
                        .fix_row = kLargest > 0 ? fix_row : nullptr,
                        .pack_int_row = pack_int_row};

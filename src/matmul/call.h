@@ -34,11 +34,12 @@ struct Plan : MatmulPlan {
   int64_t m = 0, width = 0;  // of out
   bool two_halves = false;   // swiglu: column j of out needs columns j and width + j of the weight
   XForm x = XForm::in_place;
-  int64_t words = 0;        // of a row of x: floats or pairs, the filling up to the weight's last piece included
-  int64_t run_words = 0;    // of the form words: of a row before the next row's follow
-  int64_t x_stride = 0;     // from row to row, in elements of the form; 0: that of x itself
-  int64_t pack_rows = 0;    // rows of x per packing task
-  int64_t group_bytes = 0;  // of a row in the form bytes
+  int64_t column_bytes = 0;  // of a packed weight, per output
+  int64_t words = 0;         // of a row of x: floats or pairs, the filling up to the weight's last piece included
+  int64_t run_words = 0;     // of the form words: of a row before the next row's follow
+  int64_t x_stride = 0;      // from row to row, in elements of the form; 0: that of x itself
+  int64_t pack_rows = 0;     // rows of x per packing task
+  int64_t group_bytes = 0;   // of a row in the form bytes
   int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
   // Bytes of the pieces of memory that the workers share, each without what an Arena adds to it.
   int64_t weight_bytes = 0;    // an unpacked weight, packed
@@ -53,9 +54,8 @@ struct Plan : MatmulPlan {
 // As plan_matmul.
 Plan make_plan(const MatmulProblem& problem, const Machine& machine, int num_threads);
 
-// Columns of out per task of a product of few rows in blocks (activations_fixed, activations_int8_few_rows), where
-// `column_bytes` of the weight make one output.
-int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads);
+// Columns of out per task of a product of few rows, where `column_bytes` of the weight make one of its outputs.
+int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int num_threads);
 
 bool takes_two_halves(Activation activation);
 
@@ -88,18 +88,19 @@ IntWeightPart int_weight(const PackedIntWeight& weight);
 
 // ---- driver.cc
 
-// The tensors of a call, checked and with normal strides.
+// The tensors of a call, checked. Those that a call may leave out, null where absent, belong to the caller: copies of
+// tensors would be a tenth of the smallest product's time.
 struct Operands {
-  ConstTensor x;
-  const void* panels = nullptr;                         // of a packed weight
-  IntWeightPart ints = {};                              // of int8 or int4
-  ConstTensor weight = {};                              // an unpacked one
-  Tensor out;                                           // i32: the sums of one group
-  ConstTensor x_scales = {}, bias = {}, residual = {};  // absent without data
-  Tensor out_scales = {};                               // of an out that is quantised
+  ConstTensor x;                        // with normal strides
+  Tensor out;                           // likewise; i32: the sums of one group
+  const void* panels = nullptr;         // of a packed weight
+  IntWeightPart ints = {};              // of int8 or int4
+  const ConstTensor* weight = nullptr;  // an unpacked one
+  const ConstTensor *x_scales = nullptr, *bias = nullptr, *residual = nullptr;
+  const Tensor* out_scales = nullptr;  // of an out that is quantised
 };
 
-// out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose.
-Status multiply(Context& context, const MatmulProblem& problem, Operands&& operands);
+// out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose; the operands are used up.
+Status multiply(Context& context, const MatmulProblem& problem, Operands& operands);
 
 }  // namespace opst::gemm

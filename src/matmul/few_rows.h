@@ -74,16 +74,20 @@ OPST_NOINLINE void few_rows_group(const ProductPart& part, int64_t first_row, in
   store_sums(part, first_row, column, acc);
 }
 
+// The whole part, by get(MR)(part, first row, column), MR a constant.
+template <class Get>
+OPST_INLINE void for_groups(const ProductPart& part, const Get& get) {
+  for (int64_t column = 0; column < part.columns; column += kFewColumns) {
+    for (int64_t row = 0; row < part.rows; row += kFewMaxRows) {
+      const int64_t left = part.rows - row;
+      tile::with_rows<kFewMaxRows>(left < kFewMaxRows ? static_cast<int>(left) : kFewMaxRows, get)(part, row, column);
+    }
+  }
+}
+
 template <class Piece>
 void few_rows(const ProductPart& part) {
-  for (int64_t column = 0; column < part.columns; column += kFewColumns) {
-    int64_t row = 0;
-    for (; row + kFewMaxRows <= part.rows; row += kFewMaxRows) few_rows_group<Piece, kFewMaxRows>(part, row, column);
-    if (row == part.rows) continue;
-    const auto group = for_rows<kFewMaxRows - 1>(
-        part.rows - row, []<int MR>() OPST_INLINE_LAMBDA { return &few_rows_group<Piece, MR>; });
-    group(part, row, column);
-  }
+  for_groups(part, [](auto n) OPST_INLINE_LAMBDA { return &few_rows_group<Piece, n>; });
 }
 
 }  // namespace opst::OPST_ISA_NS::gemm

@@ -34,9 +34,6 @@ struct ProductPart {
   const int32_t* x_sums = nullptr;    // x of bytes: [rows][groups], the sum of each group
   const int32_t* int_bias = nullptr;  // one group: [columns filled up to whole panels], joins the sums; null: none
   bool int_sums = false;              // one group: sums are left as i32, not multiplied with the weight's scales
-  // The rectangle of out that the sums become, fetched while the last run of k is summed; null: none.
-  const char* out = nullptr;
-  int64_t out_row_bytes = 0, out_column_bytes = 0;
 };
 using Product = void (*)(const ProductPart& part);
 
@@ -60,11 +57,12 @@ struct Finish {
 };
 inline constexpr int kNumActivations = 6;
 
-// Rows of x that weights_int_few_rows takes.
-inline constexpr int kIntFewRows = 8;
+// Rows of x that few_rows and the few_rows of integers take at most. Decoding in registers once per 4 rows (2 without
+// AVX-512) costs less than filling scratch and a register tile.
+inline constexpr int kMaxFewRows = 8;
 // weights_int_many_rows: words of four bytes along k that are summed before the next columns' turn.
 inline constexpr int64_t kIntFours = 256;
-// weights_int_floats: values decoded at once, at most.
+// weights_int_floats_many_rows: values decoded at once, at most.
 inline constexpr int64_t kIntDecoded = 384;
 
 // Products of floats, the epilogue and packing.
@@ -89,17 +87,18 @@ struct FloatKernels {
 // Products of bytes. Formats that are null: f32, f16 and bf16 have no integers; of activations_fixed and
 // activations_int8_few_rows also those whose bytes the level has no quick product for.
 struct ByteKernels {
-  int int8_columns;  // columns that activations_int8_many_rows takes at once
-  int int_columns;   // columns that weights_int_many_rows and weights_int_floats take at once
+  int many_columns;  // columns that the products of many rows take at once
   Product activations_fixed[kNumQuantFormats];
   Product activations_int8_few_rows[kNumQuantFormats];
-  // Scratch: words of four bytes [k_block / 4][int8_columns], scales [k_block / 16] of them, minimums [k_block / 32].
+  // Scratch: words of four bytes [k_block / 4][many_columns], scales [k_block / 16] of them, minimums [k_block / 32].
   Product activations_int8_many_rows[kNumQuantFormats];
-  // Index 0: i8, 1: i4. few_rows: up to kIntFewRows rows.
+  // Index 0: i8, 1: i4. few_rows: up to kMaxFewRows rows.
   Product weights_int_few_rows[2];
-  // Scratch of i4: words of four bytes [kIntFours, or with more groups those of a group][int_columns].
+  // Scratch of i4: words of four bytes [kIntFours, or with more groups those of a group][many_columns].
   Product weights_int_many_rows[2];
-  Product weights_int_floats[2];  // scratch: f32 [k_block][int_columns]
+  // Both give the same bits.
+  Product weights_int_floats_few_rows[2];
+  Product weights_int_floats_many_rows[2];  // scratch: f32 [k_block][many_columns]
   // k values `x_stride` apart -> k / 32 blocks. fix_row: false where the row is not representable; null where there is
   // no product.
   void (*quantise_row)(const float* x, int64_t x_stride, int64_t k, ActivationBlock* out);

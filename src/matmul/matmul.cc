@@ -84,21 +84,21 @@ MatmulOptions shared_options(const IntMatmulOptions& options) {
           .out_scales = options.out_scales};
 }
 
-// A call with a weight of any kind: `place` puts the weight among the operands.
+// A call with a weight of any kind: `place` puts the weight, and what only such a call has, among the operands.
 template <class Weight, class Options, class Place>
 Status checked_call(Context& context, const ConstTensor& x, const Weight& weight, const Tensor& out,
-                    const Options& options, const MatmulOptions& shared, const Place& place) {
+                    const Options& options, const Place& place) {
   return guarded([&]() -> Status {
     const Result<MatmulProblem> problem = matmul_problem(x, weight, out, options);
     if (!problem.ok()) return problem.status();
-    const auto normal = [](const ConstTensor& tensor) { return tensor ? normal_strides(tensor) : ConstTensor(); };
+    const auto given = [](const auto& tensor) { return tensor ? &tensor : nullptr; };
     Operands operands{.x = normal_strides(x),
                       .out = normal_strides(out),
-                      .bias = normal(shared.bias),
-                      .residual = normal(shared.residual),
-                      .out_scales = shared.out_scales};
+                      .bias = given(options.bias),
+                      .residual = given(options.residual),
+                      .out_scales = &options.out_scales};
     place(operands);
-    return multiply(context, problem.value(), std::move(operands));
+    return multiply(context, problem.value(), operands);
   });
 }
 
@@ -109,9 +109,9 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
   constexpr int64_t kMostBytes = 128 << 10;
   const int threads = context.num_threads();
   if (threads == 1 || weight.size_bytes() == 0 || !is_known(activation)) return;
-  const int64_t halves = takes_two_halves(activation) ? 2 : 1;
+  const bool halves = takes_two_halves(activation);
   const int64_t column_bytes = packed_column_bytes(weight.format(), weight.k());
-  const int64_t piece = column_bytes * columns_per_piece(weight.n() / halves, halves * column_bytes, threads);
+  const int64_t piece = column_bytes * columns_per_piece(weight.n() / (halves ? 2 : 1), halves, column_bytes, threads);
   context.impl().pool.read_ahead(weight.data(), piece, std::min(piece, kMostBytes));
 }
 
@@ -177,21 +177,19 @@ Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight
 
 Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
               const MatmulOptions& options) {
-  return checked_call(context, x, weight, out, options, options,
-                      [&](Operands& operands) { operands.panels = weight.data(); });
+  return checked_call(context, x, weight, out, options, [&](Operands& operands) { operands.panels = weight.data(); });
 }
 
 Status matmul(Context& context, const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
               const MatmulOptions& options) {
-  return checked_call(context, x, weight, out, options, options,
-                      [&](Operands& operands) { operands.weight = normal_strides(weight); });
+  return checked_call(context, x, weight, out, options, [&](Operands& operands) { operands.weight = &weight; });
 }
 
 Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
               const IntMatmulOptions& options) {
-  return checked_call(context, x, weight, out, options, shared_options(options), [&](Operands& operands) {
+  return checked_call(context, x, weight, out, options, [&](Operands& operands) {
     operands.ints = int_weight(weight);
-    if (options.x_scales) operands.x_scales = normal_strides(options.x_scales);
+    if (options.x_scales) operands.x_scales = &options.x_scales;
   });
 }
 

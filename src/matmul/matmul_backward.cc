@@ -52,17 +52,17 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
     if (is_given(gradients.bias)) check.output("gradients.bias", gradients.bias).dtype(types).dims({"n"});
     if (!check.ok()) return check.status();
 
-    const auto product = [&](ConstTensor a, const ConstTensor& b, const Tensor& out) {
-      make_strides_normal(a);
+    const auto product = [&](const ConstTensor& a, const ConstTensor& b, const Tensor& out) {
+      gemm::Operands operands{.x = normal_strides(a), .out = normal_strides(out), .weight = &b};
       return gemm::multiply(context,
                             {.m = out.shape[0],
                              .n = out.shape[1],
                              .k = a.shape[1],
                              .x_dtype = a.dtype,
-                             .unit_stride_x = a.strides[1] == 1,
+                             .unit_stride_x = operands.x.strides[1] == 1,
                              .weight = MatmulWeight::unpacked,
                              .format = gemm::weight_format(b.dtype)},
-                            {.x = a, .weight = normal_strides(b), .out = normal_strides(out)});
+                            operands);
     };
     Status status;
     if (gradients.x) status = product(grad_out, weight.transposed(0, 1), gradients.x);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "matmul/call.h"
@@ -63,12 +64,13 @@ int64_t columns_at_once(MatmulPath path, Isa isa) {
     case MatmulPath::activations_int8_few_rows:
       return 32;
     case MatmulPath::activations_int8_many_rows:
-      return gemm::byte_kernels(isa).int8_columns;
+      return gemm::byte_kernels(isa).many_columns;
     case MatmulPath::weights_int_few_rows:
+    case MatmulPath::weights_int_floats_few_rows:
       return 16;
     case MatmulPath::weights_int_many_rows:
-    case MatmulPath::weights_int_floats:
-      return gemm::byte_kernels(isa).int_columns;
+    case MatmulPath::weights_int_floats_many_rows:
+      return gemm::byte_kernels(isa).many_columns;
     case MatmulPath::f64:
       break;
   }
@@ -105,6 +107,10 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     if (p.weight == MatmulWeight::unpacked) {
       ASSERT_GE(plan.weight_bytes, (p.n + 15) / 16 * 16 * p.k * block_bytes(p.format));
     }
+    if (std::string_view(to_string(plan.path)).find("few_rows") != std::string_view::npos) {
+      ASSERT_EQ(plan.row_tasks, 1);
+      ASSERT_LE(plan.sums_bytes_per_worker, 128 << 10);
+    }
     switch (plan.path) {
       case MatmulPath::few_rows:
         ASSERT_EQ(plan.x_bytes, plan.x == gemm::XForm::in_place ? 0 : 4 * p.m * std::max<int64_t>(1, plan.words));
@@ -130,7 +136,10 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
         ASSERT_GE(plan.group_bytes * p.groups, p.k);
         ASSERT_GE(plan.x_sums_bytes, 4 * p.m * p.groups);
         break;
-      case MatmulPath::weights_int_floats:
+      case MatmulPath::weights_int_floats_few_rows:
+        ASSERT_EQ(plan.x_bytes, plan.x == gemm::XForm::in_place ? 0 : 4 * p.m * std::max<int64_t>(1, p.k));
+        break;
+      case MatmulPath::weights_int_floats_many_rows:
         ASSERT_GE(plan.x_bytes, 4 * p.m * p.k);
         break;
       case MatmulPath::f64:
@@ -170,7 +179,8 @@ TEST(MatmulPlan, ChoosesByRowsFormatAndLevel) {
       {with(5, QuantFormat::q6_k, ActivationType::int8), activations_int8_many_rows, activations_int8_many_rows},
       {integers(8, DType::i8), weights_int_few_rows, weights_int_few_rows},
       {integers(9, DType::i8), weights_int_many_rows, weights_int_many_rows},
-      {integers(1, DType::bf16), weights_int_floats, weights_int_floats},
+      {integers(8, DType::bf16), weights_int_floats_few_rows, weights_int_floats_few_rows},
+      {integers(9, DType::f32), weights_int_floats_many_rows, weights_int_floats_many_rows},
       {doubles, f64, f64},
   };
   Machine generic, vnni;

@@ -50,12 +50,8 @@ void pack_panel(const void* first, int64_t output_stride, int64_t input_stride, 
                                 : F32::zero();
       }
       simd::transpose(square);
-      if (k - t >= kLanes) {
-        OPST_UNROLL for (int i = 0; i < kLanes; ++i) square[i].store(to + (t + i) * kPanelColumns + c);
-      } else {
-        OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
-          if (t + i < k) square[i].store(to + (t + i) * kPanelColumns + c);
-        }
+      OPST_UNROLL for (int i = 0; i < kLanes; ++i) {
+        if (t + i < k) square[i].store(to + (t + i) * kPanelColumns + c);
       }
     }
   }

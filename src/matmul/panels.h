@@ -1,5 +1,5 @@
 // What the kernels of matmul share: where a vector of columns lies in a packed weight (packed_layout.h), how a
-// rectangle of sums begins, and which instantiation takes so many rows.
+// rectangle of sums begins.
 #pragma once
 
 #include "matmul/kernels.h"
@@ -17,16 +17,6 @@ using simd::Words;
 // Rows of a register tile of floats or int8, and what all tiles of many rows take at once: two vectors of columns.
 inline constexpr int kTileRows = tile::RegisterTile::kTileRows, kTileVecs = tile::RegisterTile::kTileVecs;
 inline constexpr int kTileColumns = kTileVecs * F32::kLanes;
-
-// get.operator()<rows>(), 1 <= rows <= kMost: a pointer to the instantiation for so many rows.
-template <int kMost, class Get>
-OPST_INLINE auto for_rows(int64_t rows, const Get& get) {
-  if constexpr (kMost == 1) {
-    return get.template operator()<1>();
-  } else {
-    return rows == kMost ? get.template operator()<kMost>() : for_rows<kMost - 1>(rows, get);
-  }
-}
 
 // ---- Columns, by their vectors of kLanes
 

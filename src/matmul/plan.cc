@@ -8,9 +8,9 @@
 namespace opst {
 
 const char* to_string(MatmulPath path) {
-  return name_of(
-      path, {"few_rows", "many_rows", "activations_fixed", "activations_int8_few_rows", "activations_int8_many_rows",
-             "weights_int_few_rows", "weights_int_many_rows", "weights_int_floats", "f64"});
+  return name_of(path, {"few_rows", "many_rows", "activations_fixed", "activations_int8_few_rows",
+                        "activations_int8_many_rows", "weights_int_few_rows", "weights_int_many_rows",
+                        "weights_int_floats_few_rows", "weights_int_floats_many_rows", "f64"});
 }
 
 const char* to_string(MatmulProduct product) { return name_of(product, {"f32", "bf16_dot", "int8_dot", "f64"}); }
@@ -45,8 +45,6 @@ const char* without_plan(const MatmulProblem& p) {
 
 // ---- How it is cut
 
-// Weights of one few_rows task: some microseconds of reading, beside which handing out a task is nothing.
-constexpr int64_t kFewTaskBytes = 32 << 10;
 // many_rows: a run of x, 256 x 512 words = 512 KB, sums 128 KB and decoded weights 64 KB stay in a 1 MB L2. Decoding
 // costs as much as three rows.
 constexpr int64_t kManyRows = 256, kMaxKBlock = 512;
@@ -57,21 +55,17 @@ constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
 constexpr int64_t kPadding = 16;  // words
 // Rows of x per packing task: columns that lie next to each other are read in runs of so many.
 constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
-// A piece is the weight's share of a task of few rows in blocks. Small products give each worker one piece. A worker
-// reads ahead within its own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1
-// of 1536 x 576, two threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one
-// task each 14.
+// A piece is the weight's share of a task of few rows. Small products give each worker one piece. A worker reads ahead
+// within its own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1 of 1536 x
+// 576, two threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one task each 14.
 constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
-// Columns of a piece: a multiple of what the kernel of two rows takes at once.
-constexpr int64_t kPieceColumns = 2 * kPanelColumns;
+// Columns of a piece: a multiple of what the kernel of two rows takes at once, and at most so many that sums of 8 rows
+// are 128 KB.
+constexpr int64_t kPieceColumns = 2 * kPanelColumns, kMostPieceColumns = 4096;
 // activations_int8_many_rows: unpacking 64 columns costs as much as multiplying them with two or three rows.
 constexpr int64_t kInt8Rows = 192, kInt8Columns = 64;
 // Values of k unpacked at once: bytes and scales of two vectors of columns stay in L1.
 constexpr int64_t kInt8KBlock = 512;
-// weights_int_few_rows: weights of a task are a sixteenth of all, but neither so few that handing out tasks is noticed
-// nor so many that threads wait for the last one. Behind a task's end up to 4 KB are fetched that may be another
-// thread's.
-constexpr int64_t kIntFewTasks = 16, kLeastIntTaskBytes = 32 << 10, kMostIntTaskBytes = 256 << 10;
 // weights_int_many_rows: the activations of a task's rows, at most kIntTaskRowBytes, stay in about half of a 1 MB L2.
 constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12, kIntTaskRowBytes = 560 << 10, kIntTaskColumns = 64;
 
@@ -96,18 +90,18 @@ using enum MatmulPath;
 // rows and all inputs at once. It returns the columns that the kernel takes at once; rows of sums are multiples.
 using Cut = int64_t(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan);
 
-int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
-  const int few_columns = float_kernels(machine.isa).few_columns;
-  const int64_t unit = std::max<int64_t>(few_columns, kPanelColumns);
-  const int64_t bytes_per_unit =
-      std::max<int64_t>(1, (Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k) * unit).value());
-  plan.columns_per_task = std::max<int64_t>(1, kFewTaskBytes / bytes_per_unit) * unit;
-  plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, unit));
+// Whole rows of x as words: in place, or packed.
+void use_words(const MatmulProblem& p, Plan& plan) {
   plan.run_words = plan.k_block = std::max<int64_t>(1, plan.words);
-  if (p.x_dtype == DType::f32 && (p.unit_stride_x || p.k <= 1) && packed_inputs(p.format, p.k) == p.k) {
-    return few_columns;  // x in place
-  }
+  if (p.x_dtype == DType::f32 && (p.unit_stride_x || p.k <= 1) && packed_inputs(p.format, p.k) == p.k) return;
   pack_as(p, XForm::words, 1, plan.k_block, kPackRows, plan);
+}
+
+int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan) {
+  const int few_columns = float_kernels(machine.isa).few_columns;
+  plan.columns_per_task =
+      round_up(columns_per_piece(plan.width, plan.two_halves, plan.column_bytes, num_threads), few_columns);
+  use_words(p, plan);
   return few_columns;
 }
 
@@ -131,14 +125,13 @@ void use_blocks(const MatmulProblem& p, XForm form, Plan& plan) {
 }
 
 int64_t cut_few_blocks(const MatmulProblem& p, const Machine&, int num_threads, Plan& plan) {
-  const Size column_bytes = Size(plan.two_halves ? 2 : 1) * packed_column_bytes(p.format, p.k);
-  plan.columns_per_task = columns_per_piece(plan.width, std::max<int64_t>(1, column_bytes.value()), num_threads);
+  plan.columns_per_task = columns_per_piece(plan.width, plan.two_halves, plan.column_bytes, num_threads);
   use_blocks(p, plan.path == activations_fixed ? XForm::fixed_blocks : XForm::int8_blocks, plan);
   return kPanelColumns;
 }
 
 int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
-  const int64_t columns = byte_kernels(machine.isa).int8_columns;
+  const int64_t columns = byte_kernels(machine.isa).many_columns;
   plan.rows_per_task = balanced(p.m, kInt8Rows, 1);
   plan.columns_per_task = kInt8Columns;
   plan.k_block = std::min(kInt8KBlock, std::max<int64_t>(p.k, kActivationBlock));
@@ -148,8 +141,8 @@ int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, int, 
   return columns;
 }
 
-int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
-  const int64_t columns = byte_kernels(machine.isa).int_columns;
+int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan) {
+  const int64_t columns = byte_kernels(machine.isa).many_columns;
   const int values = 32 / p.bits;
   const int64_t group_words = ceil_div(p.k / p.groups, values);
   plan.group_bytes = group_words * values;
@@ -157,11 +150,8 @@ int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int, Plan& 
   pack_as(p, XForm::bytes, 1, stride.value(), kQuantiseRows, plan);
   plan.x_sums_bytes = (Size(p.m) * p.groups * int64_t{sizeof(int32_t)}).value();
   if (plan.path == weights_int_few_rows) {
-    const Size panel_bytes = Size(4 * kPanelColumns) * group_words * p.groups;
-    const Size all_bytes = Size(ceil_div(p.n, kPanelColumns)) * panel_bytes;
-    const int64_t bytes = std::clamp(all_bytes.value() / kIntFewTasks, kLeastIntTaskBytes, kMostIntTaskBytes);
-    plan.columns_per_task = std::max<int64_t>(1, bytes / std::max<int64_t>(1, panel_bytes.value())) * kPanelColumns;
-    plan.columns_per_task = std::min(plan.columns_per_task, round_up(plan.width, kPanelColumns));
+    plan.columns_per_task =
+        columns_per_piece(plan.width, plan.two_halves, Size(4) * group_words * p.groups, num_threads);
     return kPanelColumns;
   }
   plan.rows_per_task = balanced(p.m, std::clamp(kIntTaskRowBytes / plan.x_stride, kLeastIntTaskRows, kIntTaskRows), 1);
@@ -172,8 +162,14 @@ int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int, Plan& 
   return columns;
 }
 
-int64_t cut_integers_with_floats(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
-  const int64_t columns = byte_kernels(machine.isa).int_columns;
+int64_t cut_int_floats_few_rows(const MatmulProblem& p, const Machine&, int num_threads, Plan& plan) {
+  plan.columns_per_task = columns_per_piece(plan.width, plan.two_halves, p.k * p.bits / 8, num_threads);
+  use_words(p, plan);
+  return kPanelColumns;
+}
+
+int64_t cut_int_floats_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
+  const int64_t columns = byte_kernels(machine.isa).many_columns;
   plan.rows_per_task = balanced(p.m, kIntTaskRows, 1);
   plan.columns_per_task = kIntTaskColumns;
   plan.k_block = std::min(p.k / p.groups, kIntDecoded);
@@ -191,8 +187,6 @@ int64_t cut_f64(const MatmulProblem&, const Machine&, int, Plan& plan) {
 
 // ---- Which kernel multiplies
 
-// Decoding in registers once per 4 rows (2 without AVX-512) costs less than filling scratch and a register tile.
-constexpr int64_t kMaxFewRows = 8;
 // From three rows on, decoding weights to floats costs less than three planes of bytes.
 constexpr int64_t kMaxFixedRows = 2;
 // Unpacking the weight costs more than it saves.
@@ -208,11 +202,16 @@ struct Choice {
 
 Choice choose_integers(const MatmulProblem& p, const ByteKernels& bytes) {
   const int i = p.bits == 8 ? 0 : 1;
+  const bool few = p.m <= kMaxFewRows;
   if (p.x_dtype != DType::i8) {
-    return {weights_int_floats, MatmulProduct::f32, bytes.weights_int_floats[i], cut_integers_with_floats,
-            "x is of floats: each weight becomes its value"};
+    if (few) {
+      return {weights_int_floats_few_rows, MatmulProduct::f32, bytes.weights_int_floats_few_rows[i],
+              cut_int_floats_few_rows, "floats, up to 8 rows: weights are decoded in registers"};
+    }
+    return {weights_int_floats_many_rows, MatmulProduct::f32, bytes.weights_int_floats_many_rows[i],
+            cut_int_floats_many_rows, "floats, more than 8 rows: weights are decoded once per task"};
   }
-  if (p.m <= kIntFewRows) {
+  if (few) {
     return {weights_int_few_rows, MatmulProduct::int8_dot, bytes.weights_int_few_rows[i], cut_integers,
             "up to 8 rows: reading the weight is the time"};
   }
@@ -284,12 +283,12 @@ bool takes_two_halves(Activation activation) {
   return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
 }
 
-int64_t columns_per_piece(int64_t width, int64_t column_bytes, int num_threads) {
+int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int num_threads) {
+  const int64_t bytes = std::max<int64_t>(1, (Size(two_halves ? 2 : 1) * column_bytes).value());
   const int64_t most = num_threads > 1 ? kMaxPieceBytes : kMaxLonePieceBytes;
-  const Size pieces = Size(ceil_div((Size(width) * column_bytes).value(), num_threads * most)) * num_threads;
-  const int64_t columns =
-      std::max(ceil_div(width, std::max<int64_t>(1, pieces.value())), kMinPieceBytes / column_bytes);
-  return round_up(columns, kPieceColumns);
+  const Size pieces = Size(ceil_div((Size(width) * bytes).value(), num_threads * most)) * num_threads;
+  const int64_t columns = std::max(ceil_div(width, std::max<int64_t>(1, pieces.value())), kMinPieceBytes / bytes);
+  return std::min(round_up(columns, kPieceColumns), kMostPieceColumns);
 }
 
 Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) {
@@ -308,6 +307,7 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
   plan.rows_per_task = p.m;
   plan.words = product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
   plan.k_block = p.k;
+  if (p.weight != MatmulWeight::integers) plan.column_bytes = packed_column_bytes(p.format, p.k);
   const int64_t unit = cut(p, machine, std::max(1, num_threads), plan);
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);

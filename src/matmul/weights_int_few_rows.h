@@ -7,7 +7,7 @@
 // Numerics   weights_int_many_rows.h: the same bits
 #pragma once
 
-#include "matmul/panels.h"
+#include "matmul/few_rows.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 
@@ -65,36 +65,27 @@ OPST_NOINLINE void int_few_rows(const ProductPart& part) {
   for (int64_t column = 0; column < part.columns; column += kIntPanelColumns) {
     const int64_t panel = column / kIntPanelColumns;
     F32 sums[MR][NV];
-    I32 total[MR][NV];
-    OPST_UNROLL for (int i = 0; i < MR; ++i) {
-      OPST_UNROLL for (int v = 0; v < NV; ++v) sums[i][v] = F32::zero(), total[i][v] = I32::zero();
-    }
+    tile::clear_tile<tile::ProductF32, MR, NV>(sums);
     for (int64_t g = 0; g < weight.groups; ++g) {
+      I32 total[MR][NV];
       few_rows_words<Word, MR>(part, panel, g, total);
       OPST_UNROLL for (int v = 0; v < NV; ++v) {
         const F32 scale = F32::load(weight.scales + (panel * weight.groups + g) * kIntPanelColumns + v * F32::kLanes);
         OPST_UNROLL for (int i = 0; i < MR; ++i) {
           const F32 sum = to_f32(total[i][v]);
           sums[i][v] = weight.groups == 1 ? sum * scale : fma(sum, scale, sums[i][v]);
+          if (part.int_sums) sums[i][v] = {(decltype(F32::v))total[i][v].v};  // the same bits
         }
       }
     }
-    OPST_UNROLL for (int i = 0; i < MR; ++i) {
-      OPST_UNROLL for (int v = 0; v < NV; ++v) {
-        float* const to = part.sums + i * part.sums_stride + column + v * F32::kLanes;
-        if (part.int_sums) {
-          total[i][v].store(reinterpret_cast<int32_t*>(to));
-        } else {
-          sums[i][v].store(to);
-        }
-      }
-    }
+    store_sums(part, 0, column, sums);
   }
 }
 
 template <class Word>
 void int_few(const ProductPart& part) {
-  for_rows<kIntFewRows>(part.rows, []<int MR>() OPST_INLINE_LAMBDA { return &int_few_rows<Word, MR>; })(part);
+  const auto rows = static_cast<int>(part.rows);
+  tile::with_rows<kMaxFewRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return &int_few_rows<Word, n>; })(part);
 }
 
 // A row of x in groups, each filled up with zeros to group_bytes, and the groups' sums.

@@ -25,14 +25,11 @@ struct IntTile {
   const uint32_t* words[kTileVecs];
   int64_t step;
   int64_t fours;
-  const char* next;  // the words that are read next: a line is fetched to L2 per four words of k
-  // Rows of the output, fetched while the last run of k is summed: without that, storing takes as long as a sixth of
-  // the products at k = 2048.
-  const char* out;
-  int64_t out_stride;
-  const float* scales[kTileVecs];  // of the group; the first one null: sums stay integers, as before the last run of k
-  // More than one group:
+  const char* next;                 // the words that are read next: a line is fetched to L2 per four words of k
+  const float* scales[kTileVecs];   // of the group; the first one null: sums stay integers, as before the last run of k
+  bool begins;                      // sums begin with the correction and the bias, not with what is in their place
   const int32_t* zeros[kTileVecs];  // null: all 0
+  const int32_t* bias[kTileVecs];   // null: none
   const int32_t* x_sums;            // of the tile's first row
   int64_t x_sums_stride;
 };
@@ -56,14 +53,9 @@ OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_s
     }
   };
   const char* next = block.next;
-  const char* out = block.out;
-  int64_t out_rows = MR;
   int64_t k = 0;
   for (; k + 4 <= block.fours; k += 4, next += 64) {
     __builtin_prefetch(next, 0, 2);
-    __builtin_prefetch(out, 1);
-    __builtin_prefetch(out + 64, 1);
-    out += --out_rows > 0 ? block.out_stride : 0;
     step(k);
     step(k + 1);
     step(k + 2);
@@ -72,7 +64,7 @@ OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_s
   for (; k < block.fours; ++k) step(k);
 }
 
-// One group: sums += MR rows * the run, as integers; the last run of k leaves sums * scale as f32 (scales not null).
+// One group: sums (+)= MR rows * the run, as integers; the last run of k leaves sums * scale as f32 (scales not null).
 // More groups: sums = fma(MR rows * the run - correction, scale, sums) as f32.
 template <class Word, bool kGroups, int MR>
 OPST_NOINLINE void int_accumulate(const IntTile& block, const int8_t* a, int64_t a_stride, float* sums,
@@ -81,8 +73,9 @@ OPST_NOINLINE void int_accumulate(const IntTile& block, const int8_t* a, int64_t
   I32 acc[MR][kTileVecs];
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
     OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) {
-      if constexpr (kGroups) {
+      if (kGroups || block.begins) {
         acc[i][j] = correction<Word>(block.zeros[j], block.x_sums[i * block.x_sums_stride]);
+        if (block.bias[j] != nullptr) acc[i][j] = acc[i][j] + I32::load(block.bias[j]);
       } else {
         acc[i][j] = I32::load(totals + i * sums_stride + j * F32::kLanes);
       }
@@ -108,8 +101,8 @@ OPST_NOINLINE void int_accumulate(const IntTile& block, const int8_t* a, int64_t
 template <class Word, bool kGroups>
 OPST_INLINE void accumulate_rows(const ProductPart& part, const IntTile& block, tile::RowTile rows, int64_t column,
                                  int64_t first_byte) {
-  const auto accumulate =
-      for_rows<kTileRows>(rows.rows, []<int MR>() OPST_INLINE_LAMBDA { return &int_accumulate<Word, kGroups, MR>; });
+  const auto accumulate = tile::with_rows<kTileRows>(
+      rows.rows, [](auto n) OPST_INLINE_LAMBDA { return &int_accumulate<Word, kGroups, n>; });
   accumulate(block, static_cast<const int8_t*>(part.x) + rows.first * part.x_stride + first_byte, part.x_stride,
              part.sums + rows.first * part.sums_stride + column, part.sums_stride);
 }
@@ -124,6 +117,7 @@ OPST_INLINE IntTile tile_words(const ProductPart& part, int64_t column, int64_t 
   for (int j = 0; j < kTileVecs; ++j) {
     const int64_t vec = clamped_vec(part, column + j * F32::kLanes);
     out.scales[j] = vector_of(weight.scales, weight.groups, vec) + group * kIntPanelColumns;
+    if (part.int_bias != nullptr) out.bias[j] = part.int_bias + vec * F32::kLanes;
     if (weight.zeros != nullptr) out.zeros[j] = vector_of(weight.zeros, weight.groups, vec) + group * kIntPanelColumns;
     const uint32_t* from =
         vector_of(weight.words, panel_words, vec) + (group * weight.group_words + first) * kIntPanelColumns;
@@ -148,14 +142,6 @@ template <class Word>
 void int_many_whole(const ProductPart& part) {
   const IntWeightPart& weight = part.ints;
   const tile::RowTiles row_tiles(part.rows, kTileRows);
-  for (int64_t row = 0; row < part.rows; ++row) {
-    auto* const sums = reinterpret_cast<int32_t*>(part.sums + row * part.sums_stride);
-    for (int64_t c = 0; c < part.columns; c += kTileColumns) {
-      for (int64_t at = c; at < c + kTileColumns; at += F32::kLanes) {
-        first_sums<Word>(part, row, 0, clamped_vec(part, at)).store(sums + at);
-      }
-    }
-  }
   constexpr int64_t kBlockWords = kIntFours / kFoursPerWord<Word>;
   int64_t w = 0;
   do {  // once where k is 0: sums become floats in the last run
@@ -173,16 +159,15 @@ void int_many_whole(const ProductPart& part) {
                                                 next_word * kIntPanelColumns);
       }
       if (!last_block || part.int_sums) block.scales[0] = nullptr;
+      block.begins = w == 0;
+      block.x_sums_stride = 1;
       const int64_t share = block.fours / 4 * 64, stream = count * 64;
       int64_t fetched = 0;
-      const bool fetches_out = last_block && part.out != nullptr;
       for (int64_t t = 0; t < row_tiles.count(); ++t) {
         const tile::RowTile rows = row_tiles[t];
         block.next = fetched < stream ? next[0] + fetched : next[kTileVecs - 1] + (fetched - stream);
         fetched += share;
-        block.out =
-            fetches_out ? part.out + column * part.out_column_bytes + rows.first * part.out_row_bytes : block.next;
-        block.out_stride = fetches_out ? part.out_row_bytes : 0;
+        block.x_sums = part.x_sums + rows.first;
         accumulate_rows<Word, false>(part, block, rows, column, w * Word::kValues);
       }
     }
@@ -199,7 +184,7 @@ void int_many_groups(const ProductPart& part) {
   for (int64_t g = 0; g < weight.groups; ++g) {
     for (int64_t column = 0; column < part.columns; column += kTileColumns) {
       IntTile block = tile_words<Word>(part, column, g, 0, weight.group_words);
-      block.next = block.out = reinterpret_cast<const char*>(block.words[0]);
+      block.next = reinterpret_cast<const char*>(block.words[0]);
       block.x_sums_stride = weight.groups;
       for (int64_t t = 0; t < row_tiles.count(); ++t) {
         const tile::RowTile rows = row_tiles[t];
