@@ -101,7 +101,8 @@ struct QueryBlock {
   double exponent_scale;  // c = |softmax_scale| * log2(e) > 0, the sign is in `query`; log2(e) where scores are natural
   void* scores;           // accumulator type [rows of one register tile][scores_stride], 64-byte aligned
   int64_t scores_stride;  // at least a tile's keys, rounded up to panels
-  // Keys that row r may see: [visible_begin[r], visible_end[r]), and those below the prefix of `rules`.
+  // Keys that row r may see: [visible_begin[r], visible_end[r]), and those below the prefix of `rules`; of a tile that
+  // has intervals of its own, those.
   const int64_t* visible_begin;
   const int64_t* visible_end;
   const ScoreRules* rules;  // null: scores are used as they are
@@ -122,6 +123,9 @@ struct KvTile {
   const void* const* key_rows = nullptr;
   const void* const* value_rows = nullptr;
   int64_t rows_ahead = 0;
+  // Keys that row r of the block may see, within the tile, in the place of the block's intervals; null: those.
+  const int64_t* visible_begin = nullptr;
+  const int64_t* visible_end = nullptr;
 };
 
 struct FinishRows {
