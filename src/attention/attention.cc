@@ -106,8 +106,8 @@ class ForwardCall : CallMemory {
     };
     if (layout.marks_seen) {
       pool_.parallel_for(heads, [&](int64_t head, int) {
-        const Visibility visible = visibility(head);
-        mark_seen_tiles(head_mask(head), visible.kv_len, rows(head) / group, plan.block_kv, seen_tiles(head));
+        const int64_t queries = rows(head) / group, kv_len = sequences.kv_len(batch(head));
+        if (queries > 0) mark_seen_tiles(head_mask(head), kv_len, queries, plan.block_kv, seen_tiles(head));
       });
     }
     loop.run(pool_, pack, attend);

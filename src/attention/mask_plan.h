@@ -22,12 +22,13 @@ inline int64_t fit_mask_block(int64_t most, int64_t mask_block, int64_t least) {
   return most;
 }
 // Fewer keys: the softmax between the products takes too much of the time. Fewer rows, in register tiles: reading keys.
+// (Both estimated; backward's tiles are smaller, and half of one is enough there.)
 inline constexpr int64_t kLeastMaskedKeys = 64, kLeastMaskedTiles = 4;
 
 inline int64_t fit_masked_keys(const AttentionProblem& p, int64_t most) {
   const int64_t block = p.block_mask.block_kv;
   const bool free = !p.block_mask || p.options.block_kv > 0 || block >= p.kv_len;
-  return free ? most : fit_mask_block(most, block, kLeastMaskedKeys);
+  return free ? most : fit_mask_block(most, block, std::min(kLeastMaskedKeys, ceil_div(most, 2)));
 }
 // Stacked rows that have a row of the mask in common, or one each of the group's heads.
 inline int64_t rows_of_mask_row(const AttentionProblem& p) {
