@@ -226,6 +226,7 @@ struct AttentionPlan {
   AttentionProduct product = AttentionProduct::f32;
   int64_t block_q = 0;         // rows of one task
   int64_t block_kv = 0;        // keys of one tile
+  int64_t joined_tiles = 1;    // the most neighbouring tiles of a block mask's list that share a step of the softmax
   int64_t tile_rows = 0;       // rows of one register tile, whose scores stay in L1
   int64_t kv_splits = 1;       // parts of the keys that a block may see; attended apart, then joined in key order
   int64_t keys_per_split = 0;  // a multiple of block_kv

@@ -283,6 +283,7 @@ class ForwardCall : CallMemory {
         pack_tile(head, q, w, at_once, w.packed + n * layout.tile_bytes, t);
       }
     }
+    if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
     for (int64_t i = n - 1, ahead = 0; in_place_ && i >= 0; --i) {
       w.tiles[i].rows_ahead = ahead;
       ahead += w.tiles[i].count;

@@ -38,6 +38,16 @@ inline void mark_seen_tiles(const HeadMask& mask, int64_t kv_len, int64_t querie
   }
 }
 
+// Joins whole tiles of a list, up to `most` neighbours at a time (KvTile::joined).
+inline void join_tiles(KvTile* tiles, int64_t n, int64_t block_kv, int64_t most) {
+  const auto whole = [&](const KvTile& t) { return !t.partial && t.count == block_kv; };
+  for (int64_t first = 0, end = 0; first < n; first = end) {
+    while (end < n && end - first < most && whole(tiles[end])) ++end;
+    end = std::max(end, first + 1);
+    tiles[first].joined = end - first;
+  }
+}
+
 // The tiles of [range.begin, range.end), cut on multiples of block_kv, that rows [first_row, first_row + rows) see: a
 // list of runs of neighbouring tiles. Row r is query r / group. With a block mask (its range is all keys) a tile may
 // come several times, with intervals of its own (mask_walk.h).

@@ -103,7 +103,7 @@ struct Layout {
   const int64_t query_stride = ceil_div(p.head_dim, g.step);       // in words
   const int64_t acc_stride = round_up(p.value_head_dim, g.lanes);  // in accumulators, like the next two
   // A stride of a power of two would put a column of scores into few cache sets.
-  const int64_t scores_stride = tile_keys + g.lanes;
+  const int64_t scores_stride = tile_keys * plan.joined_tiles + g.lanes;
   // A tile that the end of a prefix cuts comes twice where there is a block mask, whose blocks tiles do not cross then.
   const int64_t most_tiles = tiles_per_head + (p.block_mask && p.has_prefix ? 1 : 0);
   // The tiles side by side, and one vector more, since the softmax may write beyond the last.

@@ -184,7 +184,13 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
     plan.kv_access = KvAccess::packed_shared;
     plan.reason = "several blocks of rows share packed keys and values";
   }
+  // Tiles that the mask makes smaller than is good are joined.
+  const int64_t free_keys = plan.block_kv;
   plan.block_kv = attention::fit_masked_keys(p, plan.block_kv);
+  const bool whole_panels = plan.block_kv % g.panel == 0 && plan.path == AttentionPath::flash;
+  if (plan.kv_access == KvAccess::packed_shared && whole_panels) {
+    plan.joined_tiles = std::max<int64_t>(free_keys / plan.block_kv, 1);
+  }
   if (pages) plan.block_kv = round_up(plan.block_kv, kPanelRows);
   if (plan.path == AttentionPath::standard) {
     // It goes through its tiles twice, and wants each of them once: none ends within a mask's block.
@@ -217,10 +223,11 @@ int64_t AttentionPlan::scratch_bytes(int num_threads) const {
 }
 
 std::string to_string(const AttentionPlan& plan) {
-  std::string splits;
+  std::string joined, splits;
+  if (plan.joined_tiles > 1) joined = text(" (", plan.joined_tiles, " joined)");
   if (plan.kv_splits > 1) splits = text(", ", plan.kv_splits, " splits of ", plan.keys_per_split, " keys");
   return text(to_string(plan.path), " ", to_string(plan.kv_access), " ", to_string(plan.product), ", block_q ",
-              plan.block_q, ", block_kv ", plan.block_kv, splits, ", ", plan.num_tasks, " tasks, scratch ",
+              plan.block_q, ", block_kv ", plan.block_kv, joined, splits, ", ", plan.num_tasks, " tasks, scratch ",
               plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
 }
 

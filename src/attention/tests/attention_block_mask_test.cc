@@ -367,6 +367,13 @@ TEST(AttentionBlockMask, PlansCutRowsAndKeysWhereTheMaskIsCut) {
       EXPECT_EQ(block % plan.block_q, 0) << block << ": " << to_string(plan);
       EXPECT_EQ(block % plan.block_kv, 0) << block << ": " << to_string(plan);
       EXPECT_GE(plan.block_kv, 64);
+      AttentionProblem dense = p;
+      dense.block_mask = {};
+      const AttentionPlan free = plan_attention(dense, machine);
+      EXPECT_EQ(free.joined_tiles, 1);
+      if (plan.block_kv % 32 == 0) {
+        EXPECT_EQ(plan.joined_tiles, free.block_kv / plan.block_kv) << to_string(plan);
+      }
       EXPECT_GE(plan.block_q, 4 * plan.tile_rows);
       AttentionBackwardProblem b;
       b.forward = p;
