@@ -94,6 +94,18 @@ int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geomet
   return ceil_div(rows, ceil_div(rows, most));
 }
 
+// Tiles of a block mask's size. Those that it makes smaller than is good are joined. The standard path goes through its
+// tiles twice, and wants each of them once: there none ends within a mask's block.
+void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPlan& plan) {
+  const int64_t free_keys = plan.block_kv, mask_block = p.block_mask.block_kv;
+  plan.block_kv = attention::fit_masked_keys(p, free_keys);
+  if (plan.path == AttentionPath::standard) {
+    while (mask_block < p.kv_len && mask_block % plan.block_kv != 0) --plan.block_kv;
+  } else if (plan.kv_access == KvAccess::packed_shared && plan.block_kv % g.panel == 0) {
+    plan.joined_tiles = std::max<int64_t>(free_keys / plan.block_kv, 1);
+  }
+}
+
 // Where blocks of rows are too few to share out, the keys that a block may see are split: parts of whole tiles.
 // by_memory: what bounds the time is reading keys and values.
 void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_t blocks, AttentionPlan& plan) {
@@ -184,18 +196,9 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
     plan.kv_access = KvAccess::packed_shared;
     plan.reason = "several blocks of rows share packed keys and values";
   }
-  // Tiles that the mask makes smaller than is good are joined.
-  const int64_t free_keys = plan.block_kv;
-  plan.block_kv = attention::fit_masked_keys(p, plan.block_kv);
-  const bool whole_panels = plan.block_kv % g.panel == 0 && plan.path == AttentionPath::flash;
-  if (plan.kv_access == KvAccess::packed_shared && whole_panels) {
-    plan.joined_tiles = std::max<int64_t>(free_keys / plan.block_kv, 1);
-  }
+  if (p.block_mask) fit_keys_to_mask(p, g, plan);
   if (pages) plan.block_kv = round_up(plan.block_kv, kPanelRows);
   if (plan.path == AttentionPath::standard) {
-    // It goes through its tiles twice, and wants each of them once: none ends within a mask's block.
-    const int64_t mask_block = p.block_mask.block_kv;
-    while (p.block_mask && mask_block < p.kv_len && mask_block % plan.block_kv != 0) --plan.block_kv;
     plan.reason = "asked for by options.path: the whole score matrix, for comparison; it is nowhere faster than flash";
   }
 
