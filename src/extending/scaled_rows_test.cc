@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
-#include <vector>
 
 #include "core/int_math.h"
 #include "extending/scaled_rows_kernels.h"
 #include "machine/levels.h"
 #include "testing/contexts.h"
+#include "testing/numbers.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -31,8 +32,8 @@ constexpr double kScale = 0.2;  // of scores
 // Rows of int8 behind their scale, and what they stand for.
 struct Rows {
   int64_t length;
-  std::vector<std::vector<float>> storage;  // the scale, then the bytes
-  std::vector<const void*> pointers;
+  Numbers<Numbers<float>> storage;  // the scale, then the bytes
+  Numbers<const void*> pointers;
 
   Rows(Random& random, int64_t row_length) : length(row_length) {
     for (int64_t j = 0; j < kKeys; ++j) {
@@ -60,8 +61,8 @@ class ScaledRowsSource : public ::testing::Test {
   }
 
   // Row r by the equation: out [kValueHeadDim], and in `terms` the sum of the absolute terms.
-  std::vector<double> expected(int64_t r, const ScoreRules* rules, std::vector<double>& terms) const {
-    std::vector<double> score, out(kValueHeadDim), sizes(kValueHeadDim);
+  Numbers<double> expected(int64_t r, const ScoreRules* rules, Numbers<double>& terms) const {
+    Numbers<double> score, out(kValueHeadDim), sizes(kValueHeadDim);
     double max = -std::numeric_limits<double>::infinity(), sum = 0;
     for (int64_t j = begin_[r]; j < end_[r]; ++j) {
       double s = 0;
@@ -74,9 +75,9 @@ class ScaledRowsSource : public ::testing::Test {
       max = std::max(max, s);
     }
     for (double& s : score) sum += s = std::exp(s - max);
-    for (size_t j = 0; j < score.size(); ++j) {
+    for (int64_t j = 0; j < std::ssize(score); ++j) {
       for (int64_t d = 0; d < kValueHeadDim; ++d) {
-        const double term = score[j] / sum * values_.value(begin_[r] + static_cast<int64_t>(j), d);
+        const double term = score[j] / sum * values_.value(begin_[r] + j, d);
         out[d] += term;
         sizes[d] += std::abs(term);
       }
@@ -85,9 +86,10 @@ class ScaledRowsSource : public ::testing::Test {
     return out;
   }
 
-  std::vector<float> attend(const ScaledRowsKernels& kernels, const ScoreRules* rules) {
+  Numbers<float> attend(const ScaledRowsKernels& kernels, const ScoreRules* rules) {
     const int64_t lanes = kernels.lanes, acc_stride = round_up(kValueHeadDim, lanes), scores_stride = 64;
-    std::vector<float> acc(kRows * acc_stride), max(kRows), sums(kRows * lanes), out(kRows * kValueHeadDim);
+    Numbers<float> acc(static_cast<size_t>(kRows * acc_stride)), max(kRows), sums(static_cast<size_t>(kRows * lanes)),
+        out(kRows * kValueHeadDim);
     const Buffer scores = std::move(Buffer::allocate(16 * scores_stride * 4).value());
     const double exponent_scale = (rules == nullptr ? kScale : 1) * std::log2(std::exp(1.0));
     const QueryBlock block = {.rows = kRows,
@@ -103,7 +105,7 @@ class ScaledRowsSource : public ::testing::Test {
                               .visible_begin = begin_.data(),
                               .visible_end = end_.data(),
                               .rules = rules};
-    std::vector<KvTile> tiles;
+    Numbers<KvTile> tiles;
     int64_t first = 0;
     for (int64_t count : kTiles) {
       KvTile tile = {.first_key = first, .count = count, .partial = true};
@@ -131,10 +133,10 @@ class ScaledRowsSource : public ::testing::Test {
   void expect_equation(const ScoreRules* rules) {
     for (const TestContext& t : contexts_with_threads(1)) {
       SCOPED_TRACE(t.name);
-      const std::vector<float> got = attend(extending::scaled_rows_kernels(t.context.machine().isa), rules);
+      const Numbers<float> got = attend(extending::scaled_rows_kernels(t.context.machine().isa), rules);
       for (int64_t r = 0; r < kRows; ++r) {
-        std::vector<double> terms;
-        const std::vector<double> want = expected(r, rules, terms);
+        Numbers<double> terms;
+        const Numbers<double> want = expected(r, rules, terms);
         for (int64_t d = 0; d < kValueHeadDim; ++d) {
           // Scores are up to 40, each rounded to 2^-24 of its terms; a weight is off by as much.
           ASSERT_LE(std::abs(static_cast<double>(got[r * kValueHeadDim + d]) - want[d]), 1e-4 * terms[d] + 1e-30)
@@ -146,14 +148,14 @@ class ScaledRowsSource : public ::testing::Test {
 
   Random random_;
   Rows keys_, values_;
-  std::vector<float> query_ = std::vector<float>(kRows * kHeadDim), bias_ = std::vector<float>(kRows * kKeys);
-  std::vector<int64_t> begin_, end_;
+  Numbers<float> query_ = Numbers<float>(kRows * kHeadDim), bias_ = Numbers<float>(kRows * kKeys);
+  Numbers<int64_t> begin_, end_;
 };
 
 TEST_F(ScaledRowsSource, IsAttended) { expect_equation(nullptr); }
 
 TEST_F(ScaledRowsSource, RulesApplyToIt) {
-  std::vector<RowRules> rows(kRows);
+  Numbers<RowRules> rows(kRows);
   for (int64_t r = 0; r < kRows; ++r) rows[r].bias = &bias_[r * kKeys];
   ScoreRules rules;
   rules.rows = rows.data();
@@ -169,7 +171,7 @@ TEST_F(ScaledRowsSource, HiddenValuesDoNotReachARow) {
   values_.storage[60][0] = std::numeric_limits<float>::infinity();
   for (const TestContext& t : contexts_with_threads(1)) {
     SCOPED_TRACE(t.name);
-    const std::vector<float> out = attend(extending::scaled_rows_kernels(t.context.machine().isa), nullptr);
+    const Numbers<float> out = attend(extending::scaled_rows_kernels(t.context.machine().isa), nullptr);
     for (int64_t r = 0; r < kRows; ++r) {
       const bool sees = begin_[r] <= 60 && 60 < end_[r];
       for (int64_t d = 0; d < kValueHeadDim; ++d) ASSERT_EQ(std::isfinite(out[r * kValueHeadDim + d]), !sees) << r;

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "core/convert.h"
 #include "core/int_math.h"
@@ -18,6 +18,7 @@
 #include "matmul/pack_blocks.h"
 #include "matmul/reference.h"
 #include "testing/contexts.h"
+#include "testing/numbers.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -35,13 +36,12 @@ constexpr int64_t kStride = 64;  // of sums: room for columns rounded up to what
 
 // A weight [kColumns, kDepth] of random bits, and its values by the equation of block_w5.h.
 struct Weight {
-  std::vector<BlockW5> blocks = std::vector<BlockW5>(kColumns * kBlocks);
-  std::vector<double> values;
-  std::vector<Piece> panels =
-      std::vector<Piece>(round_up(kColumns, gemm::kPanelColumns) / gemm::kPanelColumns * kBlocks);
+  Numbers<BlockW5> blocks = Numbers<BlockW5>(kColumns * kBlocks);
+  Numbers<double> values;
+  Numbers<Piece> panels = Numbers<Piece>(round_up(kColumns, gemm::kPanelColumns) / gemm::kPanelColumns * kBlocks);
 
   explicit Weight(Random& random) {
-    std::vector<unsigned char> bits(blocks.size() * sizeof(BlockW5));
+    Numbers<unsigned char> bits(blocks.size() * sizeof(BlockW5));
     for (unsigned char& byte : bits) byte = static_cast<unsigned char>(random.integer(0, 255));
     std::memcpy(blocks.data(), bits.data(), bits.size());
     for (BlockW5& block : blocks) block.d = to_f16(random.normal() / 1024);
@@ -59,13 +59,13 @@ struct Weight {
 };
 
 // Within the rounding of kDepth additions to the magnitudes of the terms.
-void expect_near(std::span<const float> sums, const std::vector<double>& x, const Weight& weight) {
-  std::vector<double> x_sizes = x, sizes = weight.values;
+void expect_near(const Numbers<float>& sums, const Numbers<double>& x, const Weight& weight) {
+  Numbers<double> x_sizes = x, sizes = weight.values;
   for (double& size : x_sizes) size = std::abs(size);
   for (double& size : sizes) size = std::abs(size);
-  const std::vector<double> want = reference::matmul(x, weight.values, {}, kRows, kColumns, kDepth);
-  const std::vector<double> scale = reference::matmul(x_sizes, sizes, {}, kRows, kColumns, kDepth);
-  for (size_t i = 0; i < want.size(); ++i) {
+  const Numbers<double> want = reference::matmul(x, weight.values, {}, kRows, kColumns, kDepth);
+  const Numbers<double> scale = reference::matmul(x_sizes, sizes, {}, kRows, kColumns, kDepth);
+  for (int64_t i = 0; i < std::ssize(want); ++i) {
     ASSERT_LE(std::abs(static_cast<double>(sums[i / kColumns * kStride + i % kColumns]) - want[i]),
               kDepth * 0x1p-24 * scale[i])
         << "output " << i;
@@ -100,13 +100,13 @@ class WeightFormat : public ::testing::Test {
 
   Random random_;
   Weight weight_;
-  std::vector<float> x_ = std::vector<float>(kRows * kDepth), sums_ = std::vector<float>(kRows * kStride);
+  Numbers<float> x_ = Numbers<float>(kRows * kDepth), sums_ = Numbers<float>(kRows * kStride);
 };
 
 TEST_F(WeightFormat, IsDequantisedExactly) {
   at_every_level([&](const extending::FormatKernels& kernels) {
     for (int64_t row = 0; row < kColumns; ++row) {
-      std::vector<float> values(kDepth);
+      Numbers<float> values(kDepth);
       kernels.dequantize_row(&weight_.blocks[row * kBlocks], kDepth, values.data(), 1);
       for (int64_t t = 0; t < kDepth; ++t) {
         ASSERT_EQ(values[t], static_cast<float>(weight_.values[row * kDepth + t])) << row << ", " << t;
@@ -126,7 +126,7 @@ TEST_F(WeightFormat, IsReadBackFromPackedForm) {
 }
 
 TEST_F(WeightFormat, IsMultipliedFromPackedForm) {
-  const std::vector<double> x(x_.begin(), x_.end());
+  const Numbers<double> x(x_.begin(), x_.end());
   at_every_level([&](const extending::FormatKernels& kernels) {
     kernels.few_rows(part(x_.data(), kDepth));
     expect_near(sums_, x, weight_);
@@ -134,14 +134,14 @@ TEST_F(WeightFormat, IsMultipliedFromPackedForm) {
 }
 
 TEST_F(WeightFormat, IsMultipliedWithInt8Activations) {
-  std::vector<double> rounded;
+  Numbers<double> rounded;
   for (int64_t row = 0; row < kRows; ++row) {
-    const std::vector<double> one(x_.begin() + row * kDepth, x_.begin() + (row + 1) * kDepth);
-    const std::vector<double> blocks = reference::rounded_to_int8_blocks(one);
+    const Numbers<double> one(x_.begin() + row * kDepth, x_.begin() + (row + 1) * kDepth);
+    const Numbers<double> blocks = reference::rounded_to_int8_blocks(one);
     rounded.insert(rounded.end(), blocks.begin(), blocks.end());
   }
   at_every_level([&](const extending::FormatKernels& kernels) {
-    std::vector<gemm::ActivationBlock> a(kRows * kBlocks);
+    Numbers<gemm::ActivationBlock> a(kRows * kBlocks);
     for (int64_t row = 0; row < kRows; ++row) {
       kernels.quantise_row(&x_[row * kDepth], 1, kDepth, &a[row * kBlocks]);
     }

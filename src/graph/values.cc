@@ -16,7 +16,7 @@ int64_t width(const Tensor& rows) {
 }  // namespace
 
 std::string GraphImpl::text(const Shape& shape) const {
-  return "[" + joined(std::min(shape.rank, kMaxRank), [&](int i) { return text(shape.dims[i]); }) + "]";
+  return opst::text("[", joined(std::min(shape.rank, kMaxRank), [&](int i) { return text(shape.dims[i]); }), "]");
 }
 
 std::string GraphImpl::text(size_t i) const {

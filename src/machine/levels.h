@@ -10,7 +10,7 @@
 //
 // A new level: its enumerator, its base and kNumIsaLevels in opst/context.h, its name and how a processor shows it in
 // cpu.cc, its families here, its flags and families in cmake/OpstBuild.cmake; then the places that name all levels to
-// users (help of tools/opst/main.cc, docs/program.md, docs/python.md). levels_test compares the two lists of families,
+// users (help of tools/opst/main.cc, docs/program.md, python/bindings/context.cc). levels_test compares the two lists of families,
 // scripts/check_layers.py the families that a room names here and there.
 #pragma once
 

@@ -317,7 +317,8 @@ TEST(MatmulEpilogue, NamesWhatIsWrong) {
 }
 
 TEST(MatmulEpilogue, ZeroSizesAreLegal) {
-  std::vector<float> out(12, 9.0f), bias{1, 2, 3, 4}, residual(12, 0.5f);
+  std::vector<float> out(12, 9.0f), bias{1, 2, 3, 4}, residual(12, 0.5f), ones(32, 1.0f);
+  const Tensor weight = Tensor::contiguous(DType::f32, {4, 8}, ones.data());
   const auto empty = [](std::initializer_list<int64_t> shape) {
     return Tensor::contiguous(DType::f32, shape, nullptr);
   };
@@ -326,10 +327,10 @@ TEST(MatmulEpilogue, ZeroSizesAreLegal) {
         matmul(t.context, empty({0, 8}), empty({0, 8}), empty({0, 0}), {.activation = Activation::swiglu}).ok());
     EXPECT_TRUE(matmul(t.context, empty({3, 0}), empty({0, 0}), empty({3, 0})).ok());
     // Scales of no rows are given without data; Tensor{} is absent.
-    EXPECT_TRUE(matmul(t.context, empty({0, 8}), empty({4, 8}), Tensor::contiguous(DType::i8, {0, 4}, nullptr),
+    EXPECT_TRUE(matmul(t.context, empty({0, 8}), weight, Tensor::contiguous(DType::i8, {0, 4}, nullptr),
                        {.out_scales = empty({0})})
                     .ok());
-    EXPECT_EQ(matmul(t.context, empty({0, 8}), empty({4, 8}), Tensor::contiguous(DType::i8, {0, 4}, nullptr)).message(),
+    EXPECT_EQ(matmul(t.context, empty({0, 8}), weight, Tensor::contiguous(DType::i8, {0, 4}, nullptr)).message(),
               "matmul: out is i8, but must be f32, bf16 or f16");
     // No outputs, but rows: their scales.
     std::vector<float> scales(3, 9.0f);

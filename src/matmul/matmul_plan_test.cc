@@ -44,7 +44,7 @@ MatmulProblem random_problem(Random& random) {
     if (random.chance(0.6)) p.x_dtype = DType::i8, p.has_x_scales = random.chance(0.5);
     unit = p.groups;
   } else {
-    p.format = kQuantFormats[random.integer(0, kNumQuantFormats - 1)];
+    p.format = kQuantFormats[static_cast<size_t>(random.integer(0, kNumQuantFormats - 1))];
     unit = block_values(p.format);
     if (unit == 1 && random.chance(0.5)) p.weight = MatmulWeight::unpacked;
   }

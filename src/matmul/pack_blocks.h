@@ -81,6 +81,7 @@ void put_scales(Piece<Block>& piece, int c, const Block& block) {
 template <class Block>
 void put(Piece<Block>& piece, int c, const Block& block) {
   static_assert(sizeof(Piece<Block>) == kPanelColumns * sizeof(Block));
+  static_assert(Block::kPart == 32 || (Block::kPart == 16 && Block::kMinimum == Minimum::none), "kernels of bytes");
   put_scales(piece, c, block);
   for (int run = 0; run < Block::kValues / 32; ++run) {
     uint8_t u[32];

@@ -23,7 +23,8 @@ TEST(WaveLoop, BuffersAreReusedWhenTheirWaveIsDone) {
                            .tasks_per_head = random.integer(0, 5),
                            .order = random.pick({WaveLoop::Order::by_head, WaveLoop::Order::heads_in_turn})};
     ThreadPool pool(static_cast<int>(random.integer(1, 5)));
-    const std::unique_ptr<Counts[]> of = std::make_unique<Counts[]>(static_cast<size_t>(loop.heads));
+    const auto counts = std::make_unique<Counts[]>(static_cast<size_t>(loop.heads));
+    Counts* const of = counts.get();
     const int64_t wave = loop.heads_per_wave, all_tasks = ceil_div(loop.heads, wave) * wave * loop.tasks_per_head;
     std::vector<std::atomic<int>> runs(static_cast<size_t>(all_tasks));
     std::atomic<int> wrong{0};
