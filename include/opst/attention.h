@@ -32,11 +32,12 @@
 //     off = 0 (top_left) or kv_len - query_len (bottom_right). A side that is kUnbounded does not limit. Both ends are
 //     included: a window of (4, 0) sees 5 keys. Negative sides are bands away from the diagonal, and may see nothing;
 //   - the bool mask is not 0 there;
+//   - the block mask (block_mask.h) shows the pair's blocks;
 //   - the biased score is not -inf.
 //
 // Rules: a row that sees no key gives out = 0 and softmax_lse = -inf (with a sink: softmax_lse = sink). NaN and Inf in
-// an input reach exactly the rows that depend on it; the bytes of a key hidden by structure (lengths, windows, prefix)
-// or by the bool mask never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the lowest finite float is
+// an input reach exactly the rows that depend on it; the bytes of a key hidden by structure (lengths, windows, prefix),
+// by the bool mask or the block mask never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the lowest finite float is
 // only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of threads, and for
 // contiguous keys and norm pages of the same values. An option that changes nothing (a mask of ones, keep_prob = 1)
 // changes no bit.
@@ -61,6 +62,7 @@
 #include <optional>
 #include <string>
 
+#include "opst/block_mask.h"
 #include "opst/context.h"
 #include "opst/page_layout.h"
 #include "opst/status.h"
@@ -118,6 +120,8 @@ struct AttentionInputs {
   // tensor; paged: the longest length; varlen: the sequences' [num_heads, query_len, kv_len] one after the other);
   // 1 = keep. Takes the place of the seed; kept values are scaled by 1 / keep_prob.
   ConstTensor drop_mask = {};
+  // Which pairs of a query block and a key block are computed; absent: all.
+  BlockMask block_mask = {};
 };
 
 struct AttentionOutputs {
@@ -162,12 +166,23 @@ struct AttentionOptions {
 Status flash_attention_forward(Context& context, const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                const AttentionOptions& options = {});
 
-// What causal masks, windows and a prefix show of one sequence, for one head. Masks and biases are not looked at.
+// What causal masks, windows and a prefix show of one sequence, for one head. Masks, block masks and biases are not
+// looked at.
 struct VisibleKeys {
   double pairs = 0;  // of a query and a key that it sees
   int64_t keys = 0;  // that some query sees
 };
 VisibleKeys count_visible(const AttentionOptions& options, int64_t query_len, int64_t kv_len, int64_t prefix = 0);
+
+// What a plan depends on of a block mask.
+struct BlockMaskSizes {
+  int64_t block_q = 0, block_kv = 0;  // 0: there is no block mask
+  int64_t batch = 1, heads = 1;       // of row_offsets, as far as its rows differ in memory
+  int64_t row_blocks = 0;             // the most key blocks that a query block sees
+  int64_t entries = 0;                // visible pairs of blocks, of all rows
+
+  explicit operator bool() const { return block_q > 0; }
+};
 
 // What a plan depends on.
 struct AttentionProblem {
@@ -185,6 +200,7 @@ struct AttentionProblem {
   // Which optional tensors are there.
   bool has_prefix = false, has_mask = false, has_bias = false, has_alibi = false, has_sinks = false,
        has_drop_mask = false;
+  BlockMaskSizes block_mask = {};
 };
 
 // How keys and values reach the micro-kernels.
@@ -210,6 +226,7 @@ struct AttentionPlan {
   AttentionProduct product = AttentionProduct::f32;
   int64_t block_q = 0;         // rows of one task
   int64_t block_kv = 0;        // keys of one tile
+  int64_t joined_tiles = 1;    // the most neighbouring tiles of a block mask's list that share a step of the softmax
   int64_t tile_rows = 0;       // rows of one register tile, whose scores stay in L1
   int64_t kv_splits = 1;       // parts of the keys that a block may see; attended apart, then joined in key order
   int64_t keys_per_split = 0;  // a multiple of block_kv

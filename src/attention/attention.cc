@@ -37,7 +37,8 @@ struct CallMemory : CallHeads {
   }
   int64_t block_rows(int64_t head) const {
     const int64_t n = rows(head), most = plan.block_q;
-    return p.options.block_q > 0 || n <= most ? most : ceil_div(n, ceil_div(n, most));
+    const bool fixed = p.options.block_q > 0 || p.block_mask || n <= most;  // to what the caller, or a mask, is cut at
+    return fixed ? most : ceil_div(n, ceil_div(n, most));
   }
   int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
 
@@ -59,6 +60,12 @@ struct CallMemory : CallHeads {
   // The block's rows of its head's score matrix (standard path).
   void* score_matrix(int64_t head, int64_t block) const {
     return scratch + layout.wave_bytes() + (head * layout.blocks + block) * layout.matrix_block_bytes;
+  }
+
+  // Which tiles of a head some query sees by the block mask.
+  bool* seen_tiles(int64_t head) const {
+    return reinterpret_cast<bool*>(scratch + layout.wave_bytes() + layout.matrix_bytes()) +
+           head * layout.tiles_per_head;
   }
 
   // The head's place in the buffer of its wave; waves take the two buffers in turn.
@@ -97,6 +104,12 @@ class ForwardCall : CallMemory {
       const int64_t block = blocks(head) - 1 - task / plan.kv_splits;
       if (block >= 0) attend_block(head, block, task % plan.kv_splits, worker(index));
     };
+    if (layout.marks_seen) {
+      pool_.parallel_for(heads, [&](int64_t head, int) {
+        const int64_t queries = rows(head) / group, kv_len = sequences.kv_len(batch(head));
+        if (queries > 0) mark_seen_tiles(head_mask(head), kv_len, queries, plan.block_kv, seen_tiles(head));
+      });
+    }
     loop.run(pool_, pack, attend);
     if (plan.kv_splits > 1 && !interruption_.happened()) {
       pool_.parallel_for(heads * layout.blocks, [&](int64_t task, int) {
@@ -128,6 +141,7 @@ class ForwardCall : CallMemory {
     const int64_t count = std::min(plan.block_kv, visible.kv_len - first_key);
     if (count <= 0) return;  // a shorter sequence of the batch
     if (!visible.may_see({first_key, first_key + count}, rows(head) / group)) return;
+    if (layout.marks_seen && !seen_tiles(head)[tile]) return;
     const Worker w = worker(index);
     char* packed = packed_tile(head, tile);
     pack_keys(head, first_key, count, w, packed);
@@ -140,6 +154,7 @@ class ForwardCall : CallMemory {
     const int64_t most_rows = block_rows(head), first_row = block * most_rows;
     const StackedRows queries = stacked_rows(in.query, head);
     const bool single_tile = single_tiles_ && visible.kv_len <= plan.block_kv;
+    const MaskedRows masked = masked_rows(head, split, w);
     QueryBlock q = {.rows = std::min(most_rows, rows(head) - first_row),
                     .head_dim = p.head_dim,
                     .value_head_dim = p.value_head_dim,
@@ -167,8 +182,10 @@ class ForwardCall : CallMemory {
 
     const int64_t first_key = visible.prefix > 0 ? 0 : visible.first_key(first_row / group);
     const int64_t start = first_key / plan.block_kv * plan.block_kv + split * plan.keys_per_split;
-    const KeyInterval part = {start, start + plan.keys_per_split};
-    KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end);
+    const KeyInterval part =
+        p.block_mask ? KeyInterval{0, visible.kv_len} : KeyInterval{start, start + plan.keys_per_split};
+    KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end,
+                   p.block_mask ? &masked : nullptr);
     const FinishRows finish = finish_of(head, block, &q.state, 1);
     const bool at_once = single_tile && writable_in_place(finish.out);
     int64_t n = next_tiles(head, tiles, q, w, at_once);
@@ -180,6 +197,18 @@ class ForwardCall : CallMemory {
         attend_(q, w.tiles, n);
     }
     if (plan.kv_splits == 1) kernels_.finish_rows(finish);
+  }
+
+  // Splits of a block mask's keys are counted in tiles that the block sees.
+  MaskedRows masked_rows(int64_t head, int64_t split, const Worker& w) const {
+    if (!p.block_mask) return {};
+    const bool whole_tiles = plan.kv_access == KvAccess::packed_shared || standard_ != nullptr;
+    MaskedRows masked = {.mask = head_mask(head), .cursors = w.cursors, .key_step = whole_tiles ? plan.block_kv : 1};
+    if (plan.kv_access == KvAccess::panel_pages) masked.key_step = kPanelRows;
+    if (plan.kv_splits == 1) return masked;
+    masked.num_tiles = plan.keys_per_split / plan.block_kv;
+    masked.first_tile = split * masked.num_tiles;
+    return masked;
   }
 
   // Rows further apart would meet in few sets of L1.
@@ -236,7 +265,8 @@ class ForwardCall : CallMemory {
     const KvRows keys = in_place_ ? kv_rows(in.key, head) : KvRows{};
     const KvRows values = in_place_ ? kv_rows(in.value, head) : KvRows{};
     int64_t n = 0, pointers = 0;
-    for (; n < layout.tiles_per_task && visible.next(&w.tiles[n]); ++n) {
+    const int64_t own = p.block_mask ? plan.block_q : 0;  // rows of a tile's intervals
+    for (; n < layout.tiles_per_task && visible.next(&w.tiles[n], w.own_begin + n * own, w.own_end + n * own); ++n) {
       KvTile& t = w.tiles[n];
       if (in_place_) {
         t.key_rows = w.key_rows + pointers;
@@ -253,6 +283,7 @@ class ForwardCall : CallMemory {
         pack_tile(head, q, w, at_once, w.packed + n * layout.tile_bytes, t);
       }
     }
+    if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
     for (int64_t i = n - 1, ahead = 0; in_place_ && i >= 0; --i) {
       w.tiles[i].rows_ahead = ahead;
       ahead += w.tiles[i].count;
@@ -315,8 +346,8 @@ class ForwardCall : CallMemory {
   const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
   const CallRules rules_{in, p};
   const bool in_place_ = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
-  // Unless a head has more keys than a tile.
-  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1;
+  // Unless a head has more keys than a tile; with a block mask a tile may come more than once.
+  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1 && !p.block_mask;
   // All rows of a head are one block, whose queries and values may stay in the tensors. Of several blocks the queries
   // are no longer in L2 when their turn comes (512 rows of head_dim 64, 8 heads: 0.95 times as fast).
   const bool whole_rows_ = plan.kv_access == KvAccess::packed_per_task;

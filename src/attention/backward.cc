@@ -28,6 +28,7 @@
 #include "attention/bias_gradient.h"
 #include "attention/check.h"
 #include "attention/key_gradients.h"
+#include "attention/mask_lists.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
@@ -59,6 +60,7 @@ class BackwardCall {
   void run(ThreadPool& pool) {
     fill(d_.grads.grad_bias, 0, pool);
     keys_.clear(pool);
+    mask_.build(pool);
     const auto pack = [&](int64_t head, int64_t block, int worker) { pack_block(head, block, worker); };
     const auto grad = [&](int64_t head, int64_t tile, int64_t number, int worker) {
       if (head < d_.heads && !interruption_.requested(worker)) {
@@ -86,6 +88,18 @@ class BackwardCall {
       w.block.visible_end[r] = end;
     }
   }
+  // Empties the intervals of rows of which the block mask shows no key.
+  void hide_masked_rows(const Block& b, const Worker& w) const {
+    if (!d_.p.block_mask) return;
+    const HeadMask mask = d_.head_mask(b.head);
+    const Visibility v = d_.visibility(b.head);
+    for (int64_t r = 0; r < b.queries.rows; ++r) {
+      const int64_t query = (b.first_row + r) / d_.group, head = mask.heads > 1 ? (b.first_row + r) % d_.group : 0;
+      if (!mask.any_run_of(v, query, head, [](KeyInterval) { return true; })) {
+        w.block.visible_end[r] = w.block.visible_begin[r];
+      }
+    }
+  }
   // Empties the intervals of rows of weight 0.
   void hide_absent_rows(const Block& b, const Worker& w) const {
     for (int64_t r = 0; r < b.queries.rows; ++r) {
@@ -99,6 +113,7 @@ class BackwardCall {
     const Block b = d_.block(head, index);
     BlockState& s = *new (b.state) BlockState;
     find_visible(b, w);
+    hide_masked_rows(b, w);
     const PackQueries pack = rows_of_block(b, w);
     d_.kernels.pack_queries(pack, d_.layout.sizes, b.queries);
     hide_absent_rows(b, w);
@@ -134,16 +149,20 @@ class BackwardCall {
   // The keys that all rows see, and the tiles that some row does.
   void find_tiles(const Block& b, const Worker& w) const {
     KeyInterval some = {d_.p.kv_len, 0}, all = {0, d_.p.kv_len};
+    bool absent = false;
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const KeyInterval keys = {w.block.visible_begin[r], w.block.visible_end[r]};
       all = {std::max(all.begin, keys.begin), std::min(all.end, keys.end)};
+      absent = absent || keys.begin >= keys.end;
       if (keys.begin < keys.end) some = {std::min(some.begin, keys.begin), std::max(some.end, keys.end)};
     }
     // Rows that see a key see the prefix too, which may lie before their intervals.
     BlockState& s = *b.state;
-    if (some.begin < some.end && s.has_rules && s.rules.prefix > 0) some.begin = 0;
+    if (some.begin < some.end && d_.sequences.prefix(d_.batch(b.head)) > 0) some.begin = 0;
     s.all = all;
-    s.tiles = BlockTiles(some, d_.plan.block_kv);
+    s.absent = absent;
+    s.tiles = d_.p.block_mask ? BlockTiles(some, d_.plan.block_kv, mask_.tiles_of(b.head, b.index))
+                              : BlockTiles(some, d_.plan.block_kv);
   }
   // Maxima and sums of a block's rows once more.
   void recompute_statistics(const Block& b, const Worker& w) const {
@@ -154,8 +173,8 @@ class BackwardCall {
     }
     const BlockTiles& tiles = b.state->tiles;
     for (int64_t place = 0; place < tiles.count(); ++place) {
-      const GradTile tile = pack_tile(b.head, tiles[place], w);
-      d_.kernels.add_statistics(block_against(b, w, tile), tile, w.max, w.sum);
+      const GradTile tile = pack_tile(b.head, tiles[place], w, true);
+      for_entries(b, w, tile, [&](const GradBlock& g) { d_.kernels.add_statistics(g, tile, w.max, w.sum); });
     }
     d_.kernels.keep_statistics(b.queries, w.max, w.sum);
   }
@@ -164,16 +183,23 @@ class BackwardCall {
 
   void run_tile(int64_t head, int64_t index, int64_t number, int worker) {
     const Worker w = d_.worker(worker);
-    GradTile tile = pack_tile(head, index, w);
+    const bool masked(d_.p.block_mask);
+    const std::span<const int64_t> list = masked ? mask_.blocks_of(head, index) : std::span<const int64_t>();
+    GradTile tile = pack_tile(head, index, w, !masked || !list.empty());
     const BackwardSizes& z = d_.layout.sizes;
     if (d_.grads.grad_key) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, z.acc_stride);
     if (d_.grads.grad_value) tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, z.value_acc_stride);
     bias_.begin(w);
-    const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0;
-    for (int64_t i = 0; i < d_.layout.blocks; ++i) {
-      if (i < blocks) meet(d_.block(head, i), index, w, tile, number);
-      bias_.pass(i, number);
+    const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0, met = masked ? std::ssize(list) : blocks;
+    int64_t next = 0;  // the first block whose turn has not been passed
+    for (int64_t n = 0; n < met; ++n) {
+      const int64_t i = masked ? list[static_cast<size_t>(n)] : n;
+      if (i >= blocks) break;  // a shorter sequence of the batch
+      bias_.pass(next, i, number);
+      meet(d_.block(head, i), index, w, tile, number);
+      next = i;
     }
+    bias_.pass(next, d_.layout.blocks, number);
     bias_.finish(head, w, tile, number);
     keys_.put(head, tile, number);
   }
@@ -190,12 +216,13 @@ class BackwardCall {
     keys_.pass(number);
   }
 
-  // Tile `index` of a head's keys, packed if the sequence has any of them. `grad_key` and `grad_value` null.
-  GradTile pack_tile(int64_t head, int64_t index, const Worker& w) const {
+  // Tile `index` of a head's keys, packed if some block may see it and the sequence has any of them. `grad_key` and
+  // `grad_value` null.
+  GradTile pack_tile(int64_t head, int64_t index, const Worker& w, bool seen) const {
     const int64_t first = index * d_.plan.block_kv, kv_len = d_.sequences.kv_len(d_.batch(head));
     const int64_t count = std::clamp<int64_t>(kv_len - first, 0, d_.plan.block_kv);
     GradTile tile = {first, count, w.keys, w.values, w.key_columns};
-    if (count == 0) return tile;
+    if (count == 0 || !seen) return tile;
     d_.kv_rows(d_.in.key, head).locate(first, count, w.key_rows);
     d_.kv_rows(d_.in.value, head).locate(first, count, w.value_rows);
     const PackKeys pack = {w.key_rows, w.value_rows, d_.in.key.strides[3], d_.in.value.strides[3]};
@@ -203,17 +230,39 @@ class BackwardCall {
     return tile;
   }
 
-  GradBlock block_against(const Block& b, const Worker& w, const GradTile& tile) const {
+  // visit(GradBlock) for a block against a tile: once, or with a block mask for each entry of a MaskWalk, whose pairs
+  // are others each time.
+  template <class Visit>
+  void for_entries(const Block& b, const Worker& w, const GradTile& tile, const Visit& visit) const {
     const BlockState& s = *b.state;
-    const ScoreRules* rules = s.has_rules ? &s.rules : nullptr;
-    const int64_t end = tile.first_key + tile.count, prefix = s.has_rules ? s.rules.prefix : 0;
-    const bool partial = (tile.first_key < s.all.begin || end > s.all.end) && end > prefix;
+    const int64_t end = tile.first_key + tile.count;
+    const bool cut = tile.first_key < s.all.begin || end > s.all.end;
+    if (!d_.p.block_mask) {
+      const bool partial = cut && end > (s.has_rules ? s.rules.prefix : 0);
+      if (partial) find_visible(b, w), hide_absent_rows(b, w);
+      return visit(block_against(b, w, partial));
+    }
+    const Visibility v = d_.visibility(b.head);
+    MaskWalk walk(d_.head_mask(b.head), {b.first_row, b.queries.rows, d_.group}, v.prefix, {v.prefix, v.kv_len},
+                  w.mask_cursors);
+    walk.skip_to(tile.first_key);
+    while (walk.next_entry(end)) {
+      const bool whole = walk.same() && walk.hull().begin == tile.first_key && walk.hull().end == end;
+      const bool partial = !whole || s.absent || (cut && !walk.in_prefix());
+      if (partial) {
+        const auto structure = [&](int64_t query) { return v.keys_of_query(query); };
+        walk.write_intervals(structure, w.block.visible_begin, w.block.visible_end);
+        hide_absent_rows(b, w);
+      }
+      visit(block_against(b, w, partial));
+    }
+  }
+  GradBlock block_against(const Block& b, const Worker& w, bool partial) const {
+    const ScoreRules* rules = b.state->has_rules ? &b.state->rules : nullptr;
     const int64_t next = std::min(b.index + 1, d_.layout.blocks - 1);
     const char* ahead = static_cast<const char*>(b.queries.query) + (next - b.index) * d_.layout.block_bytes;
     const double c = d_.rules.exponent_scale(), keep_prob = d_.rules.keep_prob();
-    const GradBlock g = {w.block, d_.layout.sizes, b.queries, c, keep_prob, rules, partial, ahead};
-    if (g.partial) find_visible(b, w), hide_absent_rows(b, w);
-    return g;
+    return {w.block, d_.layout.sizes, b.queries, c, keep_prob, rules, partial, ahead};
   }
 
   // A block of query rows against tile `index`, if it sees any of it.
@@ -221,12 +270,14 @@ class BackwardCall {
     BlockState& s = *b.state;
     const int64_t place = s.tiles.place_of(index);
     if (place < 0) return;
-    const GradBlock g = block_against(b, w, tile);
-    d_.kernels.grad_tile(g, tile);
-    bias_.sum(g, tile, b, w);
+    for_entries(b, w, tile, [&](const GradBlock& g) {
+      d_.kernels.grad_tile(g, tile);
+      bias_.sum(g, tile, b, w);
+      s.turn.wait_for(place);
+      bias_.add(g, tile, b, number);
+      if (d_.grads.grad_query) d_.kernels.grad_query(g, tile);
+    });
     s.turn.wait_for(place);
-    bias_.add(g, tile, b, number);
-    if (d_.grads.grad_query) d_.kernels.grad_query(g, tile);
     if (place + 1 == s.tiles.count()) finish_query(b);
     s.turn.pass(place);
   }
@@ -240,6 +291,7 @@ class BackwardCall {
   const BackwardData& d_;
   const BiasGradient bias_{d_};
   const SinkGradient sinks_{d_};
+  const MaskLists mask_{d_};
   KeyGradients keys_{d_};
   Interruption& interruption_;
 };

@@ -37,9 +37,9 @@ struct BackwardForms {
 
   static OPST_INLINE TileKeys keys_of(const GradBlock& b, const GradTile& t) {
     const int64_t prefix = b.rules == nullptr ? 0 : b.rules->prefix;
-    return {b.visible_begin, b.visible_end, prefix, t.first_key, t.count, b.partial};
+    // Intervals of rows that take no part are empty, so the ends do not only grow.
+    return {b.visible_begin, b.visible_end, prefix, t.first_key, t.count, b.partial, false};
   }
-  // Intervals of rows that take no part are empty, so the ends do not only grow as TileKeys::span wants.
   static OPST_INLINE KeySpan span_of(const GradBlock& b, const GradTile& t, RowTile rt) {
     RowKeys some = {0, t.count}, all;
     if (b.partial) keys_of(b, t).find_ends(rt, some, all);

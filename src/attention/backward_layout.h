@@ -13,38 +13,51 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <span>
 
 #include "attention/backward_kernels.h"
 #include "attention/call_heads.h"
 #include "attention/call_rules.h"
 #include "attention/layout.h"
+#include "attention/mask_plan.h"
 #include "attention/wave_loop.h"
 #include "opst/attention_backward.h"
 
 namespace opst::attention {
 
 // The tiles of keys that add to the gradients of one block of query rows, in ascending order: from the first key that
-// some row of the block sees to the last. Some tiles between may hold none. (A list of tiles would answer the same.)
+// some row of the block sees to the last, all of them or those in a list. Some may hold no key that a row sees.
 class BlockTiles {
  public:
   BlockTiles() = default;
   BlockTiles(KeyInterval keys, int64_t block_kv) {
     if (keys.begin < keys.end) first_ = keys.begin / block_kv, count_ = (keys.end - 1) / block_kv + 1 - first_;
   }
+  BlockTiles(KeyInterval keys, int64_t block_kv, std::span<const int64_t> list) : BlockTiles(keys, block_kv) {
+    const auto begin = std::lower_bound(list.begin(), list.end(), first_);
+    list_ = list.data() + (begin - list.begin());
+    count_ = std::lower_bound(begin, list.end(), first_ + count_) - begin;
+  }
   int64_t count() const { return count_; }
   // Index of the block's tile `place` among the tiles of its head.
-  int64_t operator[](int64_t place) const { return first_ + place; }
+  int64_t operator[](int64_t place) const { return list_ != nullptr ? list_[place] : first_ + place; }
   // How many tiles of the block come before tile `index` of the head; -1 where that is none of the block's.
-  int64_t place_of(int64_t index) const { return index >= first_ && index - first_ < count_ ? index - first_ : -1; }
+  int64_t place_of(int64_t index) const {
+    if (list_ == nullptr) return index >= first_ && index - first_ < count_ ? index - first_ : -1;
+    const int64_t* at = std::lower_bound(list_, list_ + count_, index);
+    return at != list_ + count_ && *at == index ? at - list_ : -1;
+  }
 
  private:
   int64_t first_ = 0, count_ = 0;
+  const int64_t* list_ = nullptr;  // count_ tiles
 };
 
 // The keys that a block of query rows sees, and how far its dQ is.
 struct BlockState {
   ScoreRules rules;
-  KeyInterval all;   // seen by every row
+  KeyInterval all;   // seen by every row, by structure
+  bool absent;       // some row takes no part
   BlockTiles tiles;  // that add to dQ
   bool finite, far;
   bool has_rules;
@@ -59,6 +72,8 @@ struct BackwardLayout {
   const int64_t blocks = ceil_div(rows_of(problem.forward), block_q);  // of the longest sequence
   const int64_t tiles = ceil_div(problem.forward.kv_len, block_kv);
   const bool rules = has_rules(problem.forward);
+  const int64_t mask_lists = attention::mask_lists(problem.forward).value();
+  const Size mask_pairs = attention::mask_pairs(problem.forward, blocks, block_q, tiles, block_kv);
   const bool pairs = g.step > 1;                        // of bf16
   const int64_t pair_rows = ceil_div(block_q, g.step);  // words that hold a column of a block
   const BackwardSizes sizes = sizes_of(problem.forward, g);
@@ -150,6 +165,8 @@ struct BackwardWorker {
   const void** query_rows = take.take<const void*>(of.block_q);
   void* max = take.numbers(of.block_q, 1);
   void* sum = take.numbers(of.block_q, 1);
+  MaskCursor* mask_cursors =
+      take.take<MaskCursor>(of.mask_lists > 0 ? MaskWalk::most_cursors(of.block_q, of.group) : Size(0));
 };
 
 struct BackwardCallPieces {
@@ -163,6 +180,11 @@ struct BackwardCallPieces {
   int64_t* page_ordinals = take.take<int64_t>(of.problem.shared_blocks > 0 ? of.problem.num_blocks : 0);
   void* page_sums = take.numbers(Size(of.problem.shared_blocks) * p.num_kv_heads * p.block_size,
                                  of.sizes.acc_stride + of.sizes.value_acc_stride);
+  // Of a block mask: mask_lists.h.
+  int64_t* mask_block_ends = take.take<int64_t>(Size(of.mask_lists) * (of.blocks + 1));
+  int64_t* mask_tile_ends = take.take<int64_t>(Size(of.mask_lists) * (of.tiles + 2));
+  int64_t* mask_tiles = take.take<int64_t>(of.mask_pairs);
+  int64_t* mask_blocks = take.take<int64_t>(of.mask_pairs);
 };
 
 // Numbers in the accumulator type of a product, float, or double for f64, outside the kernels.

@@ -56,7 +56,9 @@ AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& pr
   if (heads == 0) return plan;
 
   plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
+  plan.block_kv = attention::fit_masked_keys(p, plan.block_kv);
   plan.block_q = p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, plan.block_kv);
+  if (rows > 0) plan.block_q = attention::fit_masked_rows(p, plan.block_q, rows, g.tile_rows);
   plan.block_q = std::clamp<int64_t>(plan.block_q, 1, std::max<int64_t>(rows, 1));
   plan.num_tasks = (Size(heads) * ceil_div(p.kv_len, plan.block_kv)).value();
 

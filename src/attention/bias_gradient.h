@@ -80,8 +80,8 @@ class BiasGradient {
     }
     if (adds_by_row()) d_.kernels.add_grad_bias(g, tile, b.bias_targets, 0, strides_[3], scale());
   }
-  void pass(int64_t block, int64_t number) const {
-    if (order_ == BiasOrder::by_block) turns_[block].take_and_pass(number);
+  void pass(int64_t block, int64_t end, int64_t number) const {  // of blocks [block, end)
+    for (; order_ == BiasOrder::by_block && block < end; ++block) turns_[block].take_and_pass(number);
   }
   void finish(int64_t head, const BackwardWorker& w, const GradTile& tile, int64_t number) const {
     if (order_ != BiasOrder::by_task) return;
@@ -93,7 +93,7 @@ class BiasGradient {
     turns_[blocks_].pass(number);
   }
   void pass_all(int64_t number) const {
-    for (int64_t i = 0; i < blocks_; ++i) pass(i, number);
+    pass(0, blocks_, number);
     if (order_ == BiasOrder::by_task) turns_[blocks_].take_and_pass(number);
   }
 
@@ -133,11 +133,7 @@ class SinkGradient {
       if (std::isinf(sink) || std::isinf(top)) continue;
       double delta = d_.numbers.get(b.queries.delta, r);
       // dO of a row that sees no key does not matter. O is 0 there, so a finite delta has nothing of dO.
-      const auto sees_key = [&] {
-        return !b.state->has_rules ||
-               d_.kernels.sees_key(b.state->rules, r, pack.visible_begin[r], pack.visible_end[r]);
-      };
-      if (d_.numbers.get(b.queries.weight, r) == 0 || (!std::isfinite(delta) && !sees_key())) {
+      if (d_.numbers.get(b.queries.weight, r) == 0 || (!std::isfinite(delta) && !sees_key(b, pack, r))) {
         delta = pack.grad_lse.data != nullptr ? -d_.statistic(pack.grad_lse, row) : 0;
       }
       sum(b.head, b.index, row % d_.group) -= std::exp(sink - top) / l * delta;
@@ -155,6 +151,16 @@ class SinkGradient {
 
  private:
   bool wanted() const { return to_.data != nullptr; }
+  bool sees_key(const BackwardBlock& b, const PackQueries& pack, int64_t r) const {
+    if (!b.state->has_rules) return true;
+    const auto sees_some = [&](KeyInterval keys) {
+      return d_.kernels.sees_key(b.state->rules, r, keys.begin, keys.end);
+    };
+    if (!d_.p.block_mask) return sees_some({pack.visible_begin[r], pack.visible_end[r]});
+    const HeadMask mask = d_.head_mask(b.head);
+    const int64_t row = b.first_row + r, head = mask.heads > 1 ? row % d_.group : 0;
+    return mask.any_run_of(d_.visibility(b.head), row / d_.group, head, sees_some);
+  }
   double& sum(int64_t head, int64_t block, int64_t g) const {
     return sums_[(head * d_.layout.blocks + block) * d_.group + g];
   }

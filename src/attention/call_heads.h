@@ -59,6 +59,18 @@ struct CallHeads {
     return Visibility::of(p.options, sequences.query_len(b), sequences.kv_len(b), sequences.prefix(b));
   }
 
+  // The rows of the block mask, which the call has, for a head.
+  HeadMask head_mask(int64_t head) const {
+    const BlockMaskSizes& sizes = p.block_mask;
+    const ConstTensor& offsets = in.block_mask.row_offsets;
+    HeadMask of = {.mask = &in.block_mask};
+    if (sizes.batch > 1) of.offset = batch(head) * offsets.strides[0];
+    if (sizes.heads <= 1) return of;
+    if (sizes.heads == p.num_heads && group > 1) of.heads = group, of.head_stride = offsets.strides[1];
+    of.offset += kv_head(head) * of.heads * offsets.strides[1];
+    return of;
+  }
+
   // Rows of key or value, or of a tensor of the shape of one.
   KvRows kv_rows(const ConstTensor& t, int64_t head) const {
     const char* data = static_cast<const char*>(t.data);

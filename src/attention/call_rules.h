@@ -61,15 +61,15 @@ class CallRules {
   double keep_prob() const { return p_.options.dropout.keep_prob; }
 
   // Whether a sequence's scores need any rule.
-  bool any(int64_t batch) const {
-    return base_.natural || p_.has_mask || base_.drops() || sequences_.prefix(batch) > 0;
-  }
+  bool any(int64_t batch) const { return base_.natural || p_.has_mask || base_.drops() || prefix(batch) > 0; }
+  // Keys below it are visible to every row; 0 with a block mask, whose tiles have intervals of their own.
+  int64_t prefix(int64_t batch) const { return p_.block_mask ? 0 : sequences_.prefix(batch); }
 
   // The rules of stacked rows [first_row, first_row + rows) of a (batch, KV head) pair.
   ScoreRules of_block(int64_t batch, int64_t kv_head, int64_t first_row, int64_t rows, RowRules* row_rules) const {
     ScoreRules rules = base_;
     rules.rows = row_rules;
-    rules.prefix = sequences_.prefix(batch);
+    rules.prefix = prefix(batch);
     const AttentionOptions& o = p_.options;
     const int64_t group = p_.num_heads / p_.num_kv_heads;
     const int64_t query_len = sequences_.query_len(batch), kv_len = sequences_.kv_len(batch);

@@ -211,6 +211,7 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   }
   if (in.sinks) check.tensor("sinks", in.sinks).dtype({real}).dims({"num_heads"});
   if (in.drop_mask) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
+  bind_block_mask(check, in.block_mask);
 }
 
 namespace {
@@ -308,6 +309,7 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   const bool exact[4] = {true, true, !p.varlen_q, dense_keys};
   if (p.has_mask) check_broadcast(check, "mask", in.mask, sizes, exact);
   if (p.has_bias) check_broadcast(check, "bias", in.bias, sizes, exact);
+  if (in.block_mask && check.ok()) p.block_mask = check_block_mask(check, in.block_mask, p, sizes[2], sizes[3]);
   p.query_len = longest_query;
   // Where there are no keys at all no length says so.
   p.kv_len = p.batch > 0 ? longest_keys : p.kv_len;

@@ -25,6 +25,12 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& inputs, PageLayout pa
 Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& inputs,
                                       const AttentionOptions& options);
 
+// The part of bind_inputs, and of pose_problem, for block masks. The latter returns what a plan depends on; query_len
+// is that of the longest sequence, and `width` the keys that columns may show: of the tensor, or the longest sequence.
+void bind_block_mask(ShapeCheck& check, const BlockMask& mask);
+BlockMaskSizes check_block_mask(ShapeCheck& check, const BlockMask& mask, const AttentionProblem& problem,
+                                int64_t query_len, int64_t width);
+
 // The problem that inputs and outputs of flash_attention_forward pose, or why they are refused.
 Result<AttentionProblem> check_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                        const AttentionOptions& options);

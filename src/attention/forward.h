@@ -32,6 +32,7 @@
 //                              by the sink's product: out = factor out + P V, or factor (P V)
 //   values_finite()            false where 0 * value may be NaN for a hidden key
 //   value(key, column)         a vector of the value of one key
+//   kJoins                     if it is there, tiles may be joined: keys of several come as scores of one row
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -84,6 +85,50 @@ struct Accumulate {
   OPST_INLINE void fetch(int, int64_t, int64_t) const {}
 };
 
+// One step of the softmax over tiles that are joined: their scores lie side by side in L1. A tile of 64 keys, which a
+// block mask may ask for, would have as many steps as 1024 keys have elsewhere.
+template <class Source, bool kRules>
+OPST_NOINLINE void attend_joined(const QueryBlock& q, const KvTile* tiles, int64_t first, int64_t num_tiles,
+                                 RowTile rt) {
+  using P = typename Source::Product;
+  using V = typename Source::V;
+  using S = typename Source::S;
+  using Softmax = OnlineSoftmax<P>;
+  constexpr int kLanes = V::kLanes;
+  const int64_t joined = tiles[first].joined, count = tiles[first].count;
+  S* scores = static_cast<S*>(q.scores);
+  alignas(64) S row_max[P::kTileRows * kLanes], max_of_tile[P::kTileRows * kLanes];
+  for (int i = 0; i < rt.rows; ++i) V::set1(-__builtin_inff()).store(row_max + i * kLanes);
+  for (int64_t t = 0; t < joined; ++t) {
+    Source source(q, tiles, first + t, num_tiles);
+    const Scores<S> s = {rt, source.span(rt), scores + t * count, q.scores_stride};
+    source.template score<kRules>(s, max_of_tile);
+    if constexpr (kRules) Softmax::shape(q, tiles[first + t], s, max_of_tile);
+    for (int i = 0; i < rt.rows * kLanes; i += kLanes) {
+      simd::max(V::load(row_max + i), V::load(max_of_tile + i)).store(row_max + i);
+    }
+  }
+  typename Softmax::Exponents e;
+  Softmax::template raise_maxima<false>(q, rt, row_max, e);
+  const Scores<S> all = {rt, {}, scores, q.scores_stride};
+  Softmax::template exponentiate<false>(q, all, joined * count, e);
+  const Accumulate<P> sink;
+  for (int64_t t = 0; t < joined; ++t) {
+    const KvTile& tile = tiles[first + t];
+    Source source(q, tiles, first + t, num_tiles);
+    // P's words are as far into the row as its elements.
+    const Scores<S> s = {rt, source.span(rt), scores + tile::words<P>(t * count), q.scores_stride};
+    if constexpr (kRules) {
+      if (q.rules->drops()) Softmax::drop(q, tile, s);
+    }
+    if (kRules && q.rules->hides() && !source.values_finite())
+      sink.weigh_by_key(source, q, tile, s, e.alpha);
+    else
+      sink.weigh(source, q, s, e.alpha);
+    for (S& factor : e.alpha) factor = 1;
+  }
+}
+
 template <class Source, bool kRules, class Sink>
 OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_t num_tiles, const Sink& sink) {
   using P = typename Source::Product;
@@ -92,8 +137,16 @@ OPST_NOINLINE void attend_tiles(const QueryBlock& q, const KvTile* tiles, int64_
   const RowTiles row_tiles(q.rows, P::kTileRows);
   alignas(64) S row_max[P::kTileRows * P::V::kLanes];
   typename Softmax::Exponents e;
-  for (int64_t t = 0; t < num_tiles; ++t) {
+  for (int64_t t = 0; t < num_tiles; t += tiles[t].joined) {
     const KvTile& tile = tiles[t];
+    if constexpr (requires { Source::kJoins; } && !Sink::kOnly) {
+      if (tile.joined > 1) {
+        for (int64_t b = 0; b < row_tiles.count(); ++b) {
+          attend_joined<Source, kRules>(q, tiles, t, num_tiles, row_tiles[b]);
+        }
+        continue;
+      }
+    }
     Source source(q, tiles, t, num_tiles);
     const bool some_hidden = tile.partial || (kRules && q.rules->hides());
     for (int64_t b = 0; b < row_tiles.count(); ++b) {

@@ -100,8 +100,9 @@ struct QueryBlock {
   int64_t acc_stride;     // value_head_dim rounded up to whole vectors
   double exponent_scale;  // c = |softmax_scale| * log2(e) > 0, the sign is in `query`; log2(e) where scores are natural
   void* scores;           // accumulator type [rows of one register tile][scores_stride], 64-byte aligned
-  int64_t scores_stride;  // at least a tile's keys, rounded up to panels
-  // Keys that row r may see: [visible_begin[r], visible_end[r]), and those below the prefix of `rules`.
+  int64_t scores_stride;  // at least the keys of a tile, or of joined ones, rounded up to panels
+  // Keys that row r may see: [visible_begin[r], visible_end[r]), and those below the prefix of `rules`; of a tile that
+  // has intervals of its own, those.
   const int64_t* visible_begin;
   const int64_t* visible_end;
   const ScoreRules* rules;  // null: scores are used as they are
@@ -122,6 +123,12 @@ struct KvTile {
   const void* const* key_rows = nullptr;
   const void* const* value_rows = nullptr;
   int64_t rows_ahead = 0;
+  // Packed: this tile and so many in all share a step of the softmax. All of them have as many keys, whole panels, and
+  // every row sees every key.
+  int64_t joined = 1;
+  // Keys that row r of the block may see, within the tile, in the place of the block's intervals; null: those.
+  const int64_t* visible_begin = nullptr;
+  const int64_t* visible_end = nullptr;
 };
 
 struct FinishRows {

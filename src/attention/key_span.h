@@ -30,7 +30,8 @@ struct TileKeys {
   const int64_t* visible_end;
   int64_t prefix;
   int64_t first_key, count;
-  bool partial;  // some row does not see some key
+  bool partial;    // some row does not see some key
+  bool ascending;  // the ends of the intervals only grow from row to row, and there is no prefix
 
   // Of the row's interval, besides which the prefix is seen; of a tile that is not partial, all of its keys.
   OPST_INLINE RowKeys of_row(int64_t r) const {
@@ -39,7 +40,6 @@ struct TileKeys {
     return {begin < 0 ? 0 : begin, end > count ? count : end};
   }
 
-  // Without a prefix, the ends of the intervals must only grow from row to row.
   template <class P>
   OPST_INLINE KeySpan span(RowTile rt) const {
     constexpr int64_t kLanes = P::V::kLanes, kPanel = P::kTileVecs * kLanes;
@@ -47,7 +47,7 @@ struct TileKeys {
     if (partial) {
       const RowKeys first = of_row(rt.first), last = of_row(rt.first + rt.rows - 1);
       some = {first.begin, last.end}, all = {last.begin, first.end};
-      if (prefix > 0) find_ends(rt, some, all);
+      if (!ascending) find_ends(rt, some, all);
       if (some.begin >= some.end) return {};
     }
     KeySpan span;

@@ -1,6 +1,6 @@
 // Which keys a block of query rows sees, as an interval per row and as a list of tiles.
 //
-// Masks of structure live here and nowhere else: they change the list. A tile that no row sees is skipped, and only
+// Masks of structure and block masks change the list, and nothing else. A tile that no row sees is skipped, and only
 // `partial` tiles, which some row does not see whole, make the kernel look at positions.
 #pragma once
 
@@ -8,66 +8,54 @@
 #include <cstdint>
 
 #include "attention/kernels.h"
+#include "attention/mask_walk.h"
+#include "attention/visibility.h"
 #include "opst/attention.h"
 
 namespace opst::attention {
 
-struct KeyInterval {
-  int64_t begin = 0;
-  int64_t end = 0;  // empty where end <= begin
+// What KvBlocks needs of a block mask.
+struct MaskedRows {
+  HeadMask mask;
+  MaskCursor* cursors;  // [MaskWalk::most_cursors]
+  // Where keys of a tile may begin: block_kv where packed tiles are shared and come whole; else at multiples of it from
+  // the first key to the last one that some row sees, and never across a multiple of block_kv.
+  int64_t key_step;
+  int64_t first_tile = 0;         // of those that some row sees: how many to leave out,
+  int64_t num_tiles = INT64_MAX;  // and how many to list at most
 };
 
-// What the structure of one sequence shows: query i sees keys [i + low, i + high], and those below the prefix.
-struct Visibility {
-  int64_t kv_len = 0;
-  int64_t low = -kFar, high = kFar;
-  int64_t prefix = 0;
-
-  static Visibility of(const AttentionOptions& options, int64_t query_len, int64_t kv_len, int64_t prefix = 0) {
-    const int64_t off = options.alignment == CausalAlignment::bottom_right ? kv_len - query_len : 0;
-    // Sides beyond any length do not limit; what is added to them must not overflow.
-    const int64_t left = std::clamp(options.window_left, -kFar, kFar);
-    int64_t right = std::clamp(options.window_right, -kFar, kFar);
-    if (options.causal) right = std::min<int64_t>(right, 0);
-    return {kv_len, left == kFar ? -kFar : off - left, right == kFar ? kFar : off + right, prefix};
+// seen[tile]: whether a block mask shows some of `queries` queries some key of the tile; of tiles of keys below kv_len.
+inline void mark_seen_tiles(const HeadMask& mask, int64_t kv_len, int64_t queries, int64_t block_kv, bool* seen) {
+  std::fill_n(seen, (kv_len + block_kv - 1) / block_kv, false);
+  for (int64_t query = 0; query < queries; query += mask.mask->block_q) {
+    for (int64_t head = 0; head < mask.heads; ++head) {
+      mask.any_run(query, head, {0, kv_len}, [&](KeyInterval keys) {
+        std::fill(seen + keys.begin / block_kv, seen + (keys.end - 1) / block_kv + 1, true);
+        return false;
+      });
+    }
   }
+}
 
-  // The interval of query i. An interval that touches the prefix holds it; otherwise the prefix is seen besides.
-  KeyInterval keys_of_query(int64_t i) const {
-    const int64_t begin = std::clamp<int64_t>(i + low, 0, kv_len), end = std::clamp<int64_t>(i + high + 1, 0, kv_len);
-    if (prefix == 0) return {begin, end};
-    if (begin >= end) return {0, prefix};
-    return begin <= prefix ? KeyInterval{0, std::max(end, prefix)} : KeyInterval{begin, end};
+// Joins whole tiles of a list, up to `most` neighbours at a time (KvTile::joined).
+inline void join_tiles(KvTile* tiles, int64_t n, int64_t block_kv, int64_t most) {
+  const auto whole = [&](const KvTile& t) { return !t.partial && t.count == block_kv; };
+  for (int64_t first = 0, end = 0; first < n; first = end) {
+    while (end < n && end - first < most && whole(tiles[end])) ++end;
+    end = std::max(end, first + 1);
+    tiles[first].joined = end - first;
   }
-
-  // Whether every query sees every key.
-  bool all() const { return low == -kFar && high == kFar; }
-  // First key that query i or a later one sees, unless by the prefix.
-  int64_t first_key(int64_t i) const { return std::clamp<int64_t>(i + low, 0, kv_len); }
-  // Whether some of `query_len` queries may see some of keys [begin, end).
-  bool may_see(KeyInterval keys, int64_t query_len) const {
-    return query_len > 0 && (keys.begin < prefix || (keys.begin < query_len + high && keys.end > low));
-  }
-  // The most keys from the first to the last one that `queries` neighbouring queries of a sequence see, of which any
-  // has at most kv_len keys and query_len queries.
-  static int64_t most_keys(const AttentionOptions& options, int64_t query_len, int64_t kv_len, int64_t queries) {
-    const Visibility v = of(options, query_len, kv_len);
-    int64_t keys = kv_len;
-    if (v.low != -kFar && v.high != kFar) keys = queries + v.high - v.low;
-    if (v.high != kFar && options.alignment == CausalAlignment::top_left) keys = std::min(keys, query_len + v.high);
-    return std::clamp<int64_t>(keys, 0, kv_len);
-  }
-
-  static constexpr int64_t kFar = int64_t{1} << 60;
-};
+}
 
 // The tiles of [range.begin, range.end), cut on multiples of block_kv, that rows [first_row, first_row + rows) see: a
-// list of runs of neighbouring tiles. Row r is query r / group.
+// list of runs of neighbouring tiles. Row r is query r / group. With a block mask (its range is all keys) a tile may
+// come several times, with intervals of its own (mask_walk.h).
 class KvBlocks {
  public:
   // Writes the visible interval of each row to visible_begin and visible_end.
   KvBlocks(const Visibility& visibility, int64_t first_row, int64_t rows, int64_t group, KeyInterval range,
-           int64_t block_kv, int64_t* visible_begin, int64_t* visible_end)
+           int64_t block_kv, int64_t* visible_begin, int64_t* visible_end, const MaskedRows* masked = nullptr)
       : block_kv_(block_kv), some_{range.end, range.begin}, all_(range) {
     int64_t r = 0;
     if (visibility.all()) {
@@ -97,10 +85,21 @@ class KvBlocks {
     next_ = range.begin;
     run_end_ = prefix_end_;
     last_run_ = {std::max(some_.begin, range.begin) / block_kv * block_kv, std::min(some_.end, range.end)};
+    if (masked == nullptr || rows == 0) return;
+    key_step_ = masked->key_step;
+    tiles_left_ = masked->num_tiles;
+    visible_begin_ = visible_begin, visible_end_ = visible_end;
+    first_row_ = first_row, group_ = group;
+    const KeyInterval behind = {std::max(some_.begin, prefix_end_), some_.end};
+    walk_ = MaskWalk(masked->mask, {first_row, rows, group}, prefix_end_, behind, masked->cursors);
+    for (int64_t i = 0; i < masked->first_tile && find_tile(); ++i) walk_.skip_to(tile_.end);
+    tile_ = {};
   }
 
-  // Describes the next tile, all but where its keys lie; false where none is left. Tiles ascend, with gaps.
-  bool next(KvTile* tile) {
+  // Describes the next tile, all but where its keys lie; false where none is left. Tiles ascend, with gaps. With a
+  // block mask, own_begin and own_end [rows] have room for intervals of the tile's own.
+  bool next(KvTile* tile, int64_t* own_begin = nullptr, int64_t* own_end = nullptr) {
+    if (walk_) return next_masked(tile, own_begin, own_end);
     if (next_ >= run_end_) {  // the next run, behind the tiles of this one
       next_ = std::max(next_, last_run_.begin);
       run_end_ = last_run_.end;
@@ -115,6 +114,36 @@ class KvBlocks {
   }
 
  private:
+  // The next tile that some row sees by the block mask.
+  bool find_tile() {
+    const int64_t key = walk_.next_key();
+    if (key == MaskWalk::kNone) return false;
+    const int64_t first = key / block_kv_ * block_kv_;
+    tile_ = {first, std::min(first + block_kv_, range_end_)};
+    return true;
+  }
+  bool next_masked(KvTile* tile, int64_t* own_begin, int64_t* own_end) {
+    while (tile_.begin == tile_.end || !walk_.next_entry(tile_.end)) {
+      if (tiles_left_ == 0 || !find_tile()) return false;
+      --tiles_left_;
+    }
+    const KeyInterval seen = walk_.hull();
+    const bool shared = key_step_ == block_kv_;
+    const KeyInterval keys = shared ? tile_ : KeyInterval{seen.begin / key_step_ * key_step_, seen.end};
+    const bool by_mask = walk_.same() && seen.begin == keys.begin && seen.end == keys.end;  // all rows see all of it
+    const bool by_structure = walk_.in_prefix() || (all_.begin <= keys.begin && keys.end <= all_.end);
+    *tile = {.first_key = keys.begin, .count = keys.end - keys.begin, .partial = !(by_mask && by_structure)};
+    if (by_mask && (by_structure || prefix_end_ == 0)) return true;  // the block's intervals serve
+    const auto structure = [&](int64_t query) {
+      const int64_t r = std::max<int64_t>(query * group_ - first_row_, 0);
+      return KeyInterval{visible_begin_[r], visible_end_[r]};
+    };
+    walk_.write_intervals(structure, own_begin, own_end);
+    tile->visible_begin = own_begin;
+    tile->visible_end = own_end;
+    return true;
+  }
+
   // Counts a row's keys in. Keys of the prefix alone stay out of `some_`: behind them may lie tiles that no row sees.
   void see(KeyInterval keys, int64_t prefix = 0) {
     all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, keys.end)};
@@ -130,6 +159,12 @@ class KvBlocks {
   // What is left: the tiles of keys [next_, run_end_), first of the prefix, and those of the last run.
   int64_t next_ = 0, run_end_ = 0;
   KeyInterval last_run_;
+  // With a block mask:
+  MaskWalk walk_;
+  KeyInterval tile_;  // the tile at hand
+  int64_t key_step_ = 0, tiles_left_ = 0;
+  const int64_t *visible_begin_ = nullptr, *visible_end_ = nullptr;
+  int64_t first_row_ = 0, group_ = 1;
 };
 
 }  // namespace opst::attention

@@ -7,6 +7,7 @@
 //       finite bits         [tiles_per_head] bool                           packed_shared
 //       states              [blocks][kv_splits] RowState                    kv_splits > 1
 //     score matrices      [heads][blocks][block_q][matrix_stride]         standard path
+//     seen tiles          [heads][tiles_per_head] bool                    packed_shared, with a block mask
 //   of each worker        Layout::Worker
 #pragma once
 
@@ -14,6 +15,7 @@
 #include <cstdint>
 
 #include "attention/kernels.h"
+#include "attention/mask_walk.h"
 #include "core/int_math.h"
 #include "machine/workspace.h"
 #include "opst/attention.h"
@@ -84,6 +86,10 @@ struct Layout {
     KvTile* tiles;            // [tiles_per_task]
     RowState state;           // kv_splits = 1
     char* packed;             // [tiles_per_task][panels of K, panels of V]; packed_per_task
+    // With a block mask:
+    MaskCursor* cursors;
+    int64_t* own_begin;  // [tiles_per_task][block_q], intervals of tiles
+    int64_t* own_end;
   };
 
   const AttentionProblem& p;
@@ -97,9 +103,11 @@ struct Layout {
   const int64_t query_stride = ceil_div(p.head_dim, g.step);       // in words
   const int64_t acc_stride = round_up(p.value_head_dim, g.lanes);  // in accumulators, like the next two
   // A stride of a power of two would put a column of scores into few cache sets.
-  const int64_t scores_stride = tile_keys + g.lanes;
+  const int64_t scores_stride = tile_keys * plan.joined_tiles + g.lanes;
+  // A tile that the end of a prefix cuts comes twice where there is a block mask, whose blocks tiles do not cross then.
+  const int64_t most_tiles = tiles_per_head + (p.block_mask && p.has_prefix ? 1 : 0);
   // The tiles side by side, and one vector more, since the softmax may write beyond the last.
-  const int64_t matrix_stride = (Size(tiles_per_head) * tile_keys + g.lanes).value();
+  const int64_t matrix_stride = (Size(most_tiles) * tile_keys + g.lanes).value();
   const int64_t key_tile_bytes = Arena::round_up(Size(tile_keys) * query_stride * g.word_bytes);
   const int64_t value_tile_bytes = Arena::round_up(Size(ceil_div(plan.block_kv, g.step)) * acc_stride * g.word_bytes);
   const int64_t tile_bytes = key_tile_bytes + value_tile_bytes;
@@ -118,14 +126,21 @@ struct Layout {
                                     : plan.kv_access == KvAccess::in_place  ? plan.block_kv * kTilesPerCall
                                                                             : plan.block_kv;
   // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
-  const int64_t tiles_per_task = standard                                      ? tiles_per_head
+  const int64_t tiles_per_task = standard                                      ? most_tiles
                                  : plan.kv_access == KvAccess::packed_per_task ? 1
                                                                                : kTilesPerCall;
+  const Size mask_cursors = p.block_mask ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
+  const Size own_intervals = p.block_mask ? Size(tiles_per_task) * plan.block_q : 0;
+  const bool marks_seen = p.block_mask && plan.kv_access == KvAccess::packed_shared;
   const int64_t worker_bytes = bytes_of([&](auto& from) { take_worker(from); });
 
   // Two waves are in flight at a time, if there are two.
   int64_t wave_bytes() const { return (Size(std::min(heads, 2 * plan.heads_per_wave)) * shared_head_bytes).value(); }
-  int64_t shared_bytes() const { return (Size(heads) * blocks * matrix_block_bytes + wave_bytes()).value(); }
+  int64_t matrix_bytes() const { return (Size(heads) * blocks * matrix_block_bytes).value(); }
+  int64_t shared_bytes() const {
+    const int64_t seen_bytes = marks_seen ? Arena::size_of<bool>(Size(heads) * tiles_per_head) : 0;
+    return (Size(matrix_bytes()) + wave_bytes() + seen_bytes).value();
+  }
 
   // The pieces, taken from an Arena or counted.
   template <class From>
@@ -140,7 +155,10 @@ struct Layout {
             .value_rows = from.template take<const void*>(pointers_per_call),
             .tiles = from.template take<KvTile>(tiles_per_task),
             .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
-            .packed = static_cast<char*>(from.take_bytes(packs ? Size(tile_bytes) * tiles_per_task : 0))};
+            .packed = static_cast<char*>(from.take_bytes(packs ? Size(tile_bytes) * tiles_per_task : 0)),
+            .cursors = from.template take<MaskCursor>(mask_cursors),
+            .own_begin = from.template take<int64_t>(own_intervals),
+            .own_end = from.template take<int64_t>(own_intervals)};
   }
   template <class From>
   RowState take_state(From& from) const {

@@ -36,7 +36,10 @@ struct Scores {
 
 OPST_INLINE TileKeys keys_of(const QueryBlock& q, const KvTile& tile) {
   const int64_t prefix = q.rules == nullptr ? 0 : q.rules->prefix;
-  return {q.visible_begin, q.visible_end, prefix, tile.first_key, tile.count, tile.partial};
+  const bool own = tile.visible_begin != nullptr;
+  const int64_t* begin = own ? tile.visible_begin : q.visible_begin;
+  const int64_t* end = own ? tile.visible_end : q.visible_end;
+  return {begin, end, prefix, tile.first_key, tile.count, tile.partial, !own && prefix == 0};
 }
 
 template <class P>
@@ -207,10 +210,12 @@ struct OnlineSoftmax {
   static OPST_INLINE void for_visible(const QueryBlock& q, const KvTile& tile, const Scores<S>& s, int64_t i,
                                       const Visit& visit) {
     const int64_t r = s.rt.first + i;
-    const RowKeys keys = q.rules == nullptr ? keys_of(q, tile).of_row(r) : RowKeys{s.span.begin, s.span.end};
+    const RowKeys row = keys_of(q, tile).of_row(r);
+    const RowKeys keys = q.rules == nullptr ? row : RowKeys{s.span.begin, s.span.end};
+    const int64_t first = tile.first_key;
     for (int64_t j = keys.begin; j < keys.end; ++j) {
-      const bool seen = q.rules == nullptr || Ops::contributes(*q.rules, q.rules->rows[r], tile.first_key + j,
-                                                               q.visible_begin[r], q.visible_end[r]);
+      const bool seen = q.rules == nullptr ||
+                        Ops::contributes(*q.rules, q.rules->rows[r], first + j, first + row.begin, first + row.end);
       if (seen) visit(j);
     }
   }

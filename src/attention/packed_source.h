@@ -14,6 +14,7 @@ class PackedSource {
   using S = typename V::Scalar;
   using Word = typename P::Word;
   static constexpr int kLanes = V::kLanes, kPanel = P::kTileVecs * kLanes;
+  static constexpr bool kJoins = true;
 
   OPST_INLINE PackedSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t num_tiles)
       : q_(q), tile_(tiles[t]), prefetch_(static_cast<const char*>(tiles[t + 1 < num_tiles ? t + 1 : t].keys)) {}

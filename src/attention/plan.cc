@@ -5,6 +5,7 @@
 
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
+#include "attention/mask_plan.h"
 #include "core/elements.h"
 #include "core/int_math.h"
 #include "core/text.h"
@@ -93,6 +94,18 @@ int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geomet
   return ceil_div(rows, ceil_div(rows, most));
 }
 
+// Tiles of a block mask's size. Those that it makes smaller than is good are joined. The standard path goes through its
+// tiles twice, and wants each of them once: there none ends within a mask's block.
+void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPlan& plan) {
+  const int64_t free_keys = plan.block_kv, mask_block = p.block_mask.block_kv;
+  plan.block_kv = attention::fit_masked_keys(p, free_keys);
+  if (plan.path == AttentionPath::standard) {
+    while (mask_block < p.kv_len && mask_block % plan.block_kv != 0) --plan.block_kv;
+  } else if (plan.kv_access == KvAccess::packed_shared && plan.block_kv % g.panel == 0) {
+    plan.joined_tiles = std::max<int64_t>(free_keys / plan.block_kv, 1);
+  }
+}
+
 // Where blocks of rows are too few to share out, the keys that a block may see are split: parts of whole tiles.
 // by_memory: what bounds the time is reading keys and values.
 void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_t blocks, AttentionPlan& plan) {
@@ -101,6 +114,10 @@ void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_
     const int64_t queries = ceil_div(plan.block_q - 1, p.num_heads / p.num_kv_heads) + 1;
     keys = attention::Visibility::most_keys(p.options, p.query_len, p.kv_len, queries);
     keys = std::min(p.kv_len, keys + plan.block_kv - 1);
+  }
+  if (p.block_mask) {
+    const Size seen = attention::tiles_seen(p, plan.block_q, plan.block_kv) * plan.block_kv;
+    keys = std::min(keys, seen.value());
   }
   const int64_t min_keys = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
   const int64_t head_blocks = (Size(heads) * blocks).value();
@@ -115,12 +132,14 @@ void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_
 }  // namespace
 
 const char* attention::without_plan(const AttentionProblem& p) {
-  for (const int64_t size :
-       {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim, p.block_size}) {
+  for (const int64_t size : {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim,
+                             p.block_size, p.block_mask.block_q, p.block_mask.block_kv, p.block_mask.batch,
+                             p.block_mask.heads, p.block_mask.row_blocks, p.block_mask.entries}) {
     if (size < 0) return "a size is negative";
     if (size > kMaxBytes) return "a size is beyond 2^56";
   }
   if (p.head_dim == 0 || p.value_head_dim == 0) return "head_dim or value_head_dim is 0";
+  if (p.block_mask && p.block_mask.block_kv == 0) return "block_mask.block_kv is 0";
   const AttentionOptions& o = p.options;
   if (o.block_q < 0 || o.block_q > kMaxBlock || o.block_kv < 0 || o.block_kv > kMaxBlock) {
     return "block_q or block_kv is not 0 to 4096";
@@ -154,8 +173,8 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
   plan.block_q =
       std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows, plan.block_kv));
+  plan.block_q = attention::fit_masked_rows(p, plan.block_q, rows, g.tile_rows);
   const int64_t blocks = ceil_div(rows, plan.block_q);
-  if (pages) plan.block_kv = round_up(plan.block_kv, kPanelRows);
   plan.tile_rows = g.tile_rows;
 
   // Path: measured from 1 to 4096 keys, full and causal, f32 and bf16, the standard form was nowhere faster. Where the
@@ -177,6 +196,8 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
     plan.kv_access = KvAccess::packed_shared;
     plan.reason = "several blocks of rows share packed keys and values";
   }
+  if (p.block_mask) fit_keys_to_mask(p, g, plan);
+  if (pages) plan.block_kv = round_up(plan.block_kv, kPanelRows);
   if (plan.path == AttentionPath::standard) {
     plan.reason = "asked for by options.path: the whole score matrix, for comparison; it is nowhere faster than flash";
   }
@@ -205,10 +226,11 @@ int64_t AttentionPlan::scratch_bytes(int num_threads) const {
 }
 
 std::string to_string(const AttentionPlan& plan) {
-  std::string splits;
+  std::string joined, splits;
+  if (plan.joined_tiles > 1) joined = text(" (", plan.joined_tiles, " joined)");
   if (plan.kv_splits > 1) splits = text(", ", plan.kv_splits, " splits of ", plan.keys_per_split, " keys");
   return text(to_string(plan.path), " ", to_string(plan.kv_access), " ", to_string(plan.product), ", block_q ",
-              plan.block_q, ", block_kv ", plan.block_kv, splits, ", ", plan.num_tasks, " tasks, scratch ",
+              plan.block_q, ", block_kv ", plan.block_kv, joined, splits, ", ", plan.num_tasks, " tasks, scratch ",
               plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
 }
 

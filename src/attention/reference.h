@@ -107,7 +107,21 @@ inline int64_t diagonal(const Place& place, const AttentionOptions& options) {
   return options.alignment == CausalAlignment::bottom_right ? place.kv_len - place.query_len : 0;
 }
 
-// Whether query i sees key j, by structure and bool mask.
+// Whether the block mask shows query i key j.
+inline bool in_visible_blocks(const AttentionInputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const BlockMask& mask = in.block_mask;
+  const ConstTensor& offsets = mask.row_offsets;
+  int64_t at = i / mask.block_q * offsets.strides[2];
+  if (offsets.shape[0] > 1) at += b * offsets.strides[0];
+  if (offsets.shape[1] > 1) at += h / (in.query.shape[1] / offsets.shape[1]) * offsets.strides[1];
+  const auto end = static_cast<int64_t>(number_at(offsets, at + offsets.strides[2]));
+  for (auto n = static_cast<int64_t>(number_at(offsets, at)); n < end; ++n) {
+    if (integer(mask.columns, n) == j / mask.block_kv) return true;
+  }
+  return false;
+}
+
+// Whether query i sees key j, by structure, bool mask and block mask.
 inline bool sees(const AttentionInputs& in, const AttentionOptions& options, const Place& place, int64_t b, int64_t h,
                  int64_t i, int64_t j) {
   const int64_t distance = j - (i + diagonal(place, options));  // to the right of the diagonal
@@ -117,6 +131,7 @@ inline bool sees(const AttentionInputs& in, const AttentionOptions& options, con
   if (options.window_left != kUnbounded && -distance > options.window_left) shown = false;
   if (in.prefix.data != nullptr && j < integer(in.prefix, b)) shown = true;
   if (in.mask.data != nullptr && broadcast_at(in.mask, b, h, i, j) == 0) shown = false;
+  if (shown && in.block_mask) shown = in_visible_blocks(in, b, h, i, j);
   return shown;
 }
 

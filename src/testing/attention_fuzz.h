@@ -43,6 +43,7 @@ inline AttentionOptions draw_options(Choices& c) {
 struct AttentionSizes {
   int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim, block_size = 0, num_blocks = 0, table_columns = 0;
   bool varlen_q = false, varlen_k = false, paged = false;
+  int64_t mask_block_q = 0, mask_block_kv = 0;  // of a block mask
 
   explicit AttentionSizes(Choices& c) {
     batch = c.integer(1, 3), kv_heads = c.integer(1, 2), heads = kv_heads * c.integer(1, 3);
@@ -77,8 +78,34 @@ struct AttentionSizes {
   }
 };
 
-// The operands of AttentionInputs, in its order: 13 of them.
-inline void draw_attention_inputs(Choices& c, const AttentionSizes& s, DType q, DType kv, Operands& t) {
+// row_offsets and columns of a block mask that shows about half of the blocks; `s` gets its sizes.
+inline void draw_block_mask(Choices& c, AttentionSizes& s, Operands& t) {
+  s.mask_block_q = c.pick<int64_t>({1, 4, 16, 70}), s.mask_block_kv = c.pick<int64_t>({1, 5, 16, 64});
+  const int64_t rows = (s.q_len + s.mask_block_q - 1) / s.mask_block_q;
+  // The longest sequence may be shorter than all keys.
+  const int64_t width = s.paged || s.varlen_k ? 1 : (s.kv_len + s.mask_block_kv - 1) / s.mask_block_kv;
+  const int64_t batch = c.coin() ? s.batch : 1, heads = c.pick({int64_t{1}, s.kv_heads, s.heads});
+  std::vector<int64_t> offsets, columns;
+  for (int64_t head = 0; head < batch * heads; ++head) {
+    offsets.push_back(static_cast<int64_t>(columns.size()));
+    for (int64_t i = 0; i < rows; ++i) {
+      uint8_t bits = c.byte();
+      for (int64_t j = 0; j < width; ++j, bits = static_cast<uint8_t>(bits >> 1 | bits << 7)) {
+        if (bits % 2 == 1) columns.push_back(j);
+      }
+      offsets.push_back(static_cast<int64_t>(columns.size()));
+    }
+  }
+  if (!columns.empty() && c.rarely(16)) columns[c.byte() % columns.size()] = c.integer(-1, 100);
+  if (c.rarely(16)) offsets[c.byte() % offsets.size()] = c.integer(-1, 100);
+  const auto index_type = [&] { return c.pick({DType::i32, DType::i64}); };
+  t.integers(index_type(), {batch, heads, rows + 1}, offsets);
+  t.integers(index_type(), {static_cast<int64_t>(columns.size())}, columns);
+  s.mask_block_q = c.size(s.mask_block_q), s.mask_block_kv = c.size(s.mask_block_kv);
+}
+
+// The operands of AttentionInputs, in its order: 15 of them.
+inline void draw_attention_inputs(Choices& c, AttentionSizes& s, DType q, DType kv, Operands& t) {
   const DType narrow = q == DType::f64 ? DType::f64 : DType::f32;
   t.input(q, s.query(s.head_dim));
   t.input(kv, s.keys(s.head_dim));
@@ -102,9 +129,12 @@ inline void draw_attention_inputs(Choices& c, const AttentionSizes& s, DType q, 
   maybe(8, [&] { t.input(narrow, {s.heads}); });
   maybe(8, [&] { t.input(narrow, {s.heads}); });
   t.absent();  // drop_mask
+  if (c.rarely(6)) return draw_block_mask(c, s, t);
+  t.absent();
+  t.absent();
 }
 
-inline AttentionInputs attention_inputs(const Views& v) {
+inline AttentionInputs attention_inputs(const Views& v, const AttentionSizes& s) {
   return {.query = v[0],
           .key = v[1],
           .value = v[2],
@@ -117,12 +147,13 @@ inline AttentionInputs attention_inputs(const Views& v) {
           .bias = v[9],
           .alibi_slopes = v[10],
           .sinks = v[11],
-          .drop_mask = v[12]};
+          .drop_mask = v[12],
+          .block_mask = {v[13], v[14], s.mask_block_q, s.mask_block_kv}};
 }
-inline constexpr size_t kAttentionInputs = 13;
+inline constexpr size_t kAttentionInputs = 15;
 
 inline FuzzedCall draw_forward(Choices& c, Operands& t) {
-  const AttentionSizes s(c);
+  AttentionSizes s(c);
   const DType q = c.float_dtype(), kv = q == DType::f64 ? q : c.pick({q, DType::f32, DType::bf16, DType::f16});
   draw_attention_inputs(c, s, q, kv, t);
   t.output(q == DType::f64 ? q : c.pick({q, DType::f32, DType::bf16}), s.query(s.value_dim));
@@ -133,14 +164,14 @@ inline FuzzedCall draw_forward(Choices& c, Operands& t) {
               [=](Context& context, const Views& v) {
                 const AttentionOutputs out = {v[kAttentionInputs], v[kAttentionInputs + 1], v[kAttentionInputs + 2],
                                               v[kAttentionInputs + 3]};
-                return flash_attention_forward(context, attention_inputs(v), out, options);
+                return flash_attention_forward(context, attention_inputs(v, s), out, options);
               },
           .loose_infinities = true};
 }
 
 // Forward comes before the call: out and lse belong together.
 inline FuzzedCall draw_backward(Choices& c, Operands& t) {
-  const AttentionSizes s(c);
+  AttentionSizes s(c);
   const DType q = c.float_dtype(), kv = q == DType::f64 ? q : c.pick({q, DType::f32});
   draw_attention_inputs(c, s, q, kv, t);
   const DType narrow = q == DType::f64 ? q : DType::f32;
@@ -160,12 +191,12 @@ inline FuzzedCall draw_backward(Choices& c, Operands& t) {
   t.all()[11].view.data != nullptr&& c.coin() ? t.output(narrow, {s.heads}) : t.absent();
   const AttentionOptions options = draw_options(c);
   const auto forward = [=](Context& context, const Views& v) {
-    return flash_attention_forward(context, attention_inputs(v),
+    return flash_attention_forward(context, attention_inputs(v, s),
                                    {.out = v[kAttentionInputs], .softmax_lse = v[kAttentionInputs + 1]}, options);
   };
   const auto backward = [=](Context& context, const Views& v) {
     const Tensor* const o = v.data() + kAttentionInputs;
-    return flash_attention_backward(context, attention_inputs(v),
+    return flash_attention_backward(context, attention_inputs(v, s),
                                     {.out = o[0], .softmax_lse = o[1], .grad_out = o[2], .grad_lse = o[3]},
                                     {o[4], o[5], o[6], o[7], o[8]}, options);
   };

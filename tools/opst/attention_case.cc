@@ -89,11 +89,13 @@ void add_attention_options(CLI::App& command, AttentionArguments& a) {
                      "away from its own, as in --window=-3,5");
   command.add_option("--prefix", a.prefix, "Keys at the front that every query sees, at most --seq")
       ->check(between(0, kMostTokens));
+  CLI::Option* sparse = command.add_option("--sparse", a.sparse, kSparseHelp);
   add_list(command, "--varlen", a.varlen,
            "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)",
            CLI::Validator(""))
       ->excludes(seq)
-      ->excludes(batch);
+      ->excludes(batch)
+      ->excludes(sparse);
   command.add_option("--mask", a.mask, "A random mask [1, 1, queries, keys]: bool or additive")
       ->check(one_of({"bool", "additive"}));
   command.add_flag("--alibi", a.alibi, "Linear position biases");
@@ -161,6 +163,10 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
     usage_error("--prefix: " + std::to_string(a.prefix) + " is more than the " + std::to_string(shortest) +
                 " keys of " + (setup.sequences.empty() ? "--seq" : "a sequence of --varlen"));
   }
+  if (!a.sparse.empty()) {
+    if (a.prefix > 0) usage_error("--prefix does not go with --sparse: global=N is like it");
+    setup.block_mask = make_sparse(a.sparse, p);
+  }
   return setup;
 }
 
@@ -178,6 +184,7 @@ std::string options_text(const AttentionArguments& a) {
     text += ", window " + a.window;
   }
   if (a.prefix > 0) text += ", prefix " + std::to_string(a.prefix);
+  if (!a.sparse.empty()) text += ", sparse " + a.sparse;
   if (!a.varlen.empty()) text += ", " + std::to_string(a.varlen.size()) + " sequences";
   if (!a.mask.empty()) text += ", " + a.mask + " mask";
   if (a.alibi) text += ", ALiBi";
@@ -190,8 +197,9 @@ std::string options_text(const AttentionArguments& a) {
 
 bool AttentionSetup::has_options() const {
   const AttentionOptions& o = problem.options;
-  return !sequences.empty() || problem.has_mask || problem.has_bias || problem.has_alibi || problem.has_prefix ||
-         o.softcap > 0 || o.dropout.keep_prob < 1 || o.window_left != kUnbounded || o.window_right != kUnbounded;
+  return !sequences.empty() || block_mask != nullptr || problem.has_mask || problem.has_bias || problem.has_alibi ||
+         problem.has_prefix || o.softcap > 0 || o.dropout.keep_prob < 1 || o.window_left != kUnbounded ||
+         o.window_right != kUnbounded;
 }
 
 std::vector<AttentionSetup> AttentionSetup::baseline() const {
@@ -210,6 +218,8 @@ std::vector<AttentionSetup> AttentionSetup::baseline() const {
   AttentionProblem& p = plain.problem;
   p.has_mask = p.has_bias = p.has_alibi = p.has_prefix = false;
   plain.prefix = 0;
+  plain.block_mask = nullptr;
+  p.block_mask = {};
   p.options.softcap = 0;
   p.options.dropout = {};
   p.options.window_left = p.options.window_right = kUnbounded;
@@ -220,6 +230,9 @@ double visible_pairs(const AttentionSetup& setup) {
   const auto pairs_of = [&](int64_t query_len, int64_t kv_len) {
     return count_visible(setup.problem.options, query_len, kv_len, setup.prefix).pairs;
   };
+  if (setup.block_mask != nullptr) {
+    return visible_pairs(setup.block_mask->mask, setup.problem) * static_cast<double>(setup.problem.batch);
+  }
   if (setup.sequences.empty()) {
     return pairs_of(setup.problem.query_len, setup.problem.kv_len) * static_cast<double>(setup.problem.batch);
   }
@@ -258,6 +271,7 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
     inputs_.cu_seqlens_q = make_integers(query_starts_);
     inputs_.cu_seqlens_k = make_integers(key_starts);
   }
+  if (setup_.block_mask != nullptr) inputs_.block_mask = setup_.block_mask->mask;
   if (p.has_prefix) {
     std::vector<int64_t> prefixes(static_cast<size_t>(p.batch), setup.prefix);
     inputs_.prefix = make_integers(prefixes);

@@ -6,6 +6,7 @@
 
 #include "command.h"
 #include "opst/attention.h"
+#include "sparse_option.h"
 
 namespace opst::tools {
 
@@ -28,6 +29,7 @@ struct AttentionArguments {
   double softcap = 0;
   bool alibi = false;
   int64_t prefix = 0;
+  std::string sparse;  // kSparseHelp
   std::string path = "automatic";
   int64_t block_q = 0;
   int64_t block_kv = 0;
@@ -45,6 +47,7 @@ struct AttentionSetup {
   };
   std::vector<Sequence> sequences;  // varlen; empty: all are problem.query_len and problem.kv_len long
   int64_t prefix = 0;
+  std::shared_ptr<const BlockMaskBuffer> block_mask;  // of --sparse
 
   // Whether some option beyond the causal mask is on.
   bool has_options() const;
@@ -59,7 +62,7 @@ std::vector<AttentionSetup> attention_setups(const AttentionArguments& arguments
 // ", dropout 0.1, window 256,0"
 std::string options_text(const AttentionArguments& arguments);
 
-// Pairs of a query and a key that the structure shows, of one head, summed over the sequences.
+// Pairs of a query and a key that the structure and a block mask show, of one head, summed over the sequences.
 double visible_pairs(const AttentionSetup& setup);
 // 2 (head_dim + value_head_dim) per visible pair and head.
 double attention_flops(const AttentionSetup& setup);

@@ -20,6 +20,8 @@ const std::vector<std::vector<std::string>> kOptions = {
     {"--varlen", "1,70,5:90,0,33", "--causal", "--dropout", "0.5"},
     {"--varlen", "64,3:80", "--mask", "additive", "--alibi", "--prefix", "40", "--window", "5,0"},
     {"--dtype", "bf16", "--mask", "bool", "--dropout", "0.1", "--causal", "--softcap", "20"},
+    {"--sparse", "window=20,global=3,random=1,block=8", "--causal"},
+    {"--sparse", "density=0.3,block_q=16,block_kv=7,heads=4", "--dropout", "0.2", "--window", "60,60"},
 };
 
 nlohmann::json json_of(const std::string& command, std::vector<std::string> options) {
@@ -61,6 +63,38 @@ TEST(OpstAttention, PlanCountsWhatTheStructureShows) {
   EXPECT_EQ(flops({"--window", "9,0"}), per_pair * (80 * 10 + 55));  // rows 0 to 9 see 1 to 10 keys
   EXPECT_EQ(flops({"--window", "0,0", "--prefix", "2"}), per_pair * (88 * 3 + 2 * 2));
   EXPECT_EQ(flops({"--varlen", "10,3:20"}), per_pair * (100 + 60));
+  EXPECT_EQ(flops({"--sparse", "documents=30,block=30"}), per_pair * 3 * 30 * 30);
+  EXPECT_EQ(flops({"--sparse", "documents=45,block=45", "--causal"}), per_pair * 45 * 46);
+}
+
+TEST(OpstAttention, PlanDrawsABlockMask) {
+  const std::vector<std::string> plan = {"plan", "attention", "--seq", "250", "--causal", "--draw", "--sparse"};
+  const auto run = [&](const std::string& sparse, std::vector<std::string> more = {}) {
+    std::vector<std::string> options = plan;
+    options.push_back(sparse);
+    options.insert(options.end(), more.begin(), more.end());
+    return run_program(options);
+  };
+  const Outcome outcome = run("window=60,global=1,block=50");
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+  const std::string picture = "5 x 5 blocks of 50 queries and 50 keys\n  #....\n  ##...\n  ###..\n  ####.\n  #.###\n";
+  EXPECT_NE(outcome.out.find(picture), std::string::npos) << outcome.out;
+  EXPECT_EQ(run("documents=125,block=1", {"--json"})
+                .json()["rows"][0]["picture"]
+                .get<std::string>()
+                .find("250 x 250 blocks of 1 queries and 1 keys, 3 x 3 to a character"),
+            0u);
+  for (const auto& [sparse, complaint] :
+       {std::pair("window", "'window' is not KEY=NUMBER"), std::pair("width=3", "'width=3' has no known key"),
+        std::pair("window=x", "'window=x' is not a whole number from 0 to 2^30"),
+        std::pair("density=2", "'density=2' is not a number above 0 and up to 1"),
+        std::pair("heads=3", "heads=3 is not 1, --heads or --kv-heads"),
+        std::pair("block=0", "block_q is 0, must be 1 to 2^56")}) {
+    const Outcome refused = run(sparse);
+    EXPECT_EQ(refused.exit_code, 2) << sparse;
+    EXPECT_NE(refused.err.find(complaint), std::string::npos) << refused.err;
+  }
+  EXPECT_EQ(run_program({"plan", "attention", "--draw"}).exit_code, 2);
 }
 
 // The verdict must be able to say FAIL: one value of every 256 is lost, which is what a tile that forgets one would do.

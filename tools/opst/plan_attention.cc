@@ -49,7 +49,7 @@ const char* home_of(int64_t bytes, const Machine& machine) {
   return "memory";
 }
 
-void run(const AttentionArguments& arguments) {
+void run(const AttentionArguments& arguments, bool draw) {
   const std::vector<AttentionSetup> setups = attention_setups(arguments);
   const Context context = make_context(arguments.num_threads);
   const Machine& machine = context.machine();
@@ -91,6 +91,7 @@ void run(const AttentionArguments& arguments) {
                       {"arithmetic_ms", arithmetic_s * 1e3},
                       {"transfer_ms", transfer_s * 1e3},
                       {"bound", arithmetic_s >= transfer_s ? "arithmetic" : "memory"}});
+      if (draw) rows.back()["picture"] = draw_mask(setup.block_mask->mask, p);
       continue;
     }
     char text[2048];
@@ -109,6 +110,7 @@ void run(const AttentionArguments& arguments) {
         peak / 1e9, arithmetic_s * 1e3, traffic.flash / 1e6, bandwidth / 1e9, transfer_s * 1e3,
         arithmetic_s >= transfer_s ? "arithmetic" : "memory");
     write_output(text);
+    if (draw) write_output(draw_mask(setup.block_mask->mask, p));
   }
   if (arguments.json) {
     write_json({{"machine", to_string(machine)}, {"threads", context.num_threads()}, {"rows", rows}});
@@ -127,8 +129,11 @@ void add_plan_attention(CLI::App& plan) {
                           ->capture_default_str();
   auto backward = std::make_shared<bool>(false);
   command->add_flag("--backward", *backward, "Plan the gradients instead")->excludes(path);
-  command->callback(
-      [arguments, backward] { *backward ? plan_attention_backward_command(*arguments) : run(*arguments); });
+  auto draw = std::make_shared<bool>(false);
+  command->add_flag("--draw", *draw, "Print the block mask of --sparse as text")->needs("--sparse");
+  command->callback([arguments, backward, draw] {
+    *backward ? plan_attention_backward_command(*arguments) : run(*arguments, *draw);
+  });
 }
 
 }  // namespace opst::tools

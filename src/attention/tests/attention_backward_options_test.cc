@@ -41,7 +41,7 @@ TEST(AttentionBackwardOptions, RandomCombinationsAgreeWithTheReference) {
   }
 }
 
-// 25 tensors: lengths in all three forms, everything that may be added to or hidden from scores, every statistic and
+// 27 tensors: lengths in all three forms, everything that may be added to or hidden from scores, every statistic and
 // every gradient.
 TEST(AttentionBackwardOptions, EveryTensorAtOnce) {
   Random random(seed() + 1);
@@ -49,6 +49,7 @@ TEST(AttentionBackwardOptions, EveryTensorAtOnce) {
   d.num_heads = 4, d.num_kv_heads = 2, d.head_dim = 16, d.value_head_dim = 9;
   d.query_lens = {11, 0, 30}, d.kv_lens = {40, 3, 17};
   d.varlen_q = true, d.rows_behind = 2, d.keys = Keys::varlen;
+  d.mask_batch = 3, d.mask_heads = 4, d.mask_block_q = 8, d.mask_block_kv = 5;
   d.prefix = d.mask = d.bias = d.alibi = d.sinks = d.drop_mask = d.slopes_of_batch = true;
   for (int i = 0; i < 4; ++i) d.mask_dims[i] = d.bias_dims[i] = true;
   d.options.causal = true, d.options.window_left = 20, d.options.softcap = 5, d.options.dropout.keep_prob = 0.75;

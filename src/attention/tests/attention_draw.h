@@ -28,6 +28,8 @@ struct Draw {
   Strides mask_strides = Strides::bnsd, bias_strides = Strides::bnsd;
   DType bias_dtype = DType::f32;
   bool slopes_of_batch = false;
+  // Sizes of row_offsets' first dimensions and of blocks; mask_heads 0: no block mask.
+  int64_t mask_batch = 1, mask_heads = 0, mask_block_q = 1, mask_block_kv = 1;
   bool non_finite = false;  // one element of key or value
   AttentionOptions options;
 
@@ -50,6 +52,7 @@ inline std::map<std::string, bool> options_of(const Draw& d) {
       {"pages", d.keys == Keys::norm_pages || d.keys == Keys::panel_pages},
       {"lengths differ", d.kv_lens != std::vector<int64_t>(d.kv_lens.size(), d.kv_lens[0])},
       {"bool mask", d.mask},
+      {"block mask", d.mask_heads > 0},
       {"bias", d.bias},
       {"softcap", o.softcap > 0},
       {"alibi", d.alibi},
@@ -106,6 +109,8 @@ inline std::string to_string(const Draw& d) {
   for (int i = 0; i < 4; ++i) number("bias", static_cast<int>(d.bias_dims[i]));
   s.append(", ").append(to_string(d.mask_strides)).append(" ").append(to_string(d.bias_strides));
   s.append(" ").append(to_string(d.bias_dtype));
+  number("block mask", d.mask_batch);
+  for (const int64_t x : {d.mask_heads, d.mask_block_q, d.mask_block_kv}) number("", x);
   number("ranks", d.mask_rank);
   number("", d.bias_rank);
   if (d.non_finite) s += ", one element not finite";
@@ -205,6 +210,12 @@ inline Draw draw(Random& random) {
   if (d.keys == Keys::panel_pages) {
     o.page_layout = PageLayout::panel32;
     o.block_kv = o.block_kv == 0 ? 0 : 32;
+  }
+  if (random.chance(0.35)) {
+    d.mask_batch = random.pick({int64_t{1}, batch});
+    d.mask_heads = random.pick({int64_t{1}, d.num_kv_heads, d.num_heads});
+    const auto block = [&] { return random.pick<int64_t>({1, 4, 7, 16, 32, 200, random.integer(1, 40)}); };
+    d.mask_block_q = block(), d.mask_block_kv = block();
   }
   d.share_pages = random.chance(0.6);
   d.non_finite = random.chance(0.12);

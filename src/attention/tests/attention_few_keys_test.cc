@@ -15,6 +15,7 @@ enum class Hides : uint8_t { window, mask, bias, length };
 Draw draw_one_key(Hides hides, Random& random) {
   Draw d = draw(random);
   d.mask = d.bias = d.sinks = d.prefix = d.drop_mask = d.non_finite = false;
+  d.mask_heads = 0;
   AttentionOptions& o = d.options;
   o.dropout = {};
   o.causal = false;

@@ -59,6 +59,12 @@ AttentionProblem some_problem(Random& random) {
                         &p.value_head_dim, &p.block_size}) {
     *size = some_size(random, one_in);
   }
+  if (random.chance(0.3)) {
+    for (int64_t* size : {&p.block_mask.block_q, &p.block_mask.block_kv, &p.block_mask.batch, &p.block_mask.heads,
+                          &p.block_mask.row_blocks, &p.block_mask.entries}) {
+      *size = some_size(random, one_in);
+    }
+  }
   p.query_dtype = some_enumerator(random, DType::boolean), p.kv_dtype = some_enumerator(random, DType::boolean);
   p.options = some_options(random);
   p.options.page_layout = some_enumerator(random, PageLayout::panel32);
@@ -78,10 +84,12 @@ Machine some_machine(Random& random) {
 }
 
 bool possible(const AttentionProblem& p) {
-  for (const int64_t size :
-       {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim, p.block_size}) {
+  for (const int64_t size : {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim,
+                             p.block_size, p.block_mask.block_q, p.block_mask.block_kv, p.block_mask.batch,
+                             p.block_mask.heads, p.block_mask.row_blocks, p.block_mask.entries}) {
     if (size < 0 || size > kMaxBytes) return false;
   }
+  if (p.block_mask && p.block_mask.block_kv == 0) return false;
   const AttentionOptions& o = p.options;
   return p.head_dim > 0 && p.value_head_dim > 0 && o.block_q >= 0 && o.block_q <= 4096 && o.block_kv >= 0 &&
          o.block_kv <= 4096 && o.path <= AttentionPath::flash && o.alignment <= CausalAlignment::bottom_right &&

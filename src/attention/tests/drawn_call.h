@@ -94,6 +94,7 @@ class DrawnCall {
       }
       inputs.drop_mask = bytes->tensor().selected(0, 0).selected(0, 0).selected(0, 0);
     }
+    if (d.mask_heads > 0) make_block_mask(random);
     if (d.non_finite) {
       const ConstTensor& t = random.chance(0.7) ? inputs.value : inputs.key;
       const double x = random.pick({std::numeric_limits<double>::quiet_NaN(), HUGE_VAL, -HUGE_VAL});
@@ -214,6 +215,43 @@ class DrawnCall {
     ConstTensor t = keep(std::make_unique<View>(dtype, shape[0], shape[1], shape[2], shape[3], strides))->tensor();
     for (int i = rank; i < 4; ++i) t = t.selected(0, 0);
     return t;
+  }
+  // A share of the pairs of blocks. Some rows have none, and some heads the entries of the head before.
+  void make_block_mask(Random& random) {
+    const int64_t query_blocks =
+        ceil_div(d_.longest_query(), d_.mask_block_q) + (d_.varlen_q ? random.integer(0, 2) : 0);
+    const int64_t key_blocks = ceil_div(d_.longest_keys(), d_.mask_block_kv);
+    const double share = random.pick({0.5, 0.2, 0.9, 0.05});
+    std::vector<int64_t> offsets, columns;
+    for (int64_t head = 0; head < d_.mask_batch * d_.mask_heads; ++head) {
+      const auto row = static_cast<int64_t>(query_blocks) + 1;
+      if (head > 0 && random.chance(0.3)) {
+        for (int64_t i = 0; i < row; ++i) offsets.push_back(offsets[offsets.size() - static_cast<size_t>(row)]);
+        continue;
+      }
+      offsets.push_back(static_cast<int64_t>(columns.size()));
+      for (int64_t i = 0; i < query_blocks; ++i) {
+        const bool some = random.chance(0.9);
+        for (int64_t j = 0; j < key_blocks; ++j) {
+          if (some && random.chance(share)) columns.push_back(j);
+        }
+        offsets.push_back(static_cast<int64_t>(columns.size()));
+      }
+    }
+    const auto strides = [&] { return random.pick({Strides::bnsd, Strides::padded, Strides::shifted}); };
+    const auto write = [](const Tensor& t, const std::vector<int64_t>& values) {
+      for (size_t i = 0; i < values.size(); ++i) set(t, static_cast<int64_t>(i), static_cast<double>(values[i]));
+      return t;
+    };
+    const DType dtype = random.pick({DType::i32, DType::i64});
+    const Tensor of_rows =
+        keep(std::make_unique<View>(dtype, 1, d_.mask_batch, d_.mask_heads, query_blocks + 1, strides()))->tensor();
+    const Tensor of_columns = keep(std::make_unique<View>(random.pick({DType::i32, DType::i64}), 1, 1,
+                                                          static_cast<int64_t>(columns.size()), 1, strides()))
+                                  ->tensor();
+    inputs.block_mask.row_offsets = write(of_rows, offsets).selected(0, 0);
+    inputs.block_mask.columns = write(of_columns, columns).selected(0, 0).selected(0, 0).selected(1, 0);
+    inputs.block_mask.block_q = d_.mask_block_q, inputs.block_mask.block_kv = d_.mask_block_kv;
   }
   void make_table(Random& random) {
     int64_t used = 0, most = 2;
