@@ -25,8 +25,8 @@ namespace {
 constexpr int64_t kMinSplitKeys = 1024;
 // Packed keys of a wave of heads, to stay in cache (plan.cc).
 constexpr int64_t kWaveBytes = 2 << 20;
-// Rows of a task: reading a tile from L2 or L3 costs little beside multiplying it (choose_block_q in plan.cc).
-constexpr int64_t kMostRows = 120;
+// Rows of a task, about: reading a tile from L2 or L3 costs little beside multiplying it (choose_block_q in plan.cc).
+constexpr int64_t kWantedRows = 120;
 
 AttentionProblem attention_problem_of(const LightningIndexerProblem& p) {
   return {.query_dtype = p.query_dtype,
@@ -63,14 +63,14 @@ int64_t choose_block_kv(const LightningIndexerProblem& p, const Machine& m, cons
   return std::min(std::clamp<int64_t>(keys, g.panel, 1024), round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
 }
 
-// Queries per task: at most kMostRows rows, whose words, scores and candidates take a quarter of L2, but at least one
-// register tile of rows.
+// Queries per task: about kWantedRows rows, whose words, scores and candidates take at most a quarter of L2, but at
+// least one register tile of rows.
 int64_t choose_block_q(const LightningIndexerProblem& p, const Machine& m, const Geometry& g, int64_t block_kv) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const Size candidate_bytes = (Size(2) * std::min(p.count, p.kv_len) + block_kv) * 8;
   const Size query_bytes = Size(group) * p.head_dim * 4 + candidate_bytes + Size(block_kv) * 4;
   const int64_t by_l2 = m.cache.l2_bytes / 4 / query_bytes.value();
-  const int64_t least = ceil_div(g.tile_rows, group), most = std::max(least, kMostRows / group);
+  const int64_t least = ceil_div(g.tile_rows, group), most = std::max(least, ceil_div(kWantedRows, group));
   return std::clamp(by_l2, least, most);
 }
 
