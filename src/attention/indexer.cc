@@ -150,7 +150,7 @@ class IndexerCall : CallHeads {
 
     const KeyInterval part = {split * plan_.keys_per_split, (split + 1) * plan_.keys_per_split};
     KvBlocks tiles(seen(head), first * group, rows, group, part, plan_.block_kv, w.visible_begin, w.visible_end);
-    KvTile pair[2];
+    KvTile pair[2] = {};
     for (bool there = tiles.next(&pair[0]); there; pair[0] = pair[1]) {
       there = tiles.next(&pair[1]);
       const bool ahead = there && layout_.shared;  // else the next tile is not packed yet

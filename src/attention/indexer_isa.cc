@@ -22,6 +22,7 @@
 #include "attention/packed_source.h"
 
 namespace opst::OPST_ISA_NS::attention {
+namespace {
 
 using simd::F32;
 
@@ -64,7 +65,8 @@ OPST_INLINE uint64_t candidate(float score, int64_t key) {
 // Appends keys first_key + j, j < n, unless scores[j] <= threshold. After the first few thousand keys of a row most
 // vectors of scores hold one candidate or none, which one comparison tells.
 OPST_NOINLINE void append(const float* scores, int64_t n, int64_t first_key, Candidates& candidates) {
-  const F32 threshold = F32::set1(candidates.threshold), zero = F32::zero(), one = F32::set1(1);
+  const float last = candidates.threshold;
+  const F32 threshold = F32::set1(last), zero = F32::zero(), one = F32::set1(1);
   int64_t count = candidates.count;
   for (int64_t j = 0; j < n; j += F32::kLanes) {
     const F32 passed = simd::select(F32::load(scores + j) <= threshold, zero, one);
@@ -72,7 +74,7 @@ OPST_NOINLINE void append(const float* scores, int64_t n, int64_t first_key, Can
     const int64_t end = n - j < F32::kLanes ? n : j + F32::kLanes;
     for (int64_t i = j; i < end; ++i) {  // without branches, which nothing would predict
       candidates.words[count] = candidate(scores[i], first_key + i);
-      count += scores[i] <= candidates.threshold ? 0 : 1;
+      count += scores[i] <= last ? 0 : 1;
     }
   }
   candidates.count = count;
@@ -104,6 +106,8 @@ void score_tile(const IndexerBlock& block, const KvTile* tiles, int64_t num_tile
     if (seen.end > 0) append(scores, seen.end, tiles[0].first_key, block.candidates[query]);
   }
 }
+
+}  // namespace
 
 extern const IndexerTable kIndexerTable;
 constinit const IndexerTable kIndexerTable = {

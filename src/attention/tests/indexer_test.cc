@@ -4,6 +4,7 @@
 
 #include "attention/tests/indexer_call.h"
 #include "testing/count_allocations.h"
+#include "testing/lazy_mapping.h"
 
 namespace opst::test {
 namespace {
@@ -202,6 +203,36 @@ TEST(LightningIndexer, NothingToSelect) {
     d.call.varlen_q = true, d.call.rows_behind = 3;
     const IndexerTestCall behind(d, random);
     EXPECT_EQ(behind.judge(behind.run(t.context)), "") << t.name;
+  }
+}
+
+// A pool of more than 2^31 elements, whose last block holds the keys.
+TEST(LightningIndexer, PagesBeyond32Bits) {
+  constexpr int64_t kBlocks = 1'050'001, kBlockSize = 16, kDim = 128, kKeys = 13;
+  const LazyMapping pool(kBlocks * kBlockSize * kDim * 2);
+  if (pool.data() == nullptr) GTEST_SKIP() << "the system refuses such a mapping";
+  Random random(seed() + 5);
+  IndexerDraw d;
+  d.call.query_dtype = d.call.kv_dtype = DType::bf16;
+  d.call.num_heads = 5, d.call.head_dim = kDim, d.call.query_lens = {2}, d.call.kv_lens = {kKeys};
+  d.call.options.causal = true;
+  d.count = 20;
+  IndexerTestCall call(d, random);
+  const Tensor pages = Tensor::contiguous(DType::bf16, {kBlocks, kBlockSize, 1, kDim}, pool.data());
+  const ConstTensor keys = call.inputs.key;  // [1, 1, kKeys, kDim]
+  copy(keys.selected(0, 0).transposed(0, 1), pages.selected(0, kBlocks - 1).narrowed(0, 0, kKeys));
+  const std::vector<int32_t> table = {kBlocks - 1}, lengths = {kKeys};
+  for (const TestContext& t : contexts_with_threads(2)) {
+    const IndexerResult dense = call.run(t.context);
+    ASSERT_EQ(call.judge(dense), "");
+    const LightningIndexerInputs before = call.inputs;
+    call.inputs.key = pages;
+    call.inputs.block_table = ConstTensor::contiguous(DType::i32, {1, 1}, table.data());
+    call.inputs.kv_lengths = ConstTensor::contiguous(DType::i32, {1}, lengths.data());
+    const IndexerResult paged = call.run(t.context);
+    call.inputs = before;
+    ASSERT_EQ(paged.status.message(), "");
+    ASSERT_EQ(paged.differs_from(dense), "") << t.name;
   }
 }
 
