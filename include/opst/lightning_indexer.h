@@ -17,10 +17,11 @@
 // another tensor of the call. A sequence has at most 2^31 - 1 keys.
 //
 // Varlen, as in attention.h: with cu_seqlens_q
-//   query [total_q, num_heads, head_dim], weights [total_q, num_heads], indices and values [total_q, num_kv_heads, count]
+//   query [total_q, num_heads, head_dim], weights [total_q, num_heads],
+//   indices and values [total_q, num_kv_heads, count]
 // and with cu_seqlens_k key [total_k, num_kv_heads, head_dim]. Each may be given without the other. Paged keys: with a
-// block_table key is [num_blocks, block_size, num_kv_heads, head_dim], pages of PageLayout::norm, and kv_lengths must be
-// given. Entries of the table beyond a sequence's keys are never read, nor are the rows of a page beyond them.
+// block_table key is [num_blocks, block_size, num_kv_heads, head_dim], pages of PageLayout::norm, and kv_lengths must
+// be given. Entries of the table beyond a sequence's keys are never read, nor are the rows of a page beyond them.
 //
 // Query i of a sequence sees key j where j < kv_len and, if causal, j <= i + kv_len - query_len (the last query sees
 // every key), with the lengths of the sequence. Queries at query_lengths[b] and beyond see none, nor do rows behind the
@@ -31,9 +32,9 @@
 // and its value is NaN. A query that sees n < count keys has all n of them, then -1. A zero among `values` is +0.
 //
 // Numerics. Products are summed over head_dim, then over the heads in ascending order, in f32 (bf16 times bf16 by the
-// pairwise dot product where that is the faster instruction). relu(NaN) is NaN, and infinities follow IEEE 754: a weight
-// of 0 times an infinite product is NaN. The same bits for any number of threads, any tile sizes, and for dense keys and
-// pages of the same values.
+// pairwise dot product where that is the faster instruction). relu(NaN) is NaN, and infinities follow IEEE 754: a
+// weight of 0 times an infinite product is NaN. The same bits for any number of threads, any tile sizes, and for dense
+// keys and pages of the same values.
 //
 // Time 2 * head_dim * visible pairs * num_heads flops. Memory beyond inputs and outputs: at most one packed copy of the
 // keys, and for each task, a few queries, a multiple of count. The [queries, keys] matrix of scores never exists.

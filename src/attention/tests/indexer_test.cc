@@ -40,8 +40,8 @@ TEST(LightningIndexer, RandomCallsAgreeWithTheReference) {
   }
 }
 
-// A dense call of one sequence, whose scores a test sets: one head of weight 1 and of head_dim 1, query 1, so that key j
-// is its score where it is positive. NaN and infinities pass.
+// A dense call of one sequence, whose scores a test sets: one head of weight 1 and of head_dim 1, query 1, so that key
+// j is its score where it is positive. NaN and infinities pass.
 struct Scores {
   std::vector<float> query, weights, keys;
   std::vector<int32_t> indices;
@@ -82,8 +82,8 @@ struct Scores {
   }
 };
 
-// Orders of scores in which the threshold never rises, rises with every key, or meets ties everywhere; over so many keys
-// that candidates are dropped several times, in one part and in parts of the keys.
+// Orders of scores in which the threshold never rises, rises with every key, or meets ties everywhere; over so many
+// keys that candidates are dropped several times, in one part and in parts of the keys.
 TEST(LightningIndexer, AdversarialOrdersAreExact) {
   constexpr int64_t kKeys = 5000;
   Random random(seed() + 1);
@@ -160,7 +160,7 @@ TEST(LightningIndexer, NanAmongThousandsOfKeys) {
   }
 }
 
-// The heads of a query lie in several register tiles, and register tiles hold heads of two queries: the sum is the same.
+// The heads of a query lie in several register tiles, register tiles hold heads of two queries: the sum is the same.
 TEST(LightningIndexer, AnyNumberOfHeads) {
   Random random(seed() + 2);
   for (const int64_t heads : {1, 11, 12, 13, 25, 130}) {
