@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include "opst/attention_backward.h"
+#include "opst/lightning_indexer.h"
 #include "view.h"
 
 namespace opst::python {
@@ -100,6 +101,31 @@ bool attend_plain(Context& context, nb::handle query, nb::handle key, nb::handle
   if (status.code() == StatusCode::invalid_argument) return false;
   raise_if_failed(status);
   return true;
+}
+
+void bind_indexer(nb::module_& module) {
+  module.def(
+      "lightning_indexer",
+      [](Context& context, const View& query, const View& key, const View& weights, const View& indices,
+         const View* values, const View* block_table, const View* kv_lengths, const View* query_lengths,
+         const View* cu_seqlens_q, const View* cu_seqlens_k, bool causal, int64_t block_q, int64_t block_kv) {
+        const LightningIndexerInputs in = {.query = query.input(),
+                                           .key = key.input(),
+                                           .weights = weights.input(),
+                                           .block_table = input_or_empty(block_table),
+                                           .kv_lengths = input_or_empty(kv_lengths),
+                                           .query_lengths = input_or_empty(query_lengths),
+                                           .cu_seqlens_q = input_or_empty(cu_seqlens_q),
+                                           .cu_seqlens_k = input_or_empty(cu_seqlens_k)};
+        const LightningIndexerOutputs out = {.indices = indices.output("indices"),
+                                             .values = output_or_empty(values, "values")};
+        const LightningIndexerOptions options = {.causal = causal, .block_q = block_q, .block_kv = block_kv};
+        run([&] { return lightning_indexer(context, in, out, options); });
+      },
+      nb::arg("context"), nb::arg("query"), nb::arg("key"), nb::arg("weights"), nb::arg("indices"),
+      nb::arg("values").none(), nb::arg("block_table").none(), nb::arg("kv_lengths").none(),
+      nb::arg("query_lengths").none(), nb::arg("cu_seqlens_q").none(), nb::arg("cu_seqlens_k").none(),
+      nb::arg("causal"), nb::arg("block_q"), nb::arg("block_kv"));
 }
 
 }  // namespace
@@ -226,6 +252,7 @@ void bind_attention(nb::module_& module) {
       nb::arg("context"), nb::arg("out_parts"), nb::arg("lse_parts").none(), nb::arg("max_parts").none(),
       nb::arg("sum_parts").none(), nb::arg("out"), nb::arg("softmax_lse").none(), nb::arg("softmax_max").none(),
       nb::arg("softmax_sum").none(), nb::arg("accumulate") = false);
+  bind_indexer(module);
   module.attr("UNBOUNDED") = kUnbounded;
 }
 

@@ -220,6 +220,36 @@ def paged_attention_(d: Draw) -> Call:
 
 
 @case
+def lightning_indexer(d: Draw) -> Call:
+    s, (x, narrow) = _sizes(d), (d.real(), d.real())
+    varlen_q, keys = d.rarely(3), d.pick(("dense", "dense", "varlen", "pages"))
+    batch = d.pick((s.batch, 1)) if varlen_q and keys == "dense" else s.batch
+    arguments: Dict[str, Any] = {"count": d.option((s.kv_len, 1, 3, 40))}
+    block_size, columns = d.size(1, 9), d.size(1, 3)
+    kv_len = block_size * columns if keys == "pages" else s.kv_len
+    shapes = {"dense": (batch, s.kv_heads, s.kv_len, s.dim), "varlen": (s.kv_len, s.kv_heads, s.dim),
+              "pages": (batch * columns, block_size, s.kv_heads, s.dim)}
+    if varlen_q:
+        query, weights = (s.q_len, s.heads, s.dim), (s.q_len, s.heads)
+        arguments["cu_seqlens_q"] = d.integers(_ends(d, batch, s.q_len, 1))
+    else:
+        query, weights = (batch, s.heads, s.q_len, s.dim), (batch, s.heads, s.q_len)
+        arguments["query_lengths"] = d.maybe(lambda: d.integers([d.integer(0, s.q_len) for _ in range(batch)]), 4)
+    if keys == "varlen":
+        arguments["cu_seqlens_k"] = d.integers(_ends(d, batch, s.kv_len, 1))
+    elif keys == "pages":
+        table = [d.integer(-1 if d.wildly(16) else 0, max(batch * columns - 1, 0)) for _ in range(batch * columns)]
+        arguments["block_table"] = d.integers(table, (batch, columns))
+    if keys == "pages" or (keys == "dense" and d.rarely(4)):
+        arguments["kv_lengths"] = d.integers([d.integer(0, kv_len) for _ in range(batch)])
+    # Scores that rounding alone parts may come in another order at another level.
+    return Call(flash_attention.lightning_indexer, given(
+        query=d.array(x, query), key=d.array(x, shapes[keys]), weights=d.array(narrow, weights), causal=d.option((True, False)),
+        return_values=d.option((False, True)), values_dtype=d.option(("f32", "bf16", "f16")),
+        block_q=d.option((0, 1, 5)), block_kv=d.option((0, 1, 20)), **arguments), compared=False)
+
+
+@case
 def attention_weights(d: Draw) -> Call:
     s, (x, narrow) = _sizes(d), _dtypes(d)
     options = _numbers(d, "")

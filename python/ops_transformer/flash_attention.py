@@ -28,12 +28,14 @@ from ._calls import public
 from ._context import Context, default_context
 from ._core import UNBOUNDED
 from ._dropout import dropout_mask, pack_drop_mask
+from ._indexer import SelectedKeys, lightning_indexer
 from ._layouts import check_layout, from_heads_first, heads_first, hint, shape_of_out
 from ._merge import MergedAttention, merge_attention
 from ._weights import attention_weights
 
-__all__ = ["UNBOUNDED", "AttentionScore", "MergedAttention", "attention_weights", "dropout_mask", "flash_attention",
-           "flash_attention_grad", "flash_attention_score", "merge_attention", "pack_drop_mask"]
+__all__ = ["UNBOUNDED", "AttentionScore", "MergedAttention", "SelectedKeys", "attention_weights", "dropout_mask",
+           "flash_attention", "flash_attention_grad", "flash_attention_score", "lightning_indexer", "merge_attention",
+           "pack_drop_mask"]
 
 # Further keywords of each function, beside those of its signature.
 _SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignment", "bias_scale", "block_kv", "block_q",

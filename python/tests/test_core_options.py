@@ -16,6 +16,7 @@ HEADERS = pathlib.Path(__file__).resolve().parents[2] / "include" / "opst"
 SCORE, GRAD, PLAIN = ("flash_attention.flash_attention_score", "flash_attention.flash_attention_grad",
                       "flash_attention.flash_attention")
 PAGED, MERGE = "kv_cache.paged_attention", "flash_attention.merge_attention"
+INDEXER = "flash_attention.lightning_indexer"
 MORE = {SCORE: flash_attention._SCORE_OPTIONS, GRAD: flash_attention._SCORE_OPTIONS, PLAIN: flash_attention._PLAIN_OPTIONS,
         PAGED: _paged_attention._OPTIONS}
 
@@ -62,6 +63,10 @@ LIST = {
                        "softmax_sum": by_name(GRAD), "grad_out": by_name(GRAD), "grad_lse": by_name(GRAD)},
     "AttentionGradients": {name: named("wanted", GRAD) for name in ("grad_query", "grad_key", "grad_value", "grad_bias",
                                                                     "grad_sinks")},
+    "LightningIndexerInputs": each("query key weights block_table kv_lengths query_lengths cu_seqlens_q cu_seqlens_k",
+                                   by_name(INDEXER)),
+    "LightningIndexerOutputs": {"indices": RESULT, "values": named("return_values", INDEXER)},
+    "LightningIndexerOptions": each("causal block_q block_kv", by_name(INDEXER)),
     "MatmulOptions": {**each("bias activation residual batch_invariant out_scales", by_name("matmul.matmul")),
                       "activations": named("int8_activations", "matmul.matmul")},
     "IntMatmulOptions": each("x_scales bias activation residual out_scales", by_name("matmul.matmul_int")),

@@ -6,6 +6,7 @@
 
 #include "opst/attention.h"
 #include "opst/attention_backward.h"
+#include "opst/lightning_indexer.h"
 #include "testing/fuzz_call.h"
 
 namespace opst::test {
@@ -201,6 +202,35 @@ inline FuzzedCall draw_backward(Choices& c, Operands& t) {
                                     {o[4], o[5], o[6], o[7], o[8]}, options);
   };
   return {backward, {}, forward, {}, true};
+}
+
+// Two levels may exchange keys whose scores differ by rounding alone: only threads are compared.
+inline FuzzedCall draw_indexer(Choices& c, Operands& t) {
+  const AttentionSizes s(c);
+  const auto real = [&] { return c.pick({DType::f32, DType::bf16, DType::f16}); };
+  const auto index_type = [&] { return c.pick({DType::i32, DType::i64}); };
+  std::vector<int64_t> weights = s.query(1), selected = {s.q_len, s.kv_heads, c.pick<int64_t>({1, 5, 40, 130})};
+  weights.pop_back();
+  if (!s.varlen_q) selected.insert(selected.begin(), s.batch);
+  t.input(real(), s.query(s.head_dim));
+  t.input(real(), s.keys(s.head_dim));
+  t.input(real(), weights);
+  s.paged
+      ? t.input(index_type(), {s.batch, s.table_columns}, c.rarely(16) ? -1 : 0, s.num_blocks - (c.rarely(16) ? 0 : 1))
+      : t.absent();
+  s.paged || c.rarely(4) ? t.input(index_type(), {s.batch}, 0, s.kv_len) : t.absent();
+  c.rarely(4) ? t.input(index_type(), {s.batch}, 0, s.q_len) : t.absent();
+  s.varlen_q ? t.integers(index_type(), {s.batch + 1}, s.offsets(c, s.q_len)) : t.absent();
+  s.varlen_k ? t.integers(index_type(), {s.batch + 1}, s.offsets(c, s.kv_len)) : t.absent();
+  t.output(DType::i32, selected);
+  c.coin() ? t.output(real(), selected) : t.absent();
+  LightningIndexerOptions options = {.causal = c.coin()};
+  if (c.rarely(4)) options.block_q = c.size(c.integer(0, 9)), options.block_kv = c.size(c.integer(0, 70));
+  return {[=](Context& context, const Views& v) {
+            const LightningIndexerInputs in = {v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]};
+            return lightning_indexer(context, in, {v[8], v[9]}, options);
+          },
+          std::numeric_limits<double>::infinity()};
 }
 
 inline FuzzedCall draw_merge(Choices& c, Operands& t) {

@@ -272,7 +272,7 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
 }
 
 FuzzedCall draw_call(Choices& c, Operands& t) {
-  switch (c.byte() % 10) {
+  switch (c.byte() % 11) {
     case 0:
     case 1:
       return draw_forward(c, t);
@@ -290,6 +290,8 @@ FuzzedCall draw_call(Choices& c, Operands& t) {
       return draw_integers(c, t);
     case 8:
       return c.coin() ? draw_rowwise(c, t) : draw_rope(c, t);
+    case 10:
+      return draw_indexer(c, t);
     default:
       return draw_cache(c, t);
   }

@@ -6,6 +6,7 @@
 
 #include "opst/attention.h"
 #include "opst/attention_backward.h"
+#include "opst/lightning_indexer.h"
 #include "testing/random.h"
 
 namespace opst {
@@ -87,6 +88,32 @@ TEST(AttentionInterruption, EndsTheCall) {
         EXPECT_EQ(asked, before + 1);
       }
     }
+  }
+}
+
+// One key head for all heads: 2^30 multiply-adds.
+TEST(AttentionInterruption, EndsAnIndexersCall) {
+  Tensors t;
+  constexpr int64_t kCount = 64;
+  std::vector<int32_t> indices(kLength * kCount);
+  const Tensor out = Tensor::contiguous(DType::i32, {1, kLength, 1, kCount}, indices.data());
+  const LightningIndexerInputs in = {
+      .query = Tensors::of(t.query), .key = Tensors::of(t.key).narrowed(1, 0, 1), .weights = t.statistics()};
+  test::Random random(test::seed());
+  test::fill(t.statistics(), test::Fill::normal, random);
+  struct Way {
+    int num_threads;
+    int64_t block_q;  // 256: the keys are split
+  };
+  for (const auto& [num_threads, block_q] : {Way{1, 0}, Way{2, 0}, Way{5, 0}, Way{1, 256}, Way{2, 256}}) {
+    SCOPED_TRACE(std::to_string(num_threads) + " threads, block_q " + std::to_string(block_q));
+    Context context = make_context(num_threads);
+    const LightningIndexerOptions options = {.block_q = block_q};
+    asked = 0, asked_before_yes = 0;
+    expect_interrupted(lightning_indexer(context, in, {.indices = out}, options), "lightning_indexer");
+    EXPECT_EQ(asked, 1);
+    asked = 0, asked_before_yes = 1 << 30;
+    EXPECT_TRUE(lightning_indexer(context, in, {.indices = out}, options).ok());
   }
 }
 
