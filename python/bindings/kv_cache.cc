@@ -188,7 +188,7 @@ void bind_kv_cache(nb::module_& module) {
          const View& slots, const View* query_weight, const View* key_weight, const View& query_out,
          const View& key_cache, const View& value_cache, const std::string& layout, const std::string& style,
          double eps, const View* key_scales, const View* value_scales, const View* key_offsets,
-         const View* value_offsets) {
+         const View* value_offsets, bool scales_given) {
         const RopeScatterInputs inputs = {.query = query.input(),
                                           .key = key.input(),
                                           .value = value.input(),
@@ -201,7 +201,8 @@ void bind_kv_cache(nb::module_& module) {
             .layout = parse_layout(layout),
             .style = parse_style(style),
             .eps = eps,
-            .scales = written_scales(key_scales, value_scales, key_offsets, value_offsets, false)};
+            .scales = written_scales(key_scales, value_scales, key_offsets, value_offsets, scales_given),
+            .scales_given = scales_given};
         run([&, q = query_out.output("query_out"), k = key_cache.output("key_cache"),
              v = value_cache.output("value_cache")] {
           return rope_scatter_pa_kv_cache(context, inputs, q, k, v, options);
@@ -210,7 +211,7 @@ void bind_kv_cache(nb::module_& module) {
       arg("context"), arg("query"), arg("key"), arg("value"), arg("cos"), arg("sin"), arg("slot_mapping"),
       arg("query_weight").none(), arg("key_weight").none(), arg("query_out"), arg("key_cache"), arg("value_cache"),
       arg("layout"), arg("style"), arg("eps"), arg("key_scales").none(), arg("value_scales").none(),
-      arg("key_offsets").none(), arg("value_offsets").none());
+      arg("key_offsets").none(), arg("value_offsets").none(), arg("scales_given"));
   module.def(
       "convert_pages",
       [](Context& context, const View& from_key, const View& from_value, const View& to_key, const View& to_value,

@@ -7,9 +7,10 @@
     scatter_pa_kv_cache(key, value, slots, key_cache, value_cache)
     out = paged_attention(query, key_cache, value_cache, np.array([blocks]), [70])
 
-A cache is two arrays over memory of yours, in float32, bfloat16, float16 or numbers of eight bits; or two ScaledPages, of
-integers with their scales, for which every function here but paged_attention takes them. Token p of a sequence is row p % block_size of
-the block that its row of block_table names at p / block_size; slot = block * block_size + row. Page layouts:
+A cache is two arrays over memory of yours, in float32, bfloat16, float16 or numbers of eight bits; or two ScaledPages,
+integers with their scales, which every function here takes in the place of arrays, but for paged_attention (it reads neither
+them nor numbers of eight bits). Token p of a sequence is row p % block_size of the block that its row of block_table names at
+p / block_size; slot = block * block_size + row. Page layouts:
 
     "norm"     [num_blocks, block_size, num_kv_heads, head_dim], any strides
     "panel32"  what attention multiplies without packing: all but float16, block_size a multiple of 32; new_pages has its
@@ -33,8 +34,8 @@ from ._core import UNBOUNDED, View
 from ._paged_attention import PagedAttention, PagedStatistics, paged_attention
 from ._pages import ScaledPages, page_format, parts, row_elements
 
-__all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "ScaledPages", "convert_pages", "gather_pa_kv_cache", "new_pages",
-           "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
+__all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "ScaledPages", "convert_pages", "gather_pa_kv_cache",
+           "new_pages", "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
 
 
 def _ids(blocks: Any) -> List[int]:
@@ -152,7 +153,7 @@ def scatter_pa_kv_cache(key: Any, value: Any, slot_mapping: Any, key_cache: Any,
 @public
 def rope_scatter_pa_kv_cache(query: Any, key: Any, value: Any, cos: Any, sin: Any, slot_mapping: Any, key_cache: Any,
                              value_cache: Any, *, query_weight: Any = None, key_weight: Any = None, eps: float = 1e-5,
-                             style: str = "halves", layout: str = "norm", out: Any = None,
+                             style: str = "halves", layout: str = "norm", scales_given: bool = False, out: Any = None,
                              context: Optional[Context] = None) -> Any:
     """What a decoder does between its projections and attention, in one pass; gives the turned queries.
 
@@ -169,7 +170,8 @@ def rope_scatter_pa_kv_cache(query: Any, key: Any, value: Any, cos: Any, sin: An
     _core.rope_scatter_pa_kv_cache(
         context or default_context(), tensor, view(key), view(value), view(cos), view(sin), integers(slot_mapping),
         optional_view(query_weight), optional_view(key_weight), output(out), output(keys, "key_cache"),
-        output(values, "value_cache"), layout, style, eps, *_scale_views(scales, True))
+        output(values, "value_cache"), layout, style, eps, *_scale_views(scales, not scales_given),
+        scales_given)
     return out
 
 
