@@ -17,33 +17,17 @@ using opst::kv_cache::CopyRows;
 using opst::kv_cache::Rows;
 using simd::F32;
 
-template <class T>
-inline constexpr bool kIsFloat8 = __is_same(T, f8_e4m3) || __is_same(T, f8_e5m2);
 // kLanes elements, or n of them.
 template <class T>
-OPST_INLINE F32 load(const T* p) {
-  if constexpr (kIsFloat8<T>)
-    return simd::load_f8(p);
-  else
-    return F32::load(p);
-}
-template <class T>
-OPST_INLINE F32 load_n(const T* p, int64_t n) {
-  if constexpr (kIsFloat8<T>)
-    return simd::load_f8_n(p, n);
-  else
-    return F32::load_n(p, n);
-}
-template <class T>
 OPST_INLINE void store(F32 x, T* p) {
-  if constexpr (kIsFloat8<T>)
+  if constexpr (simd::kIsFloat8<T>)
     simd::store_f8(x, p);
   else
     x.store(p);
 }
 template <class T>
 OPST_INLINE void store_n(F32 x, T* p, int64_t n) {
-  if constexpr (kIsFloat8<T>)
+  if constexpr (simd::kIsFloat8<T>)
     simd::store_f8_n(x, p, n);
   else
     x.store_n(p, n);
@@ -56,8 +40,8 @@ OPST_INLINE void copy_contiguous(const From* from, To* to, int64_t n) {
     __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(To));
   } else {
     int64_t d = 0;
-    for (; d + F32::kLanes <= n; d += F32::kLanes) store(load(from + d), to + d);
-    store_n(load_n(from + d, n - d), to + d, n - d);
+    for (; d + F32::kLanes <= n; d += F32::kLanes) store(simd::load_stored<F32>(from + d), to + d);
+    store_n(simd::load_stored_n<F32>(from + d, n - d), to + d, n - d);
   }
 }
 

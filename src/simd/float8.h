@@ -4,6 +4,8 @@
 //   load_f8(p), load_f8_n(p, n)        kLanes numbers, or n of them and zeros: exact
 //   store_f8(x, p), store_f8_n(x, p, n)  rounded to nearest even; numbers that are too large saturate
 //
+//   load_stored<V>(p), load_stored_n<V>(p, n)  the same of any storage type, int8_t too
+//
 // Widening: the bits of a magnitude, moved to where f32 has exponent and mantissa, are its value times a power of two,
 // subnormals included. Narrowing: above the smallest normal number the exponent is moved and the bits that go are
 // rounded as an integer; below it, adding 2^23 units of the last place rounds. Subnormal floats occur on the way: the
@@ -89,6 +91,31 @@ OPST_INLINE void store_f8(F32 x, T* p) {
 #else
   store_f8_n(x, p, F32::kLanes);
 #endif
+}
+
+// kLanes numbers of any type that is stored, or n of them and zeros: V::load knows those of 16 bits and more.
+template <class T>
+inline constexpr bool kIsFloat8 = __is_same(T, f8_e4m3) || __is_same(T, f8_e5m2);
+template <class V, class T>
+OPST_INLINE V load_stored(const T* p) {
+  if constexpr (kIsFloat8<T>)
+    return load_f8(p);
+  else if constexpr (__is_same(T, int8_t))
+    return load_i8(p);
+  else
+    return V::load(p);
+}
+template <class V, class T>
+OPST_INLINE V load_stored_n(const T* p, int64_t n) {
+  if constexpr (kIsFloat8<T>) {
+    return load_f8_n(p, n);
+  } else if constexpr (__is_same(T, int8_t)) {
+    int8_t lanes[V::kLanes] = {};
+    for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+    return load_i8(lanes);
+  } else {
+    return V::load_n(p, n);
+  }
 }
 
 }  // namespace opst::OPST_ISA_NS::simd
