@@ -8,8 +8,8 @@
     out = paged_attention(query, key_cache, value_cache, np.array([blocks]), [70])
 
 A cache is two arrays over memory of yours, in float32, bfloat16, float16 or numbers of eight bits; or two ScaledPages,
-integers with their scales, which every function here takes in the place of arrays, but for paged_attention (it reads neither
-them nor numbers of eight bits). Token p of a sequence is row p % block_size of the block that its row of block_table names at
+integers with their scales, which every function here takes in the place of arrays (paged_attention reads int8 and numbers of
+eight bits in layout "norm"). Token p of a sequence is row p % block_size of the block that its row of block_table names at
 p / block_size; slot = block * block_size + row. Page layouts:
 
     "norm"     [num_blocks, block_size, num_kv_heads, head_dim], any strides

@@ -41,6 +41,8 @@ LIST = {
     "AttentionInputs": {
         "query": by_name(SCORE, GRAD, PAGED), "key": by_name(SCORE, GRAD), "value": by_name(SCORE, GRAD),
         "block_table": by_name(PAGED), "kv_lengths": EVERYWHERE,
+        "key_scales": named("key_cache", PAGED), "value_scales": named("value_cache", PAGED),
+        "key_offsets": named("key_cache", PAGED), "value_offsets": named("value_cache", PAGED),
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
         "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE},
     "AttentionOutputs": {
