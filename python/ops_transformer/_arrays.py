@@ -317,7 +317,7 @@ def _torch_view(tensor: Any, dtype: Optional[str], value: Any, name: Optional[st
                       "pass a detached tensor (.detach())", name)
     if door.has_tangent(tensor):
         raise refusal(RuntimeError, value, "carries a forward-mode tangent and this function has no derivative", name)
-    if dtype is None and _dtype_name(memory) in _FLOAT8:
+    if dtype is None and memory.element_size() == 1 and _dtype_name(memory) in _FLOAT8:
         memory, dtype = memory.view(sys.modules["torch"].uint8), _FLOAT8[_dtype_name(memory)]
     try:
         return View(_to_dlpack(memory), dtype)
