@@ -117,8 +117,16 @@ def new_pages(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     groups = _core.scale_shapes(*sizes)
     if not groups[0]:
         return pages
-    return tuple(ScaledPages(q, _zeros(like, shape, "f32"), _zeros(like, shape, "f32") if has_offsets else None)
+    return tuple(ScaledPages(q, _scales(like, shape, layout), _scales(like, shape, layout) if has_offsets else None)
                  for q, shape in zip(pages, groups))
+
+
+def _scales(like: Any, shape: Any, layout: str) -> Any:
+    """Those of a head lie next to each other, as attention reads them; in "norm" the shape does not say so."""
+    if layout != "norm":
+        return _zeros(like, shape, "f32")
+    blocks, rows, heads, groups = shape
+    return _zeros(like, (blocks, heads, rows, groups), "f32").swapaxes(1, 2)
 
 
 def _zeros(like: Any, shape: Any, dtype: str) -> Any:

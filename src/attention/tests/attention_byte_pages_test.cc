@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
 #include <limits>
 
-#include "attention/tests/attention_problem.h"
+#include "attention/tests/drawn_call.h"
 #include "opst/attention_backward.h"
+#include "testing/effort.h"
 
 namespace opst::test {
 namespace {
@@ -119,6 +121,74 @@ TEST(AttentionBytePages, AgreeWithTheReference) {
     }
   }
   EXPECT_GT(judged, 100);
+}
+
+// Float pages become such as bytes hold, and the bytes; rows of nobody are NaN, and have a scale of NaN.
+class BytesOf {
+ public:
+  BytesOf(AttentionInputs& in, const Format& format, Random& random) {
+    for (const bool keys : {true, false}) {
+      ConstTensor& pages = keys ? in.key : in.value;
+      const Tensor floats = mutable_view(pages);
+      const int64_t dim = floats.shape[3], rows = floats.num_elements() / dim;
+      bytes_[keys] = std::make_unique<GuardedBuffer>(rows * dim);
+      for (auto* const memory : {&scales_[keys], &offsets_[keys]}) *memory = std::make_unique<GuardedBuffer>(rows * 4);
+      const auto list = [&](const GuardedBuffer& memory) {
+        return memory.tensor(DType::f32, {floats.shape[0], floats.shape[1], floats.shape[2], 1});
+      };
+      for (int64_t row = 0; row < rows; ++row) {
+        if (std::isnan(test::get(floats, row * dim))) continue;
+        const double scale = static_cast<double>(random.integer(1, 63)) * 0x1p-11;
+        const double offset = format.has_offsets ? static_cast<double>(random.integer(-127, 128)) : 0;
+        test::set(list(*scales_[keys]), row, scale);
+        test::set(list(*offsets_[keys]), row, offset);
+        for (int64_t i = row * dim; i < (row + 1) * dim; ++i) {
+          const double number =
+              format.dtype == DType::i8 ? static_cast<double>(random.integer(-128, 127)) : random.normal();
+          test::set(format.dtype, bytes_[keys]->data(), i, number);
+          const double stored = test::get(format.dtype, bytes_[keys]->data(), i);
+          test::set(floats, i, format.dtype == DType::i8 ? (stored + offset) * scale : stored);
+        }
+      }
+      pages = bytes_[keys]->tensor(format.dtype, {floats.shape[0], floats.shape[1], floats.shape[2], dim});
+      if (format.dtype != DType::i8) continue;
+      (keys ? in.key_scales : in.value_scales) = list(*scales_[keys]);
+      if (format.has_offsets) (keys ? in.key_offsets : in.value_offsets) = list(*offsets_[keys]);
+    }
+  }
+
+ private:
+  std::unique_ptr<GuardedBuffer> bytes_[2], scales_[2], offsets_[2];
+};
+
+// Every option of attention, drawn as in attention_options_test.
+TEST(AttentionBytePages, EveryOptionAgreesWithTheReference) {
+  Random random(seed() + 4);
+  double worst_ratio = 0;
+  const int draws = static_cast<int>(400 * kEffort);
+  for (int n = 0; n < draws; ++n) {
+    Draw d = draw(random);
+    if (d.query_dtype == DType::f64) continue;
+    d.keys = Keys::norm_pages, d.kv_dtype = DType::f32, d.non_finite = false;
+    d.options.page_layout = PageLayout::norm;
+    d.options.path = AttentionPath::automatic;
+    const Format format = kFormats[random.integer(0, 3)];
+    DrawnCall call(d, random);
+    AttentionInputs inputs = call.inputs;
+    const BytesOf bytes(inputs, format, random);
+    const TestContext& t =
+        contexts()[static_cast<size_t>(random.integer(0, static_cast<int64_t>(contexts().size()) - 1))];
+    const DrawnCall::Outputs out = call.make_outputs();
+    const Status status = flash_attention_forward(t.context, inputs, out.tensors, d.options);
+    ASSERT_TRUE(status.ok()) << status.message() << "\n  " << to_string(d);
+    ASSERT_EQ(judge(call, out, t.context, 24, worst_ratio), "")
+        << "draw " << n << ", " << opst::to_string(format.dtype) << (format.has_offsets ? " with offsets" : "");
+    const auto others = contexts_like(t);
+    const DrawnCall::Outputs again = call.make_outputs();
+    ASSERT_TRUE(flash_attention_forward(others.back()->context, inputs, again.tensors, d.options).ok());
+    ASSERT_EQ(again.differs_from(out), "") << to_string(d);
+  }
+  std::printf("%d draws, worst error / bound %.2f\n", draws, worst_ratio);
 }
 
 TEST(AttentionBytePages, SameBitsForEveryNumberOfThreadsAndAnyPages) {
