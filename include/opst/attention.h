@@ -5,6 +5,7 @@
 //
 // query  [batch, num_heads, query_len, head_dim]            f32, bf16, f16; f64 if all are f64
 // key    [batch, num_kv_heads, kv_len, head_dim]            f32, bf16, f16, f64; may differ from query's dtype
+//        of norm pages also i8, f8_e4m3, f8_e5m2
 // value  [batch, num_kv_heads, kv_len, value_head_dim]      key's dtype
 // out    [batch, num_heads, query_len, value_head_dim]      f32, bf16, f16; f64 where query is
 //
@@ -24,7 +25,9 @@
 //   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
 //          the shapes of options.page_layout (page_layout.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
-//   kv_lengths[b] are never read, nor are the rows of a page beyond it.
+//   kv_lengths[b] are never read, nor are the rows of a page beyond it. Norm pages of i8 (with scales, one to a row),
+//   f8_e4m3 and f8_e5m2 are read where they are, without a copy in floats; their rows lie with unit stride. A scale that
+//   is read and is negative or NaN is refused.
 //
 // Which keys query i of a sequence sees: key j where all of these hold
 //   - j < kv_lengths[b], if there are lengths;
@@ -99,6 +102,10 @@ struct AttentionInputs {
   ConstTensor block_table = {};
   // i32 or i64 [batch]: keys of each sequence. Required with a block_table; absent: kv_len for all.
   ConstTensor kv_lengths = {};
+  // f32, of norm pages of i8, one for each row and head: [num_blocks, block_size, num_kv_heads, 1], any strides
+  // (PageScales in kv_cache.h). Key j is (q + offset) * scale; the offsets of keys and of values only both.
+  ConstTensor key_scales = {}, value_scales = {};
+  ConstTensor key_offsets = {}, value_offsets = {};
 
   // Each of the following only if it has data.
   // i32 or i64 [batch + 1]: where sequences begin; see above.

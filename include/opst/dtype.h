@@ -8,7 +8,7 @@
 
 namespace opst {
 
-enum class DType : uint8_t { f32, f64, bf16, f16, i8, u8, i32, i64, boolean };
+enum class DType : uint8_t { f32, f64, bf16, f16, i8, u8, i32, i64, boolean, f8_e4m3, f8_e5m2 };
 
 // The upper half of an IEEE binary32: 8 bits of exponent, 7 of mantissa.
 struct bf16 {
@@ -18,6 +18,17 @@ struct bf16 {
 // IEEE binary16: 5 bits of exponent, 10 of mantissa.
 struct f16 {
   uint16_t bits;
+};
+
+// Eight bits of the Open Compute Project (OFP8): 4 bits of exponent, 3 of mantissa. From 2^-9 to 448; no infinity; NaN
+// is 0x7f and 0xff. (torch and ml_dtypes call it float8_e4m3fn.)
+struct f8_e4m3 {
+  uint8_t bits;
+};
+
+// The upper half of an f16: 5 bits of exponent, 2 of mantissa. From 2^-16 to 57344, infinities and NaN.
+struct f8_e5m2 {
+  uint8_t bits;
 };
 
 }  // namespace opst

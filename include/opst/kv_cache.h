@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "opst/context.h"
@@ -35,8 +36,51 @@ Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head
 Tensor key_pages(PageLayout layout, DType dtype, const PageSizes& sizes, void* data);
 Tensor value_pages(PageLayout layout, DType dtype, const PageSizes& sizes, void* data);
 
+// How a cache stores numbers.
+//
+//   name                    dtype of the pages         a number is            scales and offsets
+//   f32 bf16 f16            that                       the element            none
+//   f8_e4m3 f8_e5m2         that                       the element            none
+//   int8                    i8                         q * scale              a scale for each group of a row
+//   int8_offset             i8                         (q + offset) * scale   and an offset
+//   int4, int4_offset       u8, two q in -8..7 each,   the same               the same
+//                           the lower half first
+// A row, one token's numbers for one head, is cut into groups of equal length: head_dim / key_groups neighbours share a
+// scale, value_head_dim / value_groups of a value. An operator reads the format off the tensors that it gets; integers
+// always have scales, and keys have offsets where values do.
+struct KvFormat {
+  DType dtype = DType::f32;
+  int64_t key_groups = 0, value_groups = 0;  // 0: no scales
+  bool has_offsets = false;
+};
+// The format of a name in the table, invalid_argument for others. One group in a row of int8; of int4 groups of 32,
+// or one where 32 does not divide the dimension.
+Result<KvFormat> kv_format(std::string_view name, int64_t head_dim, int64_t value_head_dim);
+
+// The scales of a cache that is read, and of one that is written: f32 pages in the cache's layout, with key_groups (or
+// value_groups) elements to a row. In norm, any strides, 0 too where nothing is written:
+//   key [num_blocks, block_size, num_kv_heads, key_groups]; key_offsets of the same shape; values likewise.
+// The device's [num_blocks, num_kv_heads, block_size] is a view of that, its [num_kv_heads, head_dim] for all tokens
+// another one, with groups of one number. Absent: see KvFormat.
+struct ConstPageScales {
+  ConstTensor key = {}, value = {};
+  ConstTensor key_offsets = {}, value_offsets = {};
+};
+struct PageScales {
+  Tensor key = {}, value = {};
+  Tensor key_offsets = {}, value_offsets = {};
+  operator ConstPageScales() const { return {key, value, key_offsets, value_offsets}; }
+};
+// Contiguous scales (or offsets) with `groups` in a row, as key_pages and value_pages give a cache.
+Tensor key_scale_pages(PageLayout layout, const PageSizes& sizes, int64_t groups, void* data);
+Tensor value_scale_pages(PageLayout layout, const PageSizes& sizes, int64_t groups, void* data);
+
 struct ScatterOptions {
   PageLayout layout = PageLayout::norm;
+  PageScales scales = {};
+  // The scales and offsets of the slots that are named are there already and are read: finite and >= 0, offsets whole
+  // and in -127..128 (of int4 -7..8). Else each row's are computed and written.
+  bool scales_given = false;
 };
 
 // Writes the keys and values of new tokens into the cache (reshape_and_cache). In terms of the norm layout:
@@ -44,12 +88,20 @@ struct ScatterOptions {
 //   key           [tokens, num_kv_heads, head_dim]                         f32, bf16 or f16
 //   value         [tokens, num_kv_heads, value_head_dim]                   the dtype of key
 //   slot_mapping  [tokens] i32 or i64; -1 skips the token
-//   key_cache     pages in options.layout: rounded once, to nearest even
+//   key_cache     pages in options.layout, in any KvFormat with its options.scales: floats are rounded once, to nearest
+//                 even; in f8 numbers that are too large saturate (core/convert.h)
 //   value_cache   the dtype of key_cache
+// Integers, for each group of a row (quantize in quant.h has the details):
+//   no offsets   scale = max |x| / 127 (int4: 7)                 q = round(x / scale)
+//   offsets      scale = (max(x, 0) - min(x, 0)) / 255 (15)      q = round(x / scale) - offset, offset a whole number
+//   a group of zeros, or whose scale is rounded to 0             scale 0
+//   a group with a NaN or an infinity                            scale +inf, q = -offset = 0: every number read is NaN
+//   scales given: a scale of 0                                   every number read is 0
 // Any strides of key, value and slot_mapping; the caches overlap neither each other nor the inputs. Of several tokens
 // with one slot the last wins. Cache rows that no slot names keep their bytes. Errors: invalid_argument for shapes and
-// dtypes that disagree and for a slot outside the cache (the message names token, slot and capacity), unsupported for a
-// layout that cannot hold the blocks (supports; also block_size 0); nothing has been written then.
+// dtypes that disagree, scales that are missing, not wanted or wrong, groups that do not divide a row, and for a slot
+// outside the cache (the message names token, slot and capacity), unsupported for a layout that cannot hold the blocks
+// (supports; also block_size 0); nothing has been written then.
 Status scatter_pa_kv_cache(Context& context, const ConstTensor& key, const ConstTensor& value,
                            const ConstTensor& slot_mapping, const Tensor& key_cache, const Tensor& value_cache,
                            const ScatterOptions& options = {});
@@ -77,6 +129,8 @@ struct RopeScatterOptions {
   PageLayout layout = PageLayout::norm;
   RopeStyle style = RopeStyle::halves;
   double eps = 1e-5;  // of the norms
+  PageScales scales = {};
+  bool scales_given = false;  // as in ScatterOptions
 };
 Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& inputs, const Tensor& query_out,
                                 const Tensor& key_cache, const Tensor& value_cache,
@@ -85,11 +139,15 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
 struct ConvertPagesOptions {
   PageLayout from = PageLayout::norm;
   PageLayout to = PageLayout::panel32;
+  ConstPageScales from_scales = {};
+  PageScales to_scales = {};
 };
 
-// Copies all pages of a cache into another one of the same sizes, between any two layouts and dtypes: to = from,
-// rounded once, to nearest even; equal dtypes keep their bits. Caches as in scatter_pa_kv_cache; `to` does not overlap
-// `from`. For some blocks only, or a private copy of a block within one pool: views narrowed in dimension 0.
+// Copies all pages of a cache into another one of the same sizes, between any two layouts and formats: to = from,
+// rounded once, to nearest even; equal formats keep the bits of pages, scales and offsets. What integers stand for is
+// rounded to f32 before it is rounded to another format. Caches as in scatter_pa_kv_cache; `to` does not overlap
+// `from`. For some blocks only, or a private copy of a block within one pool: views narrowed in dimension 0, scales too.
+// Scales are not looked at, since rows that were never written hold anything.
 //   convert_pages(context, k.narrowed(0, 7, 1), v.narrowed(0, 7, 1),                     // block 7
 //                 k.narrowed(0, 9, 1), v.narrowed(0, 9, 1), {.from = norm, .to = norm})  // to block 9
 // Errors: as scatter_pa_kv_cache; both layouts must hold the sizes.
@@ -98,6 +156,7 @@ Status convert_pages(Context& context, const ConstTensor& from_key, const ConstT
 
 struct GatherOptions {
   PageLayout layout = PageLayout::norm;
+  ConstPageScales scales = {};
   // kv_lengths is [batch + 1]: sequence b has kv_lengths[b + 1] - kv_lengths[b] tokens, kv_lengths[0] is 0.
   bool cumulative_lengths = false;
   // i32 or i64 [batch], >= 0: the position of each sequence's first token to read. Absent: 0. (The device takes whole
@@ -117,12 +176,14 @@ struct GatherOptions {
 //   block_table              [batch, max_blocks] i32 or i64; blocks may be shared and repeated; columns that no
 //                            position needs are never read
 //   kv_lengths               [batch] i32 or i64, >= 0 (see cumulative_lengths)
-//   key                      [tokens, heads, head_dim]         f32, bf16 or f16, rounded once; tokens is the sum of the
-//                                                              lengths, heads num_kv_heads or that of head_indices
+//   key                      [tokens, heads, head_dim]         f32, bf16 or f16, rounded once (what integers stand for
+//                                                              first to f32); tokens is the sum of the lengths, heads
+//                                                              num_kv_heads or that of head_indices
 //   value                    [tokens, heads, value_head_dim]   the dtype of key
 // Any strides of key, value and the integer tensors. Errors: invalid_argument for shapes, dtypes, lengths and offsets
 // that disagree; a position past the table (the message names sequence, position and capacity) and a block id outside
-// the cache (sequence, position, block id, num_blocks), both unless zero_fill. Nothing has been written then.
+// the cache (sequence, position, block id, num_blocks), both unless zero_fill; scales as in scatter_pa_kv_cache, and one
+// that is read and is negative or NaN (+inf is the mark of a row that was not finite). Nothing has been written then.
 Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const ConstTensor& value_cache,
                           const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
                           const Tensor& value, const GatherOptions& options = {});

@@ -141,6 +141,10 @@ void bind_attention(nb::module_& module) {
   };
   input.operator()<&AttentionInputs::block_table>("block_table");
   input.operator()<&AttentionInputs::kv_lengths>("kv_lengths");
+  input.operator()<&AttentionInputs::key_scales>("key_scales");
+  input.operator()<&AttentionInputs::value_scales>("value_scales");
+  input.operator()<&AttentionInputs::key_offsets>("key_offsets");
+  input.operator()<&AttentionInputs::value_offsets>("value_offsets");
   input.operator()<&AttentionInputs::cu_seqlens_q>("cu_seqlens_q");
   input.operator()<&AttentionInputs::cu_seqlens_k>("cu_seqlens_k");
   input.operator()<&AttentionInputs::prefix>("prefix");

@@ -143,6 +143,10 @@ View::View(nb::handle object, const std::optional<std::string>& dtype) {
       type = DType::f16;
     } else if (*dtype == "bool" && is_unsigned(8)) {
       type = DType::boolean;
+    } else if (*dtype == "f8_e4m3" && is_unsigned(8)) {
+      type = DType::f8_e4m3;
+    } else if (*dtype == "f8_e5m2" && is_unsigned(8)) {
+      type = DType::f8_e5m2;
     } else if (!type || *dtype != to_string(*type)) {
       raise(PyExc_ValueError,
             "an array of " + (type ? to_string(*type) : name_of(owner_.dtype())) + " cannot be read as " + *dtype);

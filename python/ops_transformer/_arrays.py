@@ -15,7 +15,8 @@ from ._core import Context, View
 
 
 class Tagged(NamedTuple):
-    """An array of 16-bit (8-bit) unsigned integers whose elements are really "bf16" or "f16" ("bool")."""
+    """An array of unsigned integers whose elements are really "bf16" or "f16" (16 bits), "bool", "f8_e4m3" or "f8_e5m2"
+    (8 bits)."""
 
     array: Any
     dtype: str
@@ -260,6 +261,8 @@ def _numpy_memory(memory: Any, dtype: Optional[str], value: Any, name: Optional[
     # The name of a dtype takes a microsecond to find, the kind of ml_dtypes' types none.
     if isinstance(memory, np.ndarray) and memory.dtype.kind == "V" and memory.dtype.name == "bfloat16" and dtype is None:
         return memory.view(np.uint16), "bf16"
+    if dtype is None and isinstance(memory, np.ndarray) and memory.dtype.itemsize == 1 and memory.dtype.name in _FLOAT8:
+        return memory.view(np.uint8), _FLOAT8[memory.dtype.name]
     if dtype is None and isinstance(memory, (np.ndarray, np.generic)) and memory.dtype == np.uint16:
         raise refusal(ValueError, value, 'has dtype uint16, which says nothing about its elements: '
                       'ops_transformer.Tagged(array, "bf16") (or "f16") says what the 16 bits are', name)
@@ -314,6 +317,8 @@ def _torch_view(tensor: Any, dtype: Optional[str], value: Any, name: Optional[st
                       "pass a detached tensor (.detach())", name)
     if door.has_tangent(tensor):
         raise refusal(RuntimeError, value, "carries a forward-mode tangent and this function has no derivative", name)
+    if dtype is None and memory.element_size() == 1 and _dtype_name(memory) in _FLOAT8:
+        memory, dtype = memory.view(sys.modules["torch"].uint8), _FLOAT8[_dtype_name(memory)]
     try:
         return View(_to_dlpack(memory), dtype)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -324,13 +329,15 @@ def _torch_view(tensor: Any, dtype: Optional[str], value: Any, name: Optional[st
 
 # ---- new arrays ------------------------------------------------------------------------------------------------------
 
+# Names of ml_dtypes and torch.
+_FLOAT8 = {"float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"}
 _NUMPY = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "i8": np.int8, "u8": np.uint8, "i32": np.int32,
           "i64": np.int64, "bool": np.bool_}
 _TAKEN = frozenset(np.dtype(kind) for kind in _NUMPY.values())
 
 
 def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
-    """A new array of the kind of `like`: torch for torch, else NumPy; bf16 tagged or of ml_dtypes, as `like` is.
+    """A new array of the kind of `like`: torch for torch, else NumPy; bf16 and f8 tagged or of ml_dtypes, as `like` is.
 
     MemoryError where no memory holds it.
     """
@@ -340,12 +347,21 @@ def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
             torch = sys.modules["torch"]
             types = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16,
                      "i8": torch.int8, "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool}
+            for name, kind in _FLOAT8.items():
+                if kind == dtype:
+                    types[kind] = getattr(torch, name)
             return torch.empty(shape, dtype=types[dtype])
         if dtype == "bf16":
             bits = np.empty(shape, np.uint16)
             if isinstance(like, Tagged) or "ml_dtypes" not in sys.modules:
                 return Tagged(bits, "bf16")
             return bits.view(sys.modules["ml_dtypes"].bfloat16)
+        if dtype in _FLOAT8.values():
+            bits = np.empty(shape, np.uint8)
+            if isinstance(like, Tagged) or "ml_dtypes" not in sys.modules:
+                return Tagged(bits, dtype)
+            name = next(name for name, kind in _FLOAT8.items() if kind == dtype)
+            return bits.view(getattr(sys.modules["ml_dtypes"], name))
         return np.empty(shape, _NUMPY[dtype])
     # NumPy has a ValueError where the bytes cannot be counted, torch a RuntimeError for both.
     except (MemoryError, ValueError, RuntimeError) as error:

@@ -52,6 +52,10 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     prefix: Any = None
+    key_scales: Any = None
+    value_scales: Any = None
+    key_offsets: Any = None
+    value_offsets: Any = None
 
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")

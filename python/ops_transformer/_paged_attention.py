@@ -10,7 +10,7 @@ from ._attention_reader import read, starts
 from ._calls import public
 from ._context import Context, default_context
 from ._core import UNBOUNDED
-from ._pages import row_elements
+from ._pages import parts, row_elements
 
 __all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]
 
@@ -41,7 +41,11 @@ def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_tab
     """(operator, tensors, numbers) of a call."""
     arrays, more = split_options("paged_attention", options, _OPTIONS)
     check_dropout("paged_attention", arrays, more)
-    arrays.update(query=query, key=key_cache, value=value_cache, block_table=block_table, kv_lengths=kv_lengths)
+    keys, values, *scales = parts(key_cache, value_cache)
+    arrays.update(query=query, key=keys, value=values, block_table=block_table, kv_lengths=kv_lengths)
+    for name, array in zip(("key_scales", "value_scales", "key_offsets", "value_offsets"), scales):
+        if array is not None:
+            arrays[name] = array
     if sinks is not None:
         arrays["sinks"] = sinks
     operator, tensors = read(arrays, (actual_seq_qlen,), writes=writes)
@@ -71,6 +75,8 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     alignment="top_left" lets query i see keys 0 to i instead. window_left: and only so many keys before its own. sinks float32
     [num_heads]: one more score of each row. out: the array to write into, which is given back. return_lse gives a
     PagedAttention, return_statistics a PagedStatistics.
+
+    Caches of layout "norm" may be of eight bits, or ScaledPages of int8 with one scale to a row: they are read where they are.
 
     Prompts and decoded tokens in one call: with actual_seq_qlen, where each sequence's queries end (lengths 2, 0, 3 ->
     [2, 2, 5]), query and result are [tokens, num_heads, head_dim].

@@ -7,12 +7,14 @@
     scatter_pa_kv_cache(key, value, slots, key_cache, value_cache)
     out = paged_attention(query, key_cache, value_cache, np.array([blocks]), [70])
 
-A cache is two arrays over memory of yours, in float32, bfloat16 or float16. Token p of a sequence is row p % block_size of
-the block that its row of block_table names at p / block_size; slot = block * block_size + row. Page layouts:
+A cache is two arrays over memory of yours, in float32, bfloat16, float16 or numbers of eight bits; or two ScaledPages,
+integers with their scales, which every function here takes in the place of arrays (paged_attention reads int8 and numbers of
+eight bits in layout "norm"). Token p of a sequence is row p % block_size of the block that its row of block_table names at
+p / block_size; slot = block * block_size + row. Page layouts:
 
     "norm"     [num_blocks, block_size, num_kv_heads, head_dim], any strides
-    "panel32"  what attention multiplies without packing: float32 or bfloat16, block_size a multiple of 32; new_pages has
-               its shapes
+    "panel32"  what attention multiplies without packing: all but float16, block_size a multiple of 32; new_pages has its
+               shapes
 
 Integer arguments are int32 or int64 arrays, or sequences of numbers. A call that is refused raises ValueError with the
 argument, the place and both values, and has written nothing.
@@ -25,15 +27,15 @@ from typing import Any, List, Optional, Tuple
 import numpy as np
 
 from . import _core
-from ._arrays import empty, integer_array, integers, optional_view, output, rank, view
+from ._arrays import empty, integer_array, integers, optional_output, optional_view, output, rank, view
 from ._calls import public
 from ._context import Context, default_context
 from ._core import UNBOUNDED, View
 from ._paged_attention import PagedAttention, PagedStatistics, paged_attention
-from ._pages import page_format, row_elements
+from ._pages import ScaledPages, page_format, parts, row_elements
 
-__all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "convert_pages", "gather_pa_kv_cache", "new_pages",
-           "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
+__all__ = ["UNBOUNDED", "BlockPool", "PagedAttention", "PagedStatistics", "ScaledPages", "convert_pages", "gather_pa_kv_cache",
+           "new_pages", "paged_attention", "rope_scatter_pa_kv_cache", "scatter_pa_kv_cache"]
 
 
 def _ids(blocks: Any) -> List[int]:
@@ -94,40 +96,72 @@ class BlockPool(_core.BlockPool):
 @public
 def new_pages(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, value_head_dim: Optional[int] = None, *,
               dtype: str = "f32", layout: str = "norm", like: Any = None) -> Tuple[Any, Any]:
-    """(key_cache, value_cache) of zeros: dtype "f32", "bf16" or "f16"; arrays of the kind of `like`, NumPy's without it.
+    """(key_cache, value_cache) of zeros; arrays of the kind of `like`, NumPy's without it.
+
+    dtype "f32", "bf16", "f16", "f8_e4m3" or "f8_e5m2" gives arrays (of eight bits: Tagged, or of ml_dtypes where that is
+    imported). "int8" gives ScaledPages with a scale for each token and head, "int4" with one for each 32 numbers of a row
+    (or for the row, where 32 does not divide it); "int8_offset" and "int4_offset" have offsets too.
 
     ValueError for sizes below 0; MemoryError for those that no memory holds; RuntimeError where the layout cannot hold such
     blocks.
     """
-    shapes = _core.page_shapes(layout, dtype, num_blocks, block_size, num_kv_heads, head_dim,
-                               head_dim if value_head_dim is None else value_head_dim)
+    sizes = (layout, dtype, num_blocks, block_size, num_kv_heads, head_dim,
+             head_dim if value_head_dim is None else value_head_dim)
+    shapes = _core.page_shapes(*sizes)
     if any(len(shape) == 0 for shape in shapes):  # what the core gives where 64 bits do not count the elements
         wide = head_dim if value_head_dim is None else max(head_dim, value_head_dim)
         raise MemoryError(f"num_blocks {num_blocks} * block_size {block_size} * num_kv_heads {num_kv_heads} * head_dim {wide} "
                           "elements are more than 64 bits count")
-    pages = tuple(empty(like, shape, dtype) for shape in shapes)
-    for array in pages:
-        bits = getattr(array, "array", array)
-        bits[...] = 0
-    return pages
+    stored, has_offsets = _core.kv_format(dtype)
+    pages = tuple(_zeros(like, shape, stored) for shape in shapes)
+    groups = _core.scale_shapes(*sizes)
+    if not groups[0]:
+        return pages
+    return tuple(ScaledPages(q, _scales(like, shape, layout), _scales(like, shape, layout) if has_offsets else None)
+                 for q, shape in zip(pages, groups))
+
+
+def _scales(like: Any, shape: Any, layout: str) -> Any:
+    """Those of a head lie next to each other, as attention reads them; in "norm" the shape does not say so."""
+    if layout != "norm":
+        return _zeros(like, shape, "f32")
+    blocks, rows, heads, groups = shape
+    return _zeros(like, (blocks, heads, rows, groups), "f32").swapaxes(1, 2)
+
+
+def _zeros(like: Any, shape: Any, dtype: str) -> Any:
+    array = empty(like, shape, dtype)
+    bits = getattr(array, "array", array)
+    bits[...] = 0
+    return array
+
+
+def _scale_views(scales: Tuple[Any, ...], written: bool, prefix: str = "") -> List[Optional[View]]:
+    take = optional_output if written else optional_view
+    names = ("key_scales", "value_scales", "key_offsets", "value_offsets")
+    return [take(array, prefix + name) for array, name in zip(scales, names)]
 
 
 @public
 def scatter_pa_kv_cache(key: Any, value: Any, slot_mapping: Any, key_cache: Any, value_cache: Any, *, layout: str = "norm",
-                        context: Optional[Context] = None) -> None:
-    """Writes new tokens into the cache, rounded once to its dtype.
+                        scales_given: bool = False, context: Optional[Context] = None) -> None:
+    """Writes new tokens into the cache, rounded once to its dtype, or as integers with their scales.
 
     key [tokens, num_kv_heads, head_dim], value [tokens, num_kv_heads, value_head_dim], slot_mapping [tokens]; slot -1
-    skips a token, and of several tokens with one slot the last wins.
+    skips a token, and of several tokens with one slot the last wins. Of ScaledPages each group of a row gets the scale that
+    spans it, |x| / 127 of its largest number (int4: / 7); a group with a NaN or an infinity an infinite one, and is NaN when
+    it is read. scales_given: the scales and offsets of the slots are there already, and are read.
     """
+    keys, values, *scales = parts(key_cache, value_cache)
     _core.scatter_pa_kv_cache(context or default_context(), view(key), view(value), integers(slot_mapping),
-                              output(key_cache, "key_cache"), output(value_cache, "value_cache"), layout)
+                              output(keys, "key_cache"), output(values, "value_cache"), layout,
+                              *_scale_views(scales, not scales_given), scales_given)
 
 
 @public
 def rope_scatter_pa_kv_cache(query: Any, key: Any, value: Any, cos: Any, sin: Any, slot_mapping: Any, key_cache: Any,
                              value_cache: Any, *, query_weight: Any = None, key_weight: Any = None, eps: float = 1e-5,
-                             style: str = "halves", layout: str = "norm", out: Any = None,
+                             style: str = "halves", layout: str = "norm", scales_given: bool = False, out: Any = None,
                              context: Optional[Context] = None) -> Any:
     """What a decoder does between its projections and attention, in one pass; gives the turned queries.
 
@@ -140,29 +174,37 @@ def rope_scatter_pa_kv_cache(query: Any, key: Any, value: Any, cos: Any, sin: An
     tensor = view(query)
     if out is None:
         out = empty(query, tensor.shape, tensor.dtype)
+    keys, values, *scales = parts(key_cache, value_cache)
     _core.rope_scatter_pa_kv_cache(
         context or default_context(), tensor, view(key), view(value), view(cos), view(sin), integers(slot_mapping),
-        optional_view(query_weight), optional_view(key_weight), output(out), output(key_cache, "key_cache"),
-        output(value_cache, "value_cache"), layout, style, eps)
+        optional_view(query_weight), optional_view(key_weight), output(out), output(keys, "key_cache"),
+        output(values, "value_cache"), layout, style, eps, *_scale_views(scales, not scales_given),
+        scales_given)
     return out
 
 
 @public
 def convert_pages(from_key: Any, from_value: Any, to_key: Any, to_value: Any, *, from_layout: str = "norm",
                   to_layout: str = "panel32", context: Optional[Context] = None) -> None:
-    """Copies all pages of a cache into another one of the same sizes, between layouts and dtypes, rounded once.
+    """Copies all pages of a cache into another one of the same sizes, between layouts and formats, rounded once.
 
-    Slices of dimension 0 copy some blocks, also within one pool (what BlockPool.prepare_write asks for).
+    Slices of dimension 0 (ScaledPages.blocks) copy some blocks, also within one pool: what BlockPool.prepare_write asks for.
     """
-    _core.convert_pages(context or default_context(), view(from_key), view(from_value), output(to_key, "to_key"),
-                        output(to_value, "to_value"), from_layout, to_layout)
+    keys, values, *scales = parts(from_key, from_value)
+    new_keys, new_values, *new_scales = parts(to_key, to_value)
+    _core.convert_pages(context or default_context(), view(keys, "from_key"), view(values, "from_value"),
+                        output(new_keys, "to_key"), output(new_values, "to_value"), from_layout, to_layout,
+                        *_scale_views(scales, False, "from_"), *_scale_views(new_scales, True, "to_"))
 
 
 @public
 def gather_pa_kv_cache(key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *, seq_offset: Any = None,
                        head_indices: Any = None, cumulative_lengths: bool = False, zero_fill: bool = False,
-                       layout: str = "norm", context: Optional[Context] = None) -> Tuple[Any, Any]:
+                       layout: str = "norm", dtype: Optional[str] = None,
+                       context: Optional[Context] = None) -> Tuple[Any, Any]:
     """(key, value) [tokens, heads, ..] of sequences one after the other, read out of a cache in its page layout.
+
+    dtype "f32", "bf16" or "f16" of the result; by default the cache's own, or float32 where that is none of these.
 
     block_table [batch, max_blocks]; kv_lengths [batch], or with cumulative_lengths [batch + 1] from 0 on. seq_offset
     [batch]: the position of each sequence's first token to read. head_indices: the KV heads to read, in this order.
@@ -171,17 +213,22 @@ def gather_pa_kv_cache(key_cache: Any, value_cache: Any, block_table: Any, kv_le
     length_view = rank(integers(kv_lengths), kv_lengths, 1, "[batch], or with cumulative_lengths [batch + 1]")
     lengths = np.asarray(kv_lengths).astype(np.int64)
     tokens = int(lengths[-1] if lengths.size else 0) if cumulative_lengths else int(lengths.sum())
-    keys, values = view(key_cache), view(value_cache)
-    num_kv_heads, head_dim = _page_sizes(keys, key_cache, layout, "key")
-    _, value_head_dim = _page_sizes(values, value_cache, layout, "value")
+    key_pages, value_pages, *scales = parts(key_cache, value_cache)
+    keys, values = view(key_pages, "key_cache"), view(value_pages, "value_cache")
+    num_kv_heads, head_dim = _page_sizes(keys, key_pages, layout, "key")
+    _, value_head_dim = _page_sizes(values, value_pages, layout, "value")
     head_view = None if head_indices is None else rank(integers(head_indices), head_indices, 1, "[heads]")
     heads = num_kv_heads if head_view is None else head_view.shape[0]
     # Lengths that make no sense are the core's to refuse.
-    key = empty(key_cache, (max(tokens, 0), heads, head_dim), keys.dtype)
-    value = empty(value_cache, (max(tokens, 0), heads, value_head_dim), values.dtype)
+    wide = ("f32", "bf16", "f16")
+    if dtype is not None and dtype not in wide:
+        raise ValueError(f"dtype is {dtype!r}, must be f32, bf16 or f16")
+    dtype = dtype or (keys.dtype if keys.dtype in wide else "f32")
+    key = empty(key_pages, (max(tokens, 0), heads, head_dim), dtype)
+    value = empty(value_pages, (max(tokens, 0), heads, value_head_dim), dtype)
     _core.gather_pa_kv_cache(context or default_context(), keys, values, integers(block_table), length_view,
                              view(key), view(value), None if seq_offset is None else integers(seq_offset), head_view,
-                             layout, cumulative_lengths, zero_fill)
+                             layout, cumulative_lengths, zero_fill, *_scale_views(scales, False))
     return key, value
 
 

@@ -297,6 +297,76 @@ def test_pages_change_their_layout_and_dtype(rng):
         kv_cache.new_pages(4, 16, 2, -1)
 
 
+@pytest.mark.parametrize("layout", ["norm", "panel32"])
+@pytest.mark.parametrize("dtype, steps", [("int8", 254), ("int8_offset", 255), ("int4", 14), ("int4_offset", 15)])
+def test_pages_of_integers(rng, layout, dtype, steps):
+    key, value = random(rng, 40, 2, 64), random(rng, 40, 2, 48)
+    caches = kv_cache.new_pages(3, 32, 2, 64, 48, dtype=dtype, layout=layout)
+    assert all(isinstance(side, kv_cache.ScaledPages) and (side.offsets is None) == (steps % 2 == 0) for side in caches)
+    kv_cache.scatter_pa_kv_cache(key, value, range(20, 60), *caches, layout=layout)
+    got = kv_cache.gather_pa_kv_cache(*caches, [[0, 1]], [40], seq_offset=[20], layout=layout)
+    for x, y in zip((key, value), got):
+        groups = x.reshape(40, 2, -1, 32) if dtype.startswith("int4") and x.shape[2] % 32 == 0 else x[:, :, None]
+        low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+        span = np.maximum(high, 0) - np.minimum(low, 0) if steps % 2 else 2 * np.abs(groups).max(-1, keepdims=True)
+        assert y.dtype == np.float32 and (abs(y.reshape(groups.shape) - groups) <= 1.01 * span / steps).all()
+    other = kv_cache.new_pages(3, 32, 2, 64, 48, dtype=dtype)
+    kv_cache.convert_pages(*caches, *other, from_layout=layout, to_layout="norm")
+    again = kv_cache.gather_pa_kv_cache(*other, [[0, 1]], [40], seq_offset=[20])
+    assert all((a == b).all() for a, b in zip(got, again))
+    kv_cache.convert_pages(*(side.blocks(1) for side in other), *(side.blocks(2) for side in other), to_layout="norm")
+    assert all((a[2] == a[1]).all() for side in other for a in side if a is not None)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int8_offset", "f8_e4m3", "f8_e5m2"])
+@pytest.mark.parametrize("query_len", [1, 20])
+def test_attention_reads_pages_of_bytes(rng, dtype, query_len):
+    key, value = random(rng, 70, 2, 64), random(rng, 70, 2, 48)
+    caches = kv_cache.new_pages(5, 16, 2, 64, 48, dtype=dtype, like=Tagged(None, dtype))
+    kv_cache.scatter_pa_kv_cache(key, value, range(70), *caches)
+    floats = kv_cache.new_pages(5, 16, 2, 64, 48)
+    kv_cache.convert_pages(*caches, *floats, to_layout="norm")
+    q = random(rng, 1, 6, query_len, 64)
+    table = [[0, 1, 2, 3, 4]]
+    assert_near(kv_cache.paged_attention(q, *caches, table, [70]), kv_cache.paged_attention(q, *floats, table, [70]))
+    if dtype == "int8":
+        caches[0].scales[1, 2, 1, 0] = -1
+        with pytest.raises(ValueError, match="key_scales of block 1, row 2, head 1, group 0 is -1.0"):
+            kv_cache.paged_attention(q, *caches, table, [70])
+        fours = kv_cache.new_pages(5, 16, 2, 64, 48, dtype="int4")
+        with pytest.raises(ValueError, match="key is u8, but attention reads no pages of u8"):
+            kv_cache.paged_attention(q, *fours, table, [70])
+
+
+def test_pages_of_integers_refuse(rng):
+    key = random(rng, 1, 2, 8)
+    keys, values = kv_cache.new_pages(1, 4, 2, 8, dtype="int8")
+    with pytest.raises(ValueError, match="scatter_pa_kv_cache: key_scales is absent, but key_cache is i8"):
+        kv_cache.scatter_pa_kv_cache(key, key, [0], keys.pages, values.pages)
+    keys.scales[0, 0, 1, 0] = -1
+    with pytest.raises(ValueError, match="key_scales of block 0, row 0, head 1, group 0 is -1.000000, but must be >= 0"):
+        kv_cache.scatter_pa_kv_cache(key, key, [0], keys, values, scales_given=True)
+    with pytest.raises(ValueError, match="key_scales of block 0, row 0, head 1"):
+        kv_cache.gather_pa_kv_cache(keys, values, [[0]], [1])
+    assert not keys.pages.any() and not values.pages.any()
+    with pytest.raises(ValueError, match='dtype is "i8", pages are f32, .*int4_offset'):
+        kv_cache.new_pages(1, 4, 2, 8, dtype="i8")
+    with pytest.raises(RuntimeError, match="head_dim is 7, but must be even"):
+        kv_cache.new_pages(1, 4, 2, 7, dtype="int4")
+
+
+@pytest.mark.parametrize("dtype, most", [("f8_e4m3", 448), ("f8_e5m2", 57344)])
+def test_pages_of_eight_bits(rng, dtype, most):
+    caches = kv_cache.new_pages(1, 32, 2, 8, dtype=dtype, like=Tagged(None, dtype))
+    assert isinstance(caches[0], Tagged) and caches[0].array.dtype == np.uint8
+    key = np.full((1, 2, 8), 1.5, np.float32)
+    key[0, 0, :4] = 1e9, -1e9, np.nan, 0
+    kv_cache.scatter_pa_kv_cache(key, key, [0], *caches)
+    got, _ = kv_cache.gather_pa_kv_cache(*caches, [[0]], [1])
+    assert got.dtype == np.float32 and np.isnan(got[0, 0, 2])
+    assert (got[0, 0, :2] == [most, -most]).all() and (got[0, 1] == 1.5).all()
+
+
 def test_gather_of_some_heads_and_positions(rng):
     lengths = [7, 3]
     keys, values, caches, table = paged(rng, lengths, 4)

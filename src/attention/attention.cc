@@ -271,6 +271,7 @@ class ForwardCall : CallMemory {
       if (in_place_) {
         t.key_rows = w.key_rows + pointers;
         t.value_rows = w.value_rows + pointers;
+        if (layout.scale_lists > 0) copy_scales(head, w.scales + pointers, t);
         locate_rows(keys, t, w.key_rows + pointers);
         pointers += locate_rows(values, t, w.value_rows + pointers);
       } else if (plan.kv_access == KvAccess::packed_shared) {
@@ -311,6 +312,26 @@ class ForwardCall : CallMemory {
     const int64_t panels = ceil_div(t.count, kPanelRows);
     for (int64_t i = 0; i < panels; ++i) pointers[i] = rows_of.row(t.first_key + i * kPanelRows);
     return panels;
+  }
+
+  // Scales and offsets of a tile's rows, next to each other from `to` on; the lists are pointers_per_call apart.
+  void copy_scales(int64_t head, float* to, KvTile& t) const {
+    const ConstTensor* const lists[] = {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets};
+    const float** const of_tile[] = {&t.key_scales, &t.value_scales, &t.key_offsets, &t.value_offsets};
+    for (int list = 0; list < 4; ++list, to += layout.pointers_per_call) {
+      *of_tile[list] = to;
+      if (!*lists[list]) {
+        std::fill_n(to, t.count, 0.0f);
+        continue;
+      }
+      const KvRows rows = kv_rows(*lists[list], head);
+      for (int64_t i = 0; i < t.count;) {
+        const char* at = rows.row(t.first_key + i);
+        for (const int64_t end = i + rows.run(t.first_key + i, t.count - i); i < end; ++i, at += rows.row_bytes) {
+          to[i] = *reinterpret_cast<const float*>(at);
+        }
+      }
+    }
   }
 
   FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
@@ -373,6 +394,10 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     for (int g = 0; g < groups.count; ++g) {
       plans[g] = plan_attention(groups.group[g].problem, impl.machine);
       scratch_bytes = std::max(scratch_bytes, plans[g].scratch_bytes(impl.pool.num_threads()));
+    }
+    if (p.kv_dtype == DType::i8 && scratch_bytes > 0) {
+      const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
+      if (!status.ok()) return status;
     }
     Result<WorkspaceLease> lease = impl.workspaces.lease(scratch_bytes);
     if (!lease.ok()) return lease.status();

@@ -51,6 +51,8 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
 
   bind_inputs(check, in, options.page_layout);
+  check.require(size_bytes(in.key.dtype) != 1, "key is ", to_string(in.key.dtype),
+                ", but gradients are taken of f32, bf16, f16 and f64");
   const CallDims dims = call_dims(in);
   check.tensor("out", saved.out).dtype(kFloats).dims(dims.out);
   check.tensor("grad_out", saved.grad_out).dtype(kFloats).dims(dims.out);

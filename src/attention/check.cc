@@ -179,16 +179,40 @@ CallDims call_dims(const AttentionInputs& in) {
   return dims;
 }
 
+namespace {
+
+// Norm pages of eight bits, and scales of any call: those of i8 alone have them, one to a row.
+void bind_byte_pages(ShapeCheck& check, const AttentionInputs& in) {
+  kv_cache::check_cache(check, kPageNames, pages_of(in), kv_cache::CacheUse::read);
+  check.require(in.key.dtype != DType::u8, "key is u8, but attention reads no pages of u8");
+  if (in.key.dtype != DType::i8) return;
+  for (const char* const groups : {"key_groups", "value_groups"}) {
+    check.require(check[groups] == 1, groups, " is ", check[groups], ", but attention reads one scale to a row");
+  }
+}
+
+}  // namespace
+
+bool has_scales(const AttentionInputs& in) {
+  return is_given(in.key_scales) || is_given(in.value_scales) || is_given(in.key_offsets) || is_given(in.value_offsets);
+}
+
 void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_layout) {
   const CallDims dims = call_dims(in);
   check.tensor("query", in.query).dtype(kFloats).dims(dims.query);
   if (in.cu_seqlens_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
-  if (panels(in, page_layout)) {
+  const bool norm_pages = in.block_table && page_layout == PageLayout::norm, scales = has_scales(in);
+  if (norm_pages && (size_bytes(in.key.dtype) == 1 || scales)) {
+    bind_byte_pages(check, in);
+  } else if (panels(in, page_layout)) {
     kv_cache::check_pages(check, page_layout, "key", in.key, "value", in.value);
   } else {
     check.tensor("key", in.key).dtype(kFloats).dims(dims.key);
     check.tensor("value", in.value).dtype(kFloats).dims(dims.value);
   }
+  check.require(norm_pages || !scales,
+                "key_scales, value_scales, key_offsets or value_offsets is given, but key is no "
+                "norm pages of i8");
   if (in.cu_seqlens_k) bind_offsets(check, "cu_seqlens_k", in.cu_seqlens_k);
   if (in.block_table) {
     check.tensor("block_table", in.block_table).dtype(kIntegers).dims({"batch", "max_blocks"});
@@ -284,6 +308,11 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   AttentionProblem p = describe_call(check, in, options);
   check_options(check, in, options, p.num_heads);
   check_heads(check, p);
+  if (size_bytes(p.kv_dtype) == 1) {
+    check.require(p.unit_stride_kv, "key and value of ", to_string(p.kv_dtype), " must have unit stride in dim 3");
+    check.require(options.path != AttentionPath::standard, "path = standard does not read pages of ",
+                  to_string(p.kv_dtype));
+  }
   // Offsets first, then lengths within them, then what must lie within lengths.
   if (p.varlen_q) check_offsets(check, "cu_seqlens_q", in.cu_seqlens_q, "query", check["total_q"]);
   if (p.varlen_k) check_offsets(check, "cu_seqlens_k", in.cu_seqlens_k, "key", check["total_k"]);

@@ -7,6 +7,8 @@
 
 #include "core/int_math.h"
 #include "core/shape_check.h"
+#include "kv_cache/pages.h"
+#include "machine/thread_pool.h"
 #include "opst/attention_backward.h"
 
 namespace opst::attention {
@@ -18,6 +20,18 @@ struct CallDims {
   std::span<const char*const> query, out, statistic, key, value;
 };
 CallDims call_dims(const AttentionInputs& inputs);
+
+// Pages as the kv_cache room checks them, and their names in messages.
+inline constexpr kv_cache::CacheNames kPageNames = {"key",          "value",       "key_scales",
+                                                    "value_scales", "key_offsets", "value_offsets"};
+inline kv_cache::CacheTensors pages_of(const AttentionInputs& in) {
+  return {PageLayout::norm, in.key, in.value, {in.key_scales, in.value_scales, in.key_offsets, in.value_offsets}};
+}
+bool has_scales(const AttentionInputs& inputs);
+
+// The scales and offsets of the keys that a checked call may read (i8 pages): >= 0 and not NaN, finite.
+Status check_scales(const char* operator_name, const AttentionInputs& inputs, const AttentionProblem& problem,
+                    ThreadPool& pool);
 
 // Binds batch, num_heads, num_kv_heads, head_dim; query_len, kv_len and value_head_dim where tensors have them.
 void bind_inputs(ShapeCheck& check, const AttentionInputs& inputs, PageLayout page_layout);

@@ -1,7 +1,9 @@
 // InPlaceSource: keys and values are read where they are, for at most one register tile of query rows (decode: the
 // query heads of one KV head).
 //
-// Shapes     Q [rows <= kTileRows, head_dim] f32 words; keys and values as row pointers of T (f32, bf16, f16, f64)
+// Shapes     Q [rows <= kTileRows, head_dim] f32 words; keys and values as row pointers of T (f32, bf16, f16, f64, or of
+//            eight bits: i8, f8_e4m3, f8_e5m2); of i8 a scale and an offset for each row: a number is
+//            (q + offset) * scale
 // Loop nest  score: for each 4 rows (or the 1 to 3 that are left), for each few keys: dot products over head_dim,
 //              kLanes accumulators, reduced together       prefetches the key rows of the next tile
 //            weigh: for each 4 rows, each 4 vectors of columns: O += p V row by row
@@ -11,9 +13,11 @@
 //            is read, V while V is read: with both in the first phase the second starves.
 // Numerics   each dot product in one partial sum per lane. Of a partial tile each row sums over its own visible keys
 //            only, so a hidden non-finite value cannot reach it. With rules, whether values are finite is looked up.
+//            Of i8, q + offset is exact; a key's scale multiplies the finished dot product, a value's the weight.
 #pragma once
 
 #include "attention/online_softmax.h"
+#include "simd/float8.h"
 #include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::attention {
@@ -27,6 +31,7 @@ class InPlaceSource {
   static constexpr int kLanes = V::kLanes;
   static constexpr int kMaxGroup = kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;  // rows that share one read of a key
   static constexpr int kColumns = 4;                                       // vectors of O per row held in registers
+  static constexpr bool kScaled = __is_same(T, int8_t);
 
   OPST_INLINE InPlaceSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t) : q_(q), tile_(tiles[t]) {}
 
@@ -41,6 +46,7 @@ class InPlaceSource {
     for (int i = 0; i < s.rt.rows; i += kMaxGroup) {
       for_group(s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(i, s.row(i), s.stride); });
     }
+    if constexpr (kScaled) scale_scores(s);
     if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max);
   }
 
@@ -58,10 +64,19 @@ class InPlaceSource {
 
   // Without rules nothing hidden is multiplied.
   OPST_INLINE bool values_finite() const {
-    return q_.rules == nullptr || tile::rows_finite<V, T>(tile_.value_rows, tile_.count, q_.value_head_dim);
+    if (q_.rules == nullptr) return true;
+    if constexpr (sizeof(T) == 1)
+      return bytes_finite();
+    else
+      return tile::rows_finite<V, T>(tile_.value_rows, tile_.count, q_.value_head_dim);
   }
   OPST_INLINE V value(int64_t key, int64_t column) const {
-    return V::load_n(at(tile_.value_rows, key) + column, simd::clamp_lanes<V>(q_.value_head_dim - column));
+    const int64_t n = simd::clamp_lanes<V>(q_.value_head_dim - column);
+    const V v = simd::load_stored_n<V>(at(tile_.value_rows, key) + column, n);
+    if constexpr (kScaled)
+      return (v + V::set1(tile_.value_offsets[key])) * V::set1(tile_.value_scales[key]);
+    else
+      return v;
   }
 
  private:
@@ -70,6 +85,22 @@ class InPlaceSource {
     const char* p = reinterpret_cast<const char*>(row);
     const int64_t bytes = length * static_cast<int64_t>(sizeof(T));
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b);
+  }
+
+  // Scores were made of q + offset.
+  OPST_NOINLINE void scale_scores(const Scores<S>& s) const {
+    for (int64_t j = 0; j < s.span.width; j += kLanes) {
+      const V scale = V::load_n(tile_.key_scales + j, simd::clamp_lanes<V>(tile_.count - j));
+      for (int i = 0; i < s.rt.rows; ++i) (V::load(s.row(i) + j) * scale).store(s.row(i) + j);
+    }
+  }
+  OPST_NOINLINE bool bytes_finite() const {
+    V not_finite = V::zero();  // 0 * x is NaN where x is Inf or NaN, and 0 elsewhere
+    for (int64_t key = 0; key < tile_.count; ++key) {
+      const int64_t columns = kScaled ? 1 : q_.value_head_dim;  // one scale tells of all
+      for (int64_t d = 0; d < columns; d += kLanes) not_finite = simd::fma(value(key, d), V::zero(), not_finite);
+    }
+    return simd::hsum(not_finite) == 0;
   }
 
   // visit(R), R = min(rows, kMaxGroup) as a constant: rows for which each key and value is read once.
@@ -90,8 +121,10 @@ class InPlaceSource {
     for (int64_t j = 0; j < count; j += kKeys) {
       // Beyond the last key its row is read again; the columns are padding.
       const T* keys[kKeys];
+      S offsets[kKeys];
       OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
         keys[c] = at(key_rows, j + c < count ? j + c : count - 1);
+        if constexpr (kScaled) offsets[c] = tile_.key_offsets[j + c < count ? j + c : count - 1];
         if (j + c + count < limit) prefetch(at(key_rows, j + c + count), head_dim);
       }
       V acc[kLanes];
@@ -100,14 +133,15 @@ class InPlaceSource {
         V rows[R];
         OPST_UNROLL for (int i = 0; i < R; ++i) rows[i] = load(q + i * q_stride + d);
         OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
-          const V k = load(keys[c] + d);
+          V k = load(keys[c] + d);
+          if constexpr (kScaled) k = k + V::set1(offsets[c]);
           OPST_UNROLL for (int i = 0; i < R; ++i) acc[i * kKeys + c] = simd::fma(rows[i], k, acc[i * kKeys + c]);
         }
       };
       for (int64_t d = 0; d < whole; d += kLanes) {
-        add(d, [](const auto* p) OPST_INLINE_LAMBDA { return V::load(p); });
+        add(d, [](const auto* p) OPST_INLINE_LAMBDA { return simd::load_stored<V>(p); });
       }
-      if (rest > 0) add(whole, [&](const auto* p) OPST_INLINE_LAMBDA { return V::load_n(p, rest); });
+      if (rest > 0) add(whole, [&](const auto* p) OPST_INLINE_LAMBDA { return simd::load_stored_n<V>(p, rest); });
       S dots[kLanes];
       simd::hsum_each(acc).store(dots);
       OPST_UNROLL for (int i = 0; i < R; ++i) {
@@ -145,9 +179,14 @@ class InPlaceSource {
       const T* values = at(value_rows, j) + column;
       if (j + count < limit) prefetch(at(value_rows, j + count) + column, C * kLanes);
       V v[C];
-      OPST_UNROLL for (int c = 0; c < C; ++c) v[c] = C > 1 ? V::load(values + c * kLanes) : V::load_n(values, n);
+      OPST_UNROLL for (int c = 0; c < C; ++c) {
+        v[c] = C > 1 ? simd::load_stored<V>(values + c * kLanes) : simd::load_stored_n<V>(values, n);
+        if constexpr (kScaled) v[c] = v[c] + V::set1(tile_.value_offsets[j]);
+      }
+      S scale = 1;
+      if constexpr (kScaled) scale = tile_.value_scales[j];
       OPST_UNROLL for (int i = 0; i < R; ++i) {
-        const V pi = V::set1(p[i * stride + j]);
+        const V pi = V::set1(kScaled ? p[i * stride + j] * scale : p[i * stride + j]);
         OPST_UNROLL for (int c = 0; c < C; ++c) acc[i][c] = simd::fma(pi, v[c], acc[i][c]);
       }
     }

@@ -129,6 +129,11 @@ struct KvTile {
   // Keys that row r of the block may see, within the tile, in the place of the block's intervals; null: those.
   const int64_t* visible_begin = nullptr;
   const int64_t* visible_end = nullptr;
+  // Of rows of integers in place: [count] each, offsets 0 where the cache has none.
+  const float* key_scales = nullptr;
+  const float* value_scales = nullptr;
+  const float* key_offsets = nullptr;
+  const float* value_offsets = nullptr;
 };
 
 struct FinishRows {
@@ -188,9 +193,10 @@ struct Kernels {
 // The kernels of a level, by product and storage type of keys and values; null where the level has none.
 template <class K>
 struct TableOf {
-  K f32_product[3];    // keys stored as f32, bf16, f16
-  K bf16_dot = {};     // keys and queries stored as bf16
-  K f64_product = {};  // at the generic level only
+  K f32_product[3];      // keys stored as f32, bf16, f16
+  K eight_bits[3] = {};  // keys stored as i8, f8_e4m3, f8_e5m2: in place alone
+  K bf16_dot = {};       // keys and queries stored as bf16
+  K f64_product = {};    // at the generic level only
 };
 // attend_in_place and attend_at_once are null for the bf16 dot product (few rows are bound by memory: the f32 kernels
 // read bf16 as well), attend_pages for what panel32 cannot hold.

@@ -45,10 +45,22 @@ constexpr Kernels kernels() {
   return k;
 }
 
+// Rows of T of eight bits, read where they are.
+template <class P, class T>
+constexpr Kernels in_place_kernels() {
+  Kernels k = kernels<P, float, void>();
+  k.pack_keys = nullptr, k.pack_values = nullptr, k.values_finite = nullptr;
+  k.attend = nullptr, k.attend_at_once = nullptr;
+  k.attend_in_place = attend<InPlaceSource<P, T>>;
+  return k;
+}
+
 extern const KernelTable kTable;
 constinit const KernelTable kTable = {
     .f32_product = {kernels<tile::ProductF32, float, tile::ProductF32>(),
                     kernels<tile::ProductF32, bf16, tile::ProductWiden>(), kernels<tile::ProductF32, f16, void>()},
+    .eight_bits = {in_place_kernels<tile::ProductF32, int8_t>(), in_place_kernels<tile::ProductF32, f8_e4m3>(),
+                   in_place_kernels<tile::ProductF32, f8_e5m2>()},
 #if defined(__AVX512BF16__)
     .bf16_dot = kernels<tile::ProductBf16Dot, bf16, tile::ProductBf16Dot>(),
 #endif

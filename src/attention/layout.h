@@ -83,6 +83,7 @@ struct Layout {
     RowRules* rules;          // [block_q], where an option needs them
     const void** key_rows;    // [pointers_per_call]
     const void** value_rows;  // as many
+    float* scales;            // [scale_lists][pointers_per_call]
     KvTile* tiles;            // [tiles_per_task]
     RowState state;           // kv_splits = 1
     char* packed;             // [tiles_per_task][panels of K, panels of V]; packed_per_task
@@ -125,6 +126,8 @@ struct Layout {
   const int64_t pointers_per_call = plan.kv_access == KvAccess::panel_pages ? plan.block_kv / kPanelRows * kTilesPerCall
                                     : plan.kv_access == KvAccess::in_place  ? plan.block_kv * kTilesPerCall
                                                                             : plan.block_kv;
+  // Of pages of integers: scales of keys and of values, offsets of keys and of values.
+  const int64_t scale_lists = p.kv_dtype == DType::i8 ? 4 : 0;
   // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
   const int64_t tiles_per_task = standard                                      ? most_tiles
                                  : plan.kv_access == KvAccess::packed_per_task ? 1
@@ -153,6 +156,7 @@ struct Layout {
             .rules = from.template take<RowRules>(row_rules),
             .key_rows = from.template take<const void*>(pointers_per_call),
             .value_rows = from.template take<const void*>(pointers_per_call),
+            .scales = from.template take<float>(Size(scale_lists) * pointers_per_call),
             .tiles = from.template take<KvTile>(tiles_per_task),
             .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
             .packed = static_cast<char*>(from.take_bytes(packs ? Size(tile_bytes) * tiles_per_task : 0)),

@@ -105,6 +105,9 @@ inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem
   in.query = uniform_shape(in.query, p.varlen_q);
   in.key = uniform_shape(in.key, p.varlen_k);
   in.value = uniform_shape(in.value, p.varlen_k);
+  for (ConstTensor* const t : {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets}) {
+    *t = uniform_if_there(*t, false);
+  }
   return in;
 }
 inline AttentionOutputs uniform_shapes(const AttentionOutputs& out, const AttentionProblem& p) {

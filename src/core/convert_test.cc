@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 namespace opst {
 namespace {
@@ -102,11 +104,109 @@ TYPED_TEST(Convert, Extremes) {
   EXPECT_EQ(convert<Type>(0.0f).bits, 0);
 }
 
+// Eight bits: what they mean, again from the definition. f8_e4m3 gives its highest exponent to numbers, all but one.
+double meaning_of(f8_e4m3 value) {
+  if ((value.bits & 0x7f) == 0x7f) return std::nan("");
+  const int field = value.bits >> 3 & 15, mantissa = value.bits & 7;
+  const double magnitude = field == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, field - 10);
+  return value.bits >= 0x80 ? -magnitude : magnitude;
+}
+double meaning_of(f8_e5m2 value) {
+  const int field = value.bits >> 2 & 31, mantissa = value.bits & 3;
+  if (field == 31 && mantissa != 0) return std::nan("");
+  const double magnitude = field == 31  ? HUGE_VAL
+                           : field == 0 ? std::ldexp(mantissa, -16)
+                                        : std::ldexp(4 + mantissa, field - 17);
+  return value.bits >= 0x80 ? -magnitude : magnitude;
+}
+
+template <class Type>
+class ConvertEightBits : public testing::Test {
+ public:
+  static constexpr bool kHasInfinity = std::is_same_v<Type, f8_e5m2>;
+  static constexpr uint8_t kLargest = kHasInfinity ? 0x7b : 0x7e;
+};
+using EightBits = testing::Types<f8_e4m3, f8_e5m2>;
+TYPED_TEST_SUITE(ConvertEightBits, EightBits);
+
+TYPED_TEST(ConvertEightBits, EveryValueWidensExactlyAndComesBack) {
+  for (int bits = 0; bits < 256; ++bits) {
+    const TypeParam value{static_cast<uint8_t>(bits)};
+    const double expected = meaning_of(value);
+    const float widened = to_f32(value);
+    EXPECT_EQ(std::signbit(widened), bits >= 0x80) << bits;
+    if (std::isnan(expected)) {
+      EXPECT_TRUE(std::isnan(widened)) << bits;
+      EXPECT_EQ(convert<TypeParam>(widened).bits, bits | 0x7f);
+      continue;
+    }
+    EXPECT_EQ(static_cast<double>(widened), expected) << bits;
+    EXPECT_EQ(convert<TypeParam>(widened).bits, bits);
+    EXPECT_EQ(convert<TypeParam>(expected).bits, bits);
+    EXPECT_EQ(static_cast<double>(to_f32(convert<f16>(value))), expected) << bits;  // f16 holds every value
+  }
+}
+
+// All midpoints between neighbours, and the floats and doubles right beside them.
+TYPED_TEST(ConvertEightBits, RoundsOnceToNearestEven) {
+  for (uint8_t bits = 0; bits < TestFixture::kLargest; ++bits) {
+    const double low = meaning_of(TypeParam{bits}), high = meaning_of(TypeParam{static_cast<uint8_t>(bits + 1)});
+    const double middle = (low + high) / 2;
+    ASSERT_EQ(static_cast<double>(static_cast<float>(middle)), middle);
+    const int even = bits % 2 == 0 ? bits : bits + 1;
+    for (const int sign : {0, 0x80}) {
+      const auto signed_of = [&](auto x) { return sign != 0 ? -x : x; };
+      const auto as_float = static_cast<float>(middle);
+      EXPECT_EQ(convert<TypeParam>(signed_of(middle)).bits, sign | even) << int{bits};
+      EXPECT_EQ(convert<TypeParam>(signed_of(std::nextafter(middle, 0))).bits, sign | bits) << int{bits};
+      EXPECT_EQ(convert<TypeParam>(signed_of(std::nextafter(middle, HUGE_VAL))).bits, sign | (bits + 1)) << int{bits};
+      EXPECT_EQ(convert<TypeParam>(signed_of(as_float)).bits, sign | even) << int{bits};
+      EXPECT_EQ(convert<TypeParam>(signed_of(std::nextafter(as_float, 0.0f))).bits, sign | bits) << int{bits};
+      EXPECT_EQ(convert<TypeParam>(signed_of(std::nextafter(as_float, HUGE_VALF))).bits, sign | (bits + 1))
+          << int{bits};
+    }
+  }
+}
+
+// Every float whose lower half is 0, 1, half or all ones, against a search among all values: nearest, ties to even.
+TYPED_TEST(ConvertEightBits, IsTheNearestOfAllValues) {
+  for (uint32_t high = 0; high < 0x7f80; ++high) {
+    for (const uint32_t low : {0x0000u, 0x0001u, 0x8000u, 0xffffu}) {
+      const float x = std::bit_cast<float>(high << 16 | low);
+      int nearest = 0;
+      double least = HUGE_VAL;
+      for (int bits = 0; bits <= TestFixture::kLargest; ++bits) {
+        const double distance = std::abs(meaning_of(TypeParam{static_cast<uint8_t>(bits)}) - static_cast<double>(x));
+        if (distance < least || (distance == least && bits % 2 == 0)) nearest = bits, least = distance;
+      }
+      ASSERT_EQ(convert<TypeParam>(x).bits, nearest) << x;
+      ASSERT_EQ(convert<TypeParam>(-x).bits, nearest | 0x80) << x;
+    }
+  }
+}
+
+TYPED_TEST(ConvertEightBits, NumbersSaturateAndInfinitiesDoNot) {
+  const int last = TestFixture::kLargest, infinity = TestFixture::kHasInfinity ? 0x7c : 0x7f;
+  const double largest = meaning_of(TypeParam{TestFixture::kLargest});
+  EXPECT_EQ(largest, TestFixture::kHasInfinity ? 57344 : 448);
+  for (const double x : {largest, largest * 1.01, largest * 1.2, 1e30, std::numeric_limits<double>::max()}) {
+    EXPECT_EQ(convert<TypeParam>(x).bits, last) << x;
+    EXPECT_EQ(convert<TypeParam>(-x).bits, last | 0x80) << x;
+  }
+  EXPECT_EQ(convert<TypeParam>(std::numeric_limits<float>::max()).bits, last);
+  EXPECT_EQ(convert<TypeParam>(HUGE_VAL).bits, infinity);
+  EXPECT_EQ(convert<TypeParam>(-HUGE_VALF).bits, infinity | 0x80);
+  EXPECT_EQ(convert<TypeParam>(-0.0).bits, 0x80);
+  EXPECT_EQ(convert<TypeParam>(std::numeric_limits<float>::denorm_min()).bits, 0);
+}
+
 TEST(ConvertTypes, AnyToAny) {
   static_assert(convert<float>(bf16{0x3f80}) == 1.0f);
   static_assert(convert<double>(f16{0x3c00}) == 1.0);
   static_assert(convert<bf16>(f16{0x3c00}).bits == 0x3f80);
   static_assert(convert<f16>(bf16{0x3f80}).bits == 0x3c00);
+  static_assert(convert<f8_e4m3>(f8_e5m2{0x3c}).bits == 0x38);
+  static_assert(convert<bf16>(f8_e4m3{0x38}).bits == 0x3f80);
   EXPECT_EQ(convert<float>(1e-50), 0.0f);
   EXPECT_EQ(convert<double>(0.1f), static_cast<double>(0.1f));
 }

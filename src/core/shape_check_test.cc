@@ -166,8 +166,8 @@ TEST(ShapeCheck, UnknownDType) {
   t.dtype = static_cast<DType>(77);
   expect_refused("op: key has dtype 77, which is no DType", [&](ShapeCheck& check) { check.tensor("key", t); });
   Tensor out = Tensor::contiguous(DType::f32, {2}, memory);
-  out.dtype = static_cast<DType>(9);
-  expect_refused("op: out has dtype 9, which is no DType", [&](ShapeCheck& check) { check.output("out", out); });
+  out.dtype = static_cast<DType>(99);
+  expect_refused("op: out has dtype 99, which is no DType", [&](ShapeCheck& check) { check.output("out", out); });
 }
 
 TEST(ShapeCheck, SizesBeyondAnyMemory) {

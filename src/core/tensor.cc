@@ -12,13 +12,13 @@
 namespace opst {
 
 int64_t size_bytes(DType dtype) {
-  static constexpr int64_t kBytes[] = {4, 8, 2, 2, 1, 1, 4, 8, 1};  // in the order of DType
+  static constexpr int64_t kBytes[] = {4, 8, 2, 2, 1, 1, 4, 8, 1, 1, 1};  // in the order of DType
   const auto index = static_cast<size_t>(dtype);
   return index < std::size(kBytes) ? kBytes[index] : 0;
 }
 
 const char* to_string(DType dtype) {
-  return name_of(dtype, {"f32", "f64", "bf16", "f16", "i8", "u8", "i32", "i64", "bool"});
+  return name_of(dtype, {"f32", "f64", "bf16", "f16", "i8", "u8", "i32", "i64", "bool", "f8_e4m3", "f8_e5m2"});
 }
 
 std::string to_string(const ConstTensor& tensor) {

@@ -20,8 +20,9 @@ static_assert(std::is_trivially_copyable_v<Tensor> && std::is_trivially_copyable
 static_assert(std::is_convertible_v<Tensor, ConstTensor> && !std::is_convertible_v<ConstTensor, Tensor>);
 
 TEST(DType, SizesAndNames) {
-  const std::pair<const char*, int64_t> expected[] = {{"f32", 4}, {"f64", 8}, {"bf16", 2}, {"f16", 2}, {"i8", 1},
-                                                      {"u8", 1},  {"i32", 4}, {"i64", 8},  {"bool", 1}};
+  const std::pair<const char*, int64_t> expected[] = {{"f32", 4},  {"f64", 8},     {"bf16", 2},   {"f16", 2},
+                                                      {"i8", 1},   {"u8", 1},      {"i32", 4},    {"i64", 8},
+                                                      {"bool", 1}, {"f8_e4m3", 1}, {"f8_e5m2", 1}};
   int i = 0;
   for (const auto& [name, bytes] : expected) {
     const DType dtype = static_cast<DType>(i++);

@@ -114,7 +114,8 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
             "graph test: write (scatter_pa_kv_cache): value_cache 'values' holds value_head_dim = 7, but value 'k' set "
             "value_head_dim = 8");
   EXPECT_EQ(write_panels(DType::f16, {3, 2, 2, 8, 32}, {3, 2, 64, 8}),
-            "graph test: write (scatter_pa_kv_cache): page layout panel32: dtype is f16, but must be f32 or bf16");
+            "graph test: write (scatter_pa_kv_cache): page layout panel32: dtype is f16, but must be f32, bf16, i8, "
+            "u8, f8_e4m3 or f8_e5m2");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.input("x", DType::f32, {rows});
               g.input("x", DType::f32, {rows});

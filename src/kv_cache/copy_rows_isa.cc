@@ -9,13 +9,29 @@
 // Memory     contiguous rows stream; the lines of a transposed page that one row touches stay in L1 for the next row
 // Numerics   one rounding, to nearest even; equal types keep their bits
 #include "kv_cache/kernels.h"
-#include "simd/vec.h"
+#include "simd/float8.h"
 
 namespace opst::OPST_ISA_NS::kv_cache {
 
 using opst::kv_cache::CopyRows;
 using opst::kv_cache::Rows;
 using simd::F32;
+
+// kLanes elements, or n of them.
+template <class T>
+OPST_INLINE void store(F32 x, T* p) {
+  if constexpr (simd::kIsFloat8<T>)
+    simd::store_f8(x, p);
+  else
+    x.store(p);
+}
+template <class T>
+OPST_INLINE void store_n(F32 x, T* p, int64_t n) {
+  if constexpr (simd::kIsFloat8<T>)
+    simd::store_f8_n(x, p, n);
+  else
+    x.store_n(p, n);
+}
 
 // n contiguous elements.
 template <class From, class To>
@@ -24,8 +40,8 @@ OPST_INLINE void copy_contiguous(const From* from, To* to, int64_t n) {
     __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(To));
   } else {
     int64_t d = 0;
-    for (; d + F32::kLanes <= n; d += F32::kLanes) F32::load(from + d).store(to + d);
-    F32::load_n(from + d, n - d).store_n(to + d, n - d);
+    for (; d + F32::kLanes <= n; d += F32::kLanes) store(simd::load_stored<F32>(from + d), to + d);
+    store_n(simd::load_stored_n<F32>(from + d, n - d), to + d, n - d);
   }
 }
 
@@ -154,11 +170,26 @@ void copy_rows(const CopyRows& rows) {
   }
 }
 
+template <class From>
+constexpr void fill_row(void (*(&row)[opst::kv_cache::kNumStorageTypes])(const CopyRows& rows)) {
+  row[0] = copy_rows<From, float>;
+  row[1] = copy_rows<From, bf16>;
+  row[2] = copy_rows<From, f16>;
+  row[3] = copy_rows<From, f8_e4m3>;
+  row[4] = copy_rows<From, f8_e5m2>;
+}
+constexpr opst::kv_cache::Kernels all_kernels() {
+  opst::kv_cache::Kernels table = {};
+  fill_row<float>(table.copy_rows[0]);
+  fill_row<bf16>(table.copy_rows[1]);
+  fill_row<f16>(table.copy_rows[2]);
+  fill_row<f8_e4m3>(table.copy_rows[3]);
+  fill_row<f8_e5m2>(table.copy_rows[4]);
+  table.copy_bytes = copy_rows<uint8_t, uint8_t>;
+  return table;
+}
+
 extern const opst::kv_cache::Kernels kKernels;
-constinit const opst::kv_cache::Kernels kKernels = {{
-    {copy_rows<float, float>, copy_rows<float, bf16>, copy_rows<float, f16>},
-    {copy_rows<bf16, float>, copy_rows<bf16, bf16>, copy_rows<bf16, f16>},
-    {copy_rows<f16, float>, copy_rows<f16, bf16>, copy_rows<f16, f16>},
-}};
+constinit const opst::kv_cache::Kernels kKernels = all_kernels();
 
 }  // namespace opst::OPST_ISA_NS::kv_cache

@@ -1,6 +1,6 @@
 // gather_pa_kv_cache: check every position that will be read, then deal out the tokens to tasks.
 #include "core/int_math.h"
-#include "kv_cache/pages.h"
+#include "kv_cache/page_rows.h"
 #include "machine/context_impl.h"
 
 namespace opst {
@@ -97,11 +97,29 @@ void check_blocks(ShapeCheck& check, const Sequences& s) {
   }
 }
 
+// The scales of every row that will be read.
+void check_scales(ShapeCheck& check, const Sequences& s, const CacheTensors& cache, int64_t num_kv_heads) {
+  if (!holds_integers(cache.key.dtype)) return;
+  const ConstTensor& head_indices = s.options.head_indices;
+  const int64_t num_heads = head_indices ? head_indices.shape[0] : num_kv_heads;
+  for (int64_t b = 0; b < s.distinct_batch() && check.ok(); ++b) {
+    const int64_t begin = s.offset(b), end = begin + s.length(b);
+    for (int64_t position = begin; position < end && check.ok(); ++position) {
+      const int64_t block = s.block(b, position);
+      for (int64_t h = 0; s.in_cache(block) && h < num_heads && check.ok(); ++h) {
+        check_row_scales(check, kCacheNames, cache, block, position % s.block_size,
+                         head_indices ? index_at(head_indices, h) : h, false);
+      }
+    }
+  }
+}
+
 // Keys or values: the pages that are read, and the tensor that is written.
 struct Side {
-  Pages from;
+  CacheSide from;
   Tensor to;  // [tokens, heads, dim]
-  CopyRowsKernel copy_rows;
+  RowConversion convert;
+  CopyRowsKernel copy_floats;  // f32 to the tensor's dtype
 
   // Rows [first_row, first_row + count) of a block become tokens from `token` on.
   void copy(int64_t block, int64_t first_row, int64_t count, int64_t token, const ConstTensor& head_indices,
@@ -109,7 +127,7 @@ struct Side {
     const int64_t num_heads = to.shape[1];
     if (!head_indices && heads_innermost) {
       for (int64_t i = 0; i < count; ++i) {
-        copy_rows({num_heads, from.dim(), from.heads(block, first_row + i), heads_of(to, token + i)});
+        convert(num_heads, from.dim(), from.heads(block, first_row + i), {heads_of(to, token + i)});
       }
       return;
     }
@@ -118,23 +136,23 @@ struct Side {
       const int64_t head = head_indices ? index_at(head_indices, h) : h;
       for (int64_t i = 0, n = 0; i < count; i += n) {
         n = from.even_rows(first_row + i, count - i);
-        copy_rows({n, from.dim(), from.rows(block, first_row + i, head), tokens_of(to, token + i, h)});
+        convert(n, from.dim(), from.rows(block, first_row + i, head), {tokens_of(to, token + i, h)});
       }
     }
   }
   void zero(int64_t count, int64_t token) const {
     static constexpr float kZero = 0;  // the one element that every row reads
     const Rows zeros = {const_cast<float*>(&kZero), 0, 0, 1};
-    for (int64_t i = 0; i < count; ++i) copy_rows({to.shape[1], from.dim(), zeros, heads_of(to, token + i)});
+    for (int64_t i = 0; i < count; ++i) copy_floats({to.shape[1], from.dim(), zeros, heads_of(to, token + i)});
   }
 };
 
 // Checks all tensors, not the integers in them.
-PageSizes check_tensors(ShapeCheck& check, const ConstTensor& key_cache, const ConstTensor& value_cache,
-                        const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
-                        const Tensor& value, const GatherOptions& options) {
-  const auto& [layout, cumulative, seq_offset, head_indices, zero_fill] = options;
-  const PageSizes sizes = check_pages(check, layout, "key_cache", key_cache, "value_cache", value_cache);
+PageSizes check_tensors(ShapeCheck& check, const CacheTensors& cache, const ConstTensor& block_table,
+                        const ConstTensor& kv_lengths, const Tensor& key, const Tensor& value,
+                        const GatherOptions& options) {
+  const auto& [layout, scales, cumulative, seq_offset, head_indices, zero_fill] = options;
+  const PageSizes sizes = check_cache(check, kCacheNames, cache, CacheUse::read);
   check.tensor("block_table", block_table).dtype(kIntegers).dims({"batch", "max_blocks"});
   check.tensor("kv_lengths", kv_lengths).dtype(kIntegers).dims({cumulative ? "batch + 1" : "batch"});
   if (seq_offset) check.tensor("seq_offset", seq_offset).dtype(kIntegers).dims({"batch"});
@@ -154,7 +172,8 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
                           const ConstTensor& block_table, const ConstTensor& kv_lengths, const Tensor& key,
                           const Tensor& value, const GatherOptions& options) {
   return checked("gather_pa_kv_cache", [&](ShapeCheck& check) {
-    const PageSizes sizes = check_tensors(check, key_cache, value_cache, block_table, kv_lengths, key, value, options);
+    const CacheTensors cache = {options.layout, key_cache, value_cache, options.scales};
+    const PageSizes sizes = check_tensors(check, cache, block_table, kv_lengths, key, value, options);
     if (!check.ok()) return;
     const ConstTensor& head_indices = options.head_indices;
     const Sequences sequences = {block_table, kv_lengths, options, check["batch"], sizes.num_blocks, sizes.block_size};
@@ -166,9 +185,15 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
 
     const int64_t elements = tokens * key.shape[1] * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return;
-    const CopyRowsKernel copy_rows = copy_rows_kernel(context.machine().isa, key_cache.dtype, key.dtype);
-    const Side sides[2] = {{Pages(options.layout, PageSide::key, key_cache), normal_strides(key), copy_rows},
-                           {Pages(options.layout, PageSide::value, value_cache), normal_strides(value), copy_rows}};
+    check_scales(check, sequences, cache, sizes.num_kv_heads);
+    if (!check.ok()) return;
+    const Isa isa = context.machine().isa;
+    const auto side_of = [&](PageSide side, const Tensor& to) -> Side {
+      const CacheSide from(cache, side);
+      return {from, normal_strides(to), RowConversion(isa, from.format(), {to.dtype}),
+              copy_rows_kernel(isa, DType::f32, to.dtype)};
+    };
+    const Side sides[2] = {side_of(PageSide::key, key), side_of(PageSide::value, value)};
     const bool heads_innermost = options.layout == PageLayout::norm;
     constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
     const int64_t num_tasks = std::min(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks), tokens);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kv_cache/reference.h"
-#include "kv_cache/test_cache.h"
+#include "kv_cache/test_quant_cache.h"
 #include "opst/kv_cache.h"
 #include "testing/compare.h"
 #include "testing/contexts.h"
@@ -26,11 +26,13 @@ using test::Fill;
 using test::Guard;
 using test::GuardedBuffer;
 using test::num_allocations;
+using test::QuantCache;
 using test::Random;
 using test::TestCache;
 using test::TestContext;
 
-constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
+// Of a cache all, of tokens the first three.
+constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16, DType::f8_e4m3, DType::f8_e5m2};
 
 // Integers behind a guard page, i32 or i64, `stride` elements apart; elements between are nonsense.
 struct Integers {
@@ -85,7 +87,7 @@ struct Problem {
 // blocks do not exist, and some sequences are longer than their row of the table.
 Problem random_problem(Random& random) {
   Problem p;
-  p.cache = kTypes[random.integer(0, 2)];
+  p.cache = kTypes[random.integer(0, 4)];
   p.to = kTypes[random.integer(0, 2)];
   p.layout = p.cache != DType::f16 && random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
   const bool panels = p.layout == PageLayout::panel32;
@@ -281,6 +283,7 @@ TEST(Gather, AllocatesNothing) {
   const PageSizes sizes = {.num_blocks = 8, .block_size = 64, .num_kv_heads = 4, .head_dim = 64, .value_head_dim = 64};
   const TestCache norm(PageLayout::norm, DType::f32, sizes, false, random);
   const TestCache panels(PageLayout::panel32, DType::bf16, sizes, false, random);
+  const QuantCache integers(PageLayout::panel32, kv_format("int4_offset", 64, 64).value(), sizes, false, random);
   const GuardedBuffer keys(512 * 4 * 64 * 4), values(512 * 4 * 64 * 4);
   const Tensor key = keys.tensor(DType::f32, {512, 4, 64}), value = values.tensor(DType::f32, {512, 4, 64});
   std::vector<int64_t> slots(512);
@@ -289,6 +292,18 @@ TEST(Gather, AllocatesNothing) {
   for (const TestContext& t : contexts_with_threads(2)) {
     const auto calls = [&] {
       return convert_pages(t.context, norm.key, norm.value, panels.key, panels.value).ok() &&
+             convert_pages(t.context, panels.key, panels.value, integers.key, integers.value,
+                           {.from = PageLayout::panel32, .to_scales = integers.scales})
+                 .ok() &&
+             scatter_pa_kv_cache(t.context, key, value, ConstTensor::contiguous(DType::i64, {512}, slots.data()),
+                                 integers.key, integers.value,
+                                 {.layout = PageLayout::panel32, .scales = integers.scales})
+                 .ok() &&
+             gather_pa_kv_cache(t.context, integers.key, integers.value,
+                                ConstTensor::contiguous(DType::i64, {1, 8}, table),
+                                ConstTensor::contiguous(DType::i64, {1}, length), key, value,
+                                {.layout = PageLayout::panel32, .scales = integers.scales})
+                 .ok() &&
              gather_pa_kv_cache(t.context, panels.key, panels.value, ConstTensor::contiguous(DType::i64, {1, 8}, table),
                                 ConstTensor::contiguous(DType::i64, {1}, length), key, value,
                                 {.layout = PageLayout::panel32})
@@ -513,7 +528,8 @@ TEST(Gather, NamesWhatIsWrong) {
                                         Tensor::contiguous(DType::f16, {2, 1, 32, 2}, memory.data() + 1024), blocks,
                                         lengths, key, value, {.layout = PageLayout::panel32});
   EXPECT_EQ(f16.code(), StatusCode::unsupported);
-  EXPECT_EQ(f16.message(), "gather_pa_kv_cache: page layout panel32: dtype is f16, but must be f32 or bf16");
+  EXPECT_EQ(f16.message(),
+            "gather_pa_kv_cache: page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
 }
 
 }  // namespace

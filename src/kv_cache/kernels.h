@@ -17,9 +17,12 @@ struct CopyRows {
   Rows from, to;
 };
 
-// Indexed by storage types: f32, bf16, f16. Equal types are copied as bits; others round once, to nearest even.
+// Indexed by storage types: f32, bf16, f16, f8_e4m3, f8_e5m2. Equal types are copied as bits; others round once, to
+// nearest even.
+inline constexpr int kNumStorageTypes = 5;
 struct Kernels {
-  void (*copy_rows[3][3])(const CopyRows& rows);  // [from][to]
+  void (*copy_rows[kNumStorageTypes][kNumStorageTypes])(const CopyRows& rows);  // [from][to]
+  void (*copy_bytes)(const CopyRows& rows);                                     // i8, u8
 };
 
 }  // namespace opst::kv_cache

@@ -29,7 +29,8 @@ using test::Random;
 using test::TestCache;
 using test::TestContext;
 
-constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
+// Of a cache all, of tokens the first three.
+constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16, DType::f8_e4m3, DType::f8_e5m2};
 
 struct Problem {
   DType from = DType::f32, to = DType::f32;
@@ -95,7 +96,7 @@ TEST(Scatter, EqualsTheReferenceInEveryContext) {
     for (int64_t dim : {0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 67, 129}) {
       Problem p;
       p.from = kTypes[random.integer(0, 2)];
-      p.to = kTypes[random.integer(0, 2)];
+      p.to = kTypes[random.integer(0, 4)];
       p.layout = p.to != DType::f16 && random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
       const bool panels = p.layout == PageLayout::panel32;
       p.tokens = random.pick<int64_t>({0, 1, 2, 5, 13});
@@ -278,8 +279,9 @@ TEST(Scatter, NamesWhatIsWrongWithPanels) {
   const auto values = [&](DType dtype) { return value_pages(PageLayout::panel32, dtype, sizes, at(3)); };
   EXPECT_EQ(message(keys(DType::f32), values(DType::f32)), "");
   EXPECT_EQ(message(keys(DType::bf16), values(DType::bf16)), "");
-  EXPECT_EQ(message(Tensor::contiguous(DType::f16, {2, 2, 2, 8, 32}, at(2)), values(DType::f32)),
-            "scatter_pa_kv_cache: page layout panel32: dtype is f16, but must be f32 or bf16");
+  EXPECT_EQ(
+      message(Tensor::contiguous(DType::f16, {2, 2, 2, 8, 32}, at(2)), values(DType::f32)),
+      "scatter_pa_kv_cache: page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
   EXPECT_EQ(message(keys(DType::bf16), values(DType::f32)),
             "scatter_pa_kv_cache: value_cache is f32, but must be bf16");
   EXPECT_EQ(message(Tensor::contiguous(DType::f32, {2, 64, 2, 8}, at(2)), values(DType::f32)),
@@ -314,7 +316,7 @@ TEST(Scatter, NamesWhatIsWrongWithPanels) {
 TEST(PageLayout, FormatsSayWhereElementsLie) {
   Random random(test::seed());
   const PageSizes s = {.num_blocks = 3, .block_size = 64, .num_kv_heads = 2, .head_dim = 6, .value_head_dim = 5};
-  for (const DType dtype : {DType::f32, DType::bf16}) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f8_e5m2}) {
     const TestCache cache(PageLayout::panel32, dtype, s, false, random);
     for (const PageSide side : {PageSide::key, PageSide::value}) {
       const bool keys = side == PageSide::key;
@@ -339,9 +341,9 @@ TEST(PageLayout, FormatsSayWhereElementsLie) {
 TEST(PageLayout, SaysWhatItHolds) {
   EXPECT_STREQ(to_string(PageLayout::norm), "norm");
   EXPECT_TRUE(supports(PageLayout::norm, DType::bf16, 1).ok());
-  EXPECT_EQ(supports(PageLayout::norm, DType::i8, 16).code(), StatusCode::unsupported);
-  EXPECT_EQ(supports(PageLayout::norm, DType::i8, 16).message(),
-            "page layout norm: dtype is i8, but must be f32, bf16 or f16");
+  EXPECT_EQ(supports(PageLayout::norm, DType::i32, 16).code(), StatusCode::unsupported);
+  EXPECT_EQ(supports(PageLayout::norm, DType::i32, 16).message(),
+            "page layout norm: dtype is i32, but must be f32, bf16, f16, i8, u8, f8_e4m3 or f8_e5m2");
 
   EXPECT_STREQ(to_string(PageLayout::panel32), "panel32");
   EXPECT_TRUE(supports(PageLayout::panel32, DType::f32, 32, 33).ok());
@@ -350,7 +352,7 @@ TEST(PageLayout, SaysWhatItHolds) {
   EXPECT_EQ(supports(PageLayout::panel32, DType::bf16, 32, 33).message(),
             "page layout panel32: head_dim is 33, but must be even for bf16");
   EXPECT_EQ(supports(PageLayout::panel32, DType::f16, 32).message(),
-            "page layout panel32: dtype is f16, but must be f32 or bf16");
+            "page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
   EXPECT_EQ(supports(PageLayout::panel32, DType::f32, 16).message(),
             "page layout panel32: block_size is 16, but must be a multiple of 32");
   EXPECT_EQ(supports(PageLayout::panel32, DType::f32, 0).message(),
@@ -369,6 +371,15 @@ TEST(PageLayout, ShapesTheCaches) {
   EXPECT_EQ(values(PageLayout::panel32, DType::f32), "f32 [3, 2, 64, 5]");
   EXPECT_EQ(keys(PageLayout::panel32, DType::bf16), "bf16 [3, 2, 2, 3, 64]");
   EXPECT_EQ(values(PageLayout::panel32, DType::bf16), "bf16 [3, 2, 32, 10]");
+  EXPECT_EQ(keys(PageLayout::norm, DType::i8), "i8 [3, 64, 2, 6]");
+  EXPECT_EQ(keys(PageLayout::norm, DType::u8), "u8 [3, 64, 2, 3]");
+  EXPECT_EQ(keys(PageLayout::panel32, DType::i8), "i8 [3, 2, 2, 6, 32]");
+  EXPECT_EQ(keys(PageLayout::panel32, DType::u8), "u8 [3, 2, 2, 3, 32]");
+  EXPECT_EQ(values(PageLayout::panel32, DType::f8_e4m3), "f8_e4m3 [3, 2, 64, 5]");
+  EXPECT_EQ(value_pages(PageLayout::norm, DType::u8, sizes, nullptr).rank, 0);  // 5 numbers fill no whole bytes
+  EXPECT_EQ(to_string(key_scale_pages(PageLayout::norm, sizes, 3, nullptr)), "f32 [3, 64, 2, 3]");
+  EXPECT_EQ(to_string(key_scale_pages(PageLayout::panel32, sizes, 3, nullptr)), "f32 [3, 2, 2, 3, 32]");
+  EXPECT_EQ(to_string(value_scale_pages(PageLayout::panel32, sizes, 1, nullptr)), "f32 [3, 2, 64, 1]");
   EXPECT_EQ(key_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
   EXPECT_EQ(value_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
 }
@@ -431,7 +442,7 @@ TEST(Convert, EqualsTheReferenceInEveryContext) {
       const auto layout = [&](DType dtype) {
         return dtype != DType::f16 && random.chance(0.6) ? PageLayout::panel32 : PageLayout::norm;
       };
-      const DType from = kTypes[random.integer(0, 2)], to = kTypes[random.integer(0, 2)];
+      const DType from = kTypes[random.integer(0, 4)], to = kTypes[random.integer(0, 4)];
       const PageLayout from_layout = layout(from), to_layout = layout(to);
       const bool panels = from_layout == PageLayout::panel32 || to_layout == PageLayout::panel32;
       const int64_t dim = random.pick<int64_t>({0, 1, 2, 7, 16, 33, 64, 66, 130});
@@ -543,7 +554,8 @@ TEST(Convert, NamesWhatIsWrong) {
             StatusCode::invalid_argument);
   const Status f16 = convert(norm, {Tensor::contiguous(DType::f16, {2, 2, 1, 8, 32}, memory.data()), panels.value});
   EXPECT_EQ(f16.code(), StatusCode::unsupported);
-  EXPECT_EQ(f16.message(), "convert_pages: page layout panel32: dtype is f16, but must be f32 or bf16");
+  EXPECT_EQ(f16.message(),
+            "convert_pages: page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
   sizes.value_head_dim = 4;
   EXPECT_NE(convert(norm, pages(PageLayout::panel32, DType::f32, 0)).message().find("overlaps"), std::string::npos);
 }

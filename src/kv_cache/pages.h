@@ -23,14 +23,42 @@ namespace opst::kv_cache {
 
 inline constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
 inline constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i64};
+inline constexpr std::initializer_list<DType> kPageTypes = {DType::f32, DType::bf16,    DType::f16,    DType::i8,
+                                                            DType::u8,  DType::f8_e4m3, DType::f8_e5m2};
+
+// Whether pages hold integers, which have scales; how many numbers an element of them is.
+inline bool holds_integers(DType dtype) { return dtype == DType::i8 || dtype == DType::u8; }
+inline int64_t numbers_of(DType dtype) { return dtype == DType::u8 ? 2 : 1; }
 
 // Elements of a task: fewer are not worth handing out.
 inline constexpr int64_t kTaskElements = int64_t{1} << 14;
 
-// Checks a cache, a pair of inputs or outputs: a layout that can hold it, or unsupported; dtypes, ranks and sizes that
-// agree, strides that the layout allows. Binds the names of PageSizes. The result means nothing where the check fails.
+// Checks a cache of floats, a pair of inputs or outputs: a layout that can hold it, or unsupported; dtypes, ranks and
+// sizes that agree, strides that the layout allows. Binds the names of PageSizes. The result means nothing where the
+// check fails.
 PageSizes check_pages(ShapeCheck& check, PageLayout layout, const char* key_name, const ConstTensor& key,
-                      const char* value_name, const ConstTensor& value, bool are_outputs = false);
+                      const char* value_name, const ConstTensor& value, bool are_outputs = false,
+                      std::initializer_list<DType> dtypes = kFloats);
+
+// The dimensions from contiguous_from on lie as the shape says, and hold whole rows.
+void check_panels(ShapeCheck& check, const char* name, const ConstTensor& t, const PageFormat& format);
+
+// A cache in any format, and what messages call its tensors.
+struct CacheNames {
+  const char *key, *value, *key_scales, *value_scales, *key_offsets, *value_offsets;
+  const char *key_groups = "key_groups", *value_groups = "value_groups";  // sizes
+};
+inline constexpr CacheNames kCacheNames = {"key_cache",    "value_cache", "key_scales",
+                                           "value_scales", "key_offsets", "value_offsets"};
+struct CacheTensors {
+  PageLayout layout;
+  ConstTensor key, value;
+  ConstPageScales scales;
+};
+enum class CacheUse { read, written, written_by_given_scales };
+// The same of a cache in any format: scales where there must be some, of the cache's sizes, with groups that divide a
+// row. Binds the names of groups where there are scales.
+PageSizes check_cache(ShapeCheck& check, const CacheNames& names, const CacheTensors& cache, CacheUse use);
 
 inline std::span<const char* const> dims_of(const PageFormat& format) {
   return {format.dims, static_cast<size_t>(format.rank)};
@@ -49,6 +77,7 @@ class Pages {
   int64_t even_rows(int64_t row, int64_t count) const {
     return group_ == 1 ? count : std::min(count, group_ - row % group_);
   }
+  // Elements of a row.
   int64_t dim() const { return dim_; }
 
  private:
@@ -77,7 +106,7 @@ Rows tokens_of(const AnyTensor& tensor, int64_t token, int64_t head) {
   return {heads_of(tensor, token, head).data, tensor.strides[0], tensor.strides[2], 1};
 }
 
-// The kernel that copies rows between two dtypes.
+// The kernel that copies rows between two dtypes of floats, or of equal bytes.
 using CopyRowsKernel = void (*)(const CopyRows& rows);
 CopyRowsKernel copy_rows_kernel(Isa isa, DType from, DType to);
 

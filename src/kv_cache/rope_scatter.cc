@@ -1,7 +1,7 @@
 // rope_scatter_pa_kv_cache: a token's heads are normalised and turned in f32, where they lie or in scratch that stays
 // in L1, and stored once.
 #include "core/int_math.h"
-#include "kv_cache/pages.h"
+#include "kv_cache/page_rows.h"
 #include "machine/context_impl.h"
 #include "rowwise/rows.h"
 
@@ -22,8 +22,8 @@ PageSizes check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tenso
   if (in.query_weight) check.tensor("query_weight", in.query_weight).dtype({DType::f32}).dims({"head_dim"});
   if (in.key_weight) check.tensor("key_weight", in.key_weight).dtype({DType::f32}).dims({"head_dim"});
   rowwise::check_heads(check, {"query", &in.query}, {"query_out", &query_out}, {in.key.dtype});
-  const PageSizes sizes =
-      check_pages(check, options.layout, "key_cache", key_cache, "value_cache", value_cache, /*are_outputs=*/true);
+  const PageSizes sizes = check_cache(check, kCacheNames, {options.layout, key_cache, value_cache, options.scales},
+                                      options.scales_given ? CacheUse::written_by_given_scales : CacheUse::written);
   rowwise::check_pairs(check, "cos", "key");
   rowwise::check_style(check, options.style);
   rowwise::check_eps(check, options.eps);
@@ -34,11 +34,12 @@ PageSizes check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tenso
 // A checked call: what is done with one token. `scratch`: the heads of one token in f32.
 struct RopeScatter {
   const rowwise::TypeKernels& f32;
-  CopyRowsKernel widen, store_query, store_key, store_value;  // widen: to f32
+  CopyRowsKernel widen, store_query;  // widen: to f32
+  RowConversion store_key, store_value;
   ConstTensor query, key, value, cos, sin;
   rowwise::ConstRow query_weight, key_weight;
   Tensor query_out;
-  Pages keys, values;
+  CacheSide keys, values;
   bool pairs;
   double eps;
 
@@ -81,9 +82,9 @@ struct RopeScatter {
     const int64_t num_heads = key.shape[1];
     if (keys.dim() > 0) {
       turn(key, key_weight, token, scratch);
-      store_key({num_heads, keys.dim(), scratch, keys.heads(block, row)});
+      store_key(num_heads, keys.dim(), {scratch}, keys.heads(block, row));
     }
-    if (values.dim() > 0) store_value({num_heads, values.dim(), heads_of(value, token), values.heads(block, row)});
+    if (values.dim() > 0) store_value(num_heads, values.dim(), {heads_of(value, token)}, values.heads(block, row));
   }
 };
 
@@ -101,13 +102,18 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
     const int64_t cached = has_slots ? sizes.num_kv_heads * (head_dim + sizes.value_head_dim) : 0;
     const int64_t query_elements = num_heads * head_dim;
     if (tokens == 0 || cached + query_elements == 0) return {};
-    const auto copying = [&](DType from, DType to) { return copy_rows_kernel(context.machine().isa, from, to); };
+    const CacheTensors cache = {options.layout, key_cache, value_cache, options.scales};
+    if (options.scales_given && cached > 0) check_slot_scales(check, cache, inputs.slot_mapping, sizes);
+    if (!check.ok()) return check.status();
+    const CacheSide keys(cache, PageSide::key), values(cache, PageSide::value);
+    const Isa isa = context.machine().isa;
+    const auto copying = [&](DType from, DType to) { return copy_rows_kernel(isa, from, to); };
     const DType dtype = inputs.key.dtype;
     const RopeScatter call = {.f32 = rowwise::kernels_of(context, DType::f32),
                               .widen = copying(dtype, DType::f32),
                               .store_query = copying(DType::f32, dtype),
-                              .store_key = copying(DType::f32, key_cache.dtype),
-                              .store_value = copying(dtype, key_cache.dtype),
+                              .store_key = RowConversion(isa, {}, keys.format(), options.scales_given),
+                              .store_value = RowConversion(isa, {dtype}, values.format(), options.scales_given),
                               .query = normal_strides(inputs.query),
                               .key = normal_strides(inputs.key),
                               .value = normal_strides(inputs.value),
@@ -116,8 +122,8 @@ Status rope_scatter_pa_kv_cache(Context& context, const RopeScatterInputs& input
                               .query_weight = {inputs.query_weight.data, inputs.query_weight.strides[0]},
                               .key_weight = {inputs.key_weight.data, inputs.key_weight.strides[0]},
                               .query_out = normal_strides(query_out),
-                              .keys = Pages(options.layout, PageSide::key, key_cache),
-                              .values = Pages(options.layout, PageSide::value, value_cache),
+                              .keys = keys,
+                              .values = values,
                               .pairs = options.style == RopeStyle::pairs,
                               .eps = options.eps};
 

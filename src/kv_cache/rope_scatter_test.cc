@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kv_cache/test_cache.h"
+#include "kv_cache/test_quant_cache.h"
 #include "opst/kv_cache.h"
 #include "opst/rowwise.h"
 #include "rowwise/reference.h"
@@ -212,6 +212,43 @@ TEST(RopeScatter, HasTheBitsOfItsParts) {
           const Comparison c = compare_bits(got, expected);
           ASSERT_TRUE(c.ok) << c.message;
         }
+      }
+    }
+  }
+}
+
+// The same of caches in eight and four bits: a key is rounded once, after norm and rotation.
+TEST(RopeScatter, QuantisesTurnedKeys) {
+  Random random(seed());
+  Problem p;
+  p.key_norm = true, p.sizes.value_head_dim = 32, p.sizes.head_dim = 64, p.half = 32;
+  for (const TestContext& t : contexts_with_threads(2)) {
+    for (const char* const name : {"int8", "int4_offset", "f8_e4m3"}) {
+      for (const PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
+        SCOPED_TRACE(t.name + std::string(", ") + name + " in " + to_string(layout));
+        Step step(p, random);
+        const KvFormat format = kv_format(name, p.sizes.head_dim, p.sizes.value_head_dim).value();
+        Random same(3), again(3);
+        const bool floats = format.key_groups == 0;
+        KvFormat shape = format;
+        if (floats) shape.key_groups = shape.value_groups = 1;
+        const QuantCache fused(layout, shape, p.sizes, false, same), parts(layout, shape, p.sizes, false, again);
+        const PageScales fused_scales = floats ? PageScales() : fused.scales;
+        const PageScales parts_scales = floats ? PageScales() : parts.scales;
+        const RopeScatterInputs in = step.inputs();
+        std::vector<float> key(static_cast<size_t>(step.key.num_elements()));
+        const Tensor turned_key =
+            Tensor::contiguous(DType::f32, {p.tokens, p.sizes.num_kv_heads, p.sizes.head_dim}, key.data());
+        ASSERT_TRUE(rms_norm(t.context, step.key, step.weight(1), turned_key, {.eps = kEps}).ok());
+        ASSERT_TRUE(rope(t.context, turned_key, in.cos, in.sin, turned_key, {.style = p.style}).ok());
+        ASSERT_TRUE(scatter_pa_kv_cache(t.context, turned_key, step.value, in.slot_mapping, parts.key, parts.value,
+                                        {.layout = layout, .scales = parts_scales})
+                        .ok());
+        const Status status =
+            rope_scatter_pa_kv_cache(t.context, in, step.query_out, fused.key, fused.value,
+                                     {.layout = layout, .style = p.style, .eps = kEps, .scales = fused_scales});
+        ASSERT_TRUE(status.ok()) << status.message();
+        EXPECT_EQ(fused.all_bytes(), parts.all_bytes());
       }
     }
   }

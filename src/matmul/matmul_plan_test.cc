@@ -226,7 +226,7 @@ TEST(MatmulPlan, AnswersAnyNumbers) {
   for (int i = 0; i < 20000; ++i) {
     MatmulProblem p;
     p.m = size(), p.n = size(), p.k = size(), p.groups = random.chance(0.5) ? 1 : size();
-    p.x_dtype = static_cast<DType>(byte(8));
+    p.x_dtype = static_cast<DType>(byte(10));
     p.weight = static_cast<MatmulWeight>(byte(2));
     p.format = static_cast<QuantFormat>(byte(kNumQuantFormats - 1));
     p.activation = static_cast<Activation>(byte(5));

@@ -33,7 +33,7 @@ OPST_INLINE void store_integers(const QuantizeGroup& group, int64_t t, int64_t n
     for (int64_t i = 0; i < n; ++i) group.q[(t + i) * group.q_stride] = lanes[i];
   } else {
     for (int64_t i = 0; i + 1 < n; i += 2) {
-      group.q[(t + i) / 2] = static_cast<int8_t>((lanes[i] & 15) | lanes[i + 1] * 16);
+      group.q[(t + i) / 2 * group.q_stride] = static_cast<int8_t>((lanes[i] & 15) | lanes[i + 1] * 16);
     }
   }
 }
@@ -88,7 +88,7 @@ OPST_NOINLINE void quantize_group(const QuantizeGroup& group) {
 
 template <class T>
 OPST_NOINLINE void dequantize_group(const DequantizeGroup& group) {
-  const F32 scale = F32::set1(group.scale), zero = F32::set1(static_cast<float>(group.zero));
+  const F32 scale = F32::set1(group.scale), zero = F32::set1(group.zero);
   T* const out = static_cast<T*>(group.out);
   for (int64_t t = 0; t < group.count; t += F32::kLanes) {
     const int64_t n = simd::clamp_lanes<F32>(group.count - t);
@@ -97,7 +97,7 @@ OPST_NOINLINE void dequantize_group(const DequantizeGroup& group) {
       for (int64_t i = 0; i < n; ++i) lanes[i] = group.q[(t + i) * group.q_stride];
     } else {
       for (int64_t i = 0; i + 1 < n; i += 2) {
-        const int both = group.q[(t + i) / 2];
+        const int both = group.q[(t + i) / 2 * group.q_stride];
         lanes[i] = static_cast<int8_t>(static_cast<int8_t>(both * 16) / 16);
         lanes[i + 1] = static_cast<int8_t>(both >> 4);
       }

@@ -23,7 +23,7 @@ struct QuantizeGroup {
   float* scale;
   int8_t* zero = nullptr;  // null: symmetric
   int8_t* q;
-  int64_t q_stride;  // 8 bits only
+  int64_t q_stride;  // between bytes
 };
 struct DequantizeGroup {
   const int8_t* q;
@@ -31,7 +31,7 @@ struct DequantizeGroup {
   int64_t count;
   int bits;
   float scale;
-  int zero;
+  float zero;
   void* out;
   int64_t out_stride;
 };

@@ -6,6 +6,11 @@
 
 namespace opst {
 
+namespace quant {
+struct Kernels;
+const Kernels& kernels(Isa isa);  // kernels.h
+}  // namespace quant
+
 // Checks sizes, whole blocks, enough bytes, data. `name` stands for the matrix in messages.
 void check_quant_matrix(ShapeCheck& check, const char* name, const QuantMatrix& matrix);
 

@@ -268,7 +268,7 @@ Status dequantize(Context& context, const IntMatrix& matrix, const Tensor& resul
                 .count = count,
                 .bits = sizes.bits,
                 .scale = numbers.scale(g),
-                .zero = numbers.zero(g),
+                .zero = static_cast<float>(numbers.zero(g)),
                 .out = static_cast<char*>(out.data) +
                        (row * out.strides[0] + first * out.strides[1]) * size_bytes(out.dtype),
                 .out_stride = out.strides[1]});

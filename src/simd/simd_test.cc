@@ -37,6 +37,7 @@ OPST_KERNELS_BY_LEVEL(OPST_ALL_LEVELS, simd_test, LevelTables, kTables, tables)
 namespace {
 
 using simd_test::LevelTables;
+using simd_test::StorageTable;
 using simd_test::tables;
 using simd_test::VerbTable;
 using test::exhaustive;
@@ -469,6 +470,55 @@ TEST(SmallInts, UnpackEveryField) {
       level.storage.load_i8(p, out.data());
       for (size_t i = 0; i < lanes; ++i) ASSERT_EQ(out[i], static_cast<float>(p[i]));
     }
+  });
+}
+
+// ---- numbers of eight bits
+
+template <class T, class Load, class Store>
+void expect_eight_bits(DType dtype, size_t lanes, const Load& load, const Store& store) {
+  std::vector<float> wide(lanes);
+  for (size_t n = 1; n <= lanes; ++n) {
+    for (int base = 0; base < 256; base += static_cast<int>(n)) {
+      const GuardedBuffer memory(static_cast<int64_t>(n));
+      auto* const p = static_cast<T*>(memory.data());
+      for (size_t i = 0; i < n; ++i) p[i].bits = static_cast<uint8_t>(base + static_cast<int>(i));
+      load(p, static_cast<int64_t>(n), wide.data());
+      for (size_t i = 0; i < lanes; ++i) {
+        const double expected = i < n ? test::get(dtype, p, static_cast<int64_t>(i)) : 0;
+        ASSERT_EQ(std::signbit(wide[i]), std::signbit(expected)) << base << " + " << i;
+        ASSERT_TRUE(static_cast<double>(wide[i]) == expected || (std::isnan(wide[i]) && std::isnan(expected)))
+            << base << " + " << i;
+      }
+    }
+  }
+  // Every upper half of a float, with lower halves that are ties and beside them; infinities and NaN too.
+  std::vector<float> x(lanes);
+  size_t count = 0;
+  for (uint32_t high = 0; high < 0x10000; ++high) {
+    for (const uint32_t low : {0x0000u, 0x0001u, 0x8000u, 0xffffu}) {
+      x[count++ % lanes] = std::bit_cast<float>(high << 16 | low);
+      if (count % lanes != 0) continue;
+      for (const size_t n : {lanes, 1 + count / lanes % lanes}) {
+        std::vector<T> narrow(lanes + 1, T{0xa5});
+        store(x.data(), static_cast<int64_t>(n), narrow.data());
+        for (size_t i = 0; i < n; ++i) {
+          T expected;
+          test::set(dtype, &expected, 0, static_cast<double>(x[i]));
+          ASSERT_EQ(int{narrow[i].bits}, int{expected.bits}) << x[i];
+        }
+        ASSERT_EQ(int{narrow[n].bits}, 0xa5);
+      }
+    }
+  }
+}
+
+TEST(EightBits, ConvertAsTheScalarFunctionsDo) {
+  for_each_level([](const LevelTables& level) {
+    const auto lanes = static_cast<size_t>(level.f32.lanes);
+    const StorageTable& s = level.storage;
+    expect_eight_bits<f8_e4m3>(DType::f8_e4m3, lanes, s.load_e4m3, s.store_e4m3);
+    expect_eight_bits<f8_e5m2>(DType::f8_e5m2, lanes, s.load_e5m2, s.store_e5m2);
   });
 }
 

@@ -7,6 +7,7 @@
 //   I32                         kLanes sums: zero(), set1(x), load(p), store(p)
 //                               a + b, a - b, a * b, a << n: wrap around
 //                               to_f32(a); as_ints(words): the same bits
+//                               load_ints(p): kLanes of int8_t
 //                               low_byte(a): the lowest eight bits, signed; high_bytes(a): a / 256, rounded down
 //
 // Each lane of the results is a float; M is subtracted from it; i is a constant after unrolling:
@@ -65,22 +66,23 @@ OPST_INLINE Words Words::load(const uint16_t* p) {
   return {(Register)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 OPST_INLINE F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
-OPST_INLINE F32 load_i8(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+OPST_INLINE I32 load_ints(const int8_t* p) {
+  return {(I32::Register)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 #elif defined(__AVX2__)
 OPST_INLINE Words Words::load(const uint16_t* p) {
   return {(Register)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 OPST_INLINE F32 to_f32(I32 a) { return {_mm256_cvtepi32_ps((__m256i)a.v)}; }
-OPST_INLINE F32 load_i8(const int8_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+OPST_INLINE I32 load_ints(const int8_t* p) {
+  return {(I32::Register)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
 }
 #else
 OPST_INLINE Words Words::load(const uint16_t* p) { return {Register{p[0], p[1], p[2], p[3]}}; }
 OPST_INLINE F32 to_f32(I32 a) { return {__builtin_convertvector(a.v, F32::Raw)}; }
-OPST_INLINE F32 load_i8(const int8_t* p) { return to_f32({I32::Register{p[0], p[1], p[2], p[3]}}); }
+OPST_INLINE I32 load_ints(const int8_t* p) { return {I32::Register{p[0], p[1], p[2], p[3]}}; }
 #endif
+OPST_INLINE F32 load_i8(const int8_t* p) { return to_f32(load_ints(p)); }
 
 #if defined(__AVX512F__)
 // Bits 0..3: a field of words; above them: bits of high, of whose field the lowest goes to bit 4.

@@ -29,6 +29,10 @@ auto with_type(DType dtype, const F& f) {
       return f(static_cast<bf16*>(nullptr));
     case DType::f16:
       return f(static_cast<f16*>(nullptr));
+    case DType::f8_e4m3:
+      return f(static_cast<f8_e4m3*>(nullptr));
+    case DType::f8_e5m2:
+      return f(static_cast<f8_e5m2*>(nullptr));
     case DType::i8:
       return f(static_cast<int8_t*>(nullptr));
     case DType::i32:
@@ -115,6 +119,10 @@ double epsilon(DType dtype) {
       return 0x1p-7;
     case DType::f16:
       return 0x1p-10;
+    case DType::f8_e4m3:
+      return 0x1p-3;
+    case DType::f8_e5m2:
+      return 0x1p-2;
     default:
       return 0;
   }

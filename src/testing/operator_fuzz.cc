@@ -213,7 +213,8 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
   const auto layout = [&] { return c.pick({PageLayout::norm, PageLayout::panel32, static_cast<PageLayout>(7)}); };
   const PageLayout from = layout(), to = layout();
   s.block_size = from == PageLayout::norm && c.coin() ? c.integer(1, 20) : 32;
-  const DType x = c.pick({DType::f32, DType::bf16, DType::f16}), cache = c.pick({x, DType::f32, DType::bf16});
+  const DType x = c.pick({DType::f32, DType::bf16, DType::f16}),
+              drawn = c.pick({x, DType::f32, DType::bf16, DType::i8, DType::u8, DType::f8_e4m3, DType::f8_e5m2});
   const int64_t tokens = c.integer(1, 20), slots = s.num_blocks * s.block_size;
   const auto pages = [&](PageLayout l, DType dtype, bool out) {
     for (const bool key : {true, false}) {
@@ -224,11 +225,28 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
     }
   };
   const int what = c.pick({0, 1, 2, 3});
+  // A rotation is rounded otherwise at another level: one step of a number of eight bits or less is too much then.
+  const DType cache = what == 1 && size_bytes(drawn) == 1 ? x : drawn;
+  const bool integers = cache == DType::i8 || cache == DType::u8;
+  // The last operands of a call on a cache in `from`.
+  const auto scales = [&](bool out) {
+    for (int side = 0; side < 2; ++side) {
+      if (!integers) continue;
+      char dummy = 0;
+      const Tensor p = side == 0 ? key_scale_pages(from, s, 1, &dummy) : value_scale_pages(from, s, 1, &dummy);
+      const std::vector<int64_t> shape(p.shape, p.shape + p.rank);
+      out ? t.output(DType::f32, shape) : t.input(DType::f32, shape);
+    }
+  };
+  const auto scales_at = [=](const Views& v, size_t first) {
+    return integers ? PageScales{v[first], v[first + 1]} : PageScales{};
+  };
   if (what == 2) {
     pages(from, cache, false);
     pages(to, x, true);
+    scales(false);
     return {[=](Context& context, const Views& v) {
-              return convert_pages(context, v[0], v[1], v[2], v[3], {from, to});
+              return convert_pages(context, v[0], v[1], v[2], v[3], {from, to, scales_at(v, 4)});
             },
             0.0};
   }
@@ -242,10 +260,11 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
     t.integers(c.pick({DType::i32, DType::i64}), {batch}, lengths);
     t.output(x, {sum, s.num_kv_heads, s.head_dim});
     t.output(x, {sum, s.num_kv_heads, s.value_head_dim});
+    scales(false);
     const bool zero_fill = c.coin();
     return {[=](Context& context, const Views& v) {
               GatherOptions options;
-              options.layout = from, options.zero_fill = zero_fill;
+              options.layout = from, options.zero_fill = zero_fill, options.scales = scales_at(v, 6);
               return gather_pa_kv_cache(context, v[0], v[1], v[2], v[3], v[4], v[5], options);
             },
             0.0};
@@ -255,8 +274,9 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
   t.input(c.pick({DType::i32, DType::i64}), {tokens}, -1, slots - (c.rarely(16) ? 0 : 1));
   pages(from, cache, true);
   if (what == 0) {
+    scales(true);
     return {[=](Context& context, const Views& v) {
-              return scatter_pa_kv_cache(context, v[0], v[1], v[2], v[3], v[4], {from});
+              return scatter_pa_kv_cache(context, v[0], v[1], v[2], v[3], v[4], {from, scales_at(v, 5)});
             },
             0.0};
   }

@@ -36,6 +36,10 @@ Range range_of(DType dtype) {
       return {false, 0x1.fep127, 0x1p-133};
     case DType::f16:
       return {false, 65504, 0x1p-24};
+    case DType::f8_e4m3:
+      return {false, 448, 0x1p-9};
+    case DType::f8_e5m2:
+      return {false, 57344, 0x1p-16};
     case DType::i8:
       return {true, 127, 1};
     case DType::u8:

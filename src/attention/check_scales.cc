@@ -1,0 +1,72 @@
+// The numbers in the scales of i8 pages, before anything is written: all threads look at those of keys that a query may
+// see. They are as many bytes as a hundredth to a thirtieth of the keys, and are read again at once.
+#include <atomic>
+
+#include "attention/call_heads.h"
+#include "attention/check.h"
+#include "core/guarded.h"
+#include "kv_cache/page_rows.h"
+
+namespace opst::attention {
+
+namespace {
+
+constexpr int64_t kTaskKeys = 4096;
+
+// Keys of a head that some query may see: from the first one of its first query on.
+int64_t first_visible(const CallHeads& call, int64_t head) {
+  const Visibility visible = call.visibility(head);
+  return visible.prefix > 0 ? 0 : std::max<int64_t>(visible.first_key(0), 0);
+}
+
+// Whether a list holds for keys [begin, end) of a head. Scales: x >= 0 (also +inf); offsets: finite.
+bool holds(const KvRows& rows, int64_t begin, int64_t end, bool scales) {
+  bool good = true;
+  for (int64_t key = begin; key < end;) {
+    const char* at = rows.row(key);
+    for (const int64_t stop = key + rows.run(key, end - key); key < stop; ++key, at += rows.row_bytes) {
+      const float x = *reinterpret_cast<const float*>(at);
+      good &= scales ? x >= 0 : x - x == 0;
+    }
+  }
+  return good;
+}
+
+// The first row that does not hold, in a message.
+Status describe(const char* operator_name, const AttentionInputs& in, const AttentionProblem& p) {
+  ShapeCheck check(operator_name);
+  const CallHeads call{in, p};
+  for (int64_t head = 0; head < call.heads && check.ok(); ++head) {
+    const int64_t b = call.batch(head);
+    if (call.sequences.query_len(b) == 0) continue;
+    for (int64_t key = first_visible(call, head); key < call.sequences.kv_len(b) && check.ok(); ++key) {
+      kv_cache::check_row_scales(check, kPageNames, pages_of(in), index_at(in.block_table, b, key / p.block_size),
+                                 key % p.block_size, call.kv_head(head), false);
+    }
+  }
+  return check.status();
+}
+
+}  // namespace
+
+Status check_scales(const char* operator_name, const AttentionInputs& in, const AttentionProblem& p, ThreadPool& pool) {
+  const CallHeads call{in, p};
+  const int64_t chunks = ceil_div(p.kv_len, kTaskKeys);
+  std::atomic<bool> good = true;
+  pool.parallel_for(call.heads * chunks, [&](int64_t task, int) {
+    const int64_t head = task / chunks, b = call.batch(head);
+    if (call.sequences.query_len(b) == 0) return;
+    const int64_t begin = std::max(task % chunks * kTaskKeys, first_visible(call, head));
+    const int64_t end = std::min((task % chunks + 1) * kTaskKeys, call.sequences.kv_len(b));
+    for (const auto& [list, scales] : {std::pair{&in.key_scales, true},
+                                       {&in.value_scales, true},
+                                       {&in.key_offsets, false},
+                                       {&in.value_offsets, false}}) {
+      if (*list && !holds(call.kv_rows(*list, head), begin, end, scales)) good = false;
+    }
+  });
+  if (good) return {};
+  return describe(operator_name, in, p);
+}
+
+}  // namespace opst::attention

@@ -1,0 +1,120 @@
+// The check of a cache in any format: its pages, and the scales and offsets of integers; and of the scales themselves.
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "kv_cache/page_rows.h"
+#include "kv_cache/pages.h"
+
+namespace opst::kv_cache {
+
+namespace {
+
+// One side's tensors.
+struct Side {
+  const char *pages_name, *scales_name, *offsets_name;
+  DType dtype;
+  ConstTensor scales, offsets;
+  PageSide side;
+  const char *dim_name, *groups_name;
+};
+
+void check_scales(ShapeCheck& check, PageLayout layout, const Side& s, CacheUse use) {
+  if (!holds_integers(s.dtype)) {
+    for (const auto& [name, tensor] : {std::pair{s.scales_name, &s.scales}, {s.offsets_name, &s.offsets}}) {
+      check.require(!is_given(*tensor), name, " is given, but ", s.pages_name, " is ", to_string(s.dtype),
+                    ", and only i8 and u8 have any");
+    }
+    return;
+  }
+  check.require(is_given(s.scales), s.scales_name, " is absent, but ", s.pages_name, " is ", to_string(s.dtype),
+                ": integers to be multiplied with scales");
+  const PageFormat& format = page_format(layout, DType::f32, s.side);
+  for (const auto& [name, tensor] : {std::pair{s.scales_name, &s.scales}, {s.offsets_name, &s.offsets}}) {
+    if (!check.ok() || !is_given(*tensor)) continue;
+    ShapeCheck::TensorCheck of_tensor =
+        use == CacheUse::written ? check.output(name, *tensor) : check.tensor(name, *tensor);
+    const char* dims[kMaxRank];
+    std::copy_n(format.dims, format.rank, dims);
+    dims[3] = s.groups_name;
+    of_tensor.dtype({DType::f32}).dims(std::span(dims, static_cast<size_t>(format.rank)));
+    if (check.ok()) check_panels(check, name, *tensor, format);
+  }
+}
+
+// After all tensors, since a dimension may be bound by any of them.
+void check_groups(ShapeCheck& check, const Side& s) {
+  if (!check.ok() || !holds_integers(s.dtype)) return;
+  const int64_t groups = check[s.groups_name], dim = check[s.dim_name];
+  check.require(groups >= 1 && dim % groups == 0, s.scales_name, " has ", groups, " groups (", s.groups_name,
+                "), which do not divide ", s.dim_name, " = ", dim);
+  if (!check.ok()) return;
+  check.require(dim / groups % numbers_of(s.dtype) == 0, s.scales_name, " has groups of ", dim / groups,
+                " numbers, but those of u8 must fill whole bytes");
+}
+
+}  // namespace
+
+PageSizes check_cache(ShapeCheck& check, const CacheNames& names, const CacheTensors& cache, CacheUse use) {
+  const auto& [layout, key, value, scales] = cache;
+  const Side sides[2] = {{names.key, names.key_scales, names.key_offsets, key.dtype, scales.key, scales.key_offsets,
+                          PageSide::key_scales, "head_dim", names.key_groups},
+                         {names.value, names.value_scales, names.value_offsets, value.dtype, scales.value,
+                          scales.value_offsets, PageSide::value_scales, "value_head_dim", names.value_groups}};
+  const auto check_all_scales = [&] {
+    for (const Side& side : sides) check_scales(check, layout, side, use);
+    check.require(is_given(scales.key_offsets) == is_given(scales.value_offsets), names.key_offsets, " and ",
+                  names.value_offsets, " must both be given or both be absent");
+  };
+  // Outputs come last: they overlap nothing.
+  if (use == CacheUse::written_by_given_scales) check_all_scales();
+  const PageSizes sizes =
+      check_pages(check, layout, names.key, key, names.value, value, use != CacheUse::read, kPageTypes);
+  if (check.ok() && use != CacheUse::written_by_given_scales) check_all_scales();
+  for (const Side& side : sides) check_groups(check, side);
+  return sizes;
+}
+
+void check_row_scales(ShapeCheck& check, const CacheNames& names, const CacheTensors& cache, int64_t block, int64_t row,
+                      int64_t head, bool given) {
+  for (const bool keys : {true, false}) {
+    const DType dtype = cache.key.dtype;
+    const ConstTensor &scales = keys ? cache.scales.key : cache.scales.value,
+                      &offsets = keys ? cache.scales.key_offsets : cache.scales.value_offsets;
+    const PageSide side = keys ? PageSide::key_scales : PageSide::value_scales;
+    const auto each = [&](const char* name, const ConstTensor& tensor, const auto& rule) {
+      const Pages pages(cache.layout, side, tensor);
+      const Rows at = pages.rows(block, row, head);
+      for (int64_t group = 0; group < pages.dim() && check.ok(); ++group) {
+        const float x = static_cast<const float*>(at.data)[group * at.word_stride];
+        const char* const broken = rule(x);
+        check.require(broken == nullptr, name, " of block ", block, ", row ", row, ", head ", head, ", group ", group,
+                      " is ", x, ", but must be ", broken == nullptr ? "" : broken);
+      }
+    };
+    each(keys ? names.key_scales : names.value_scales, scales, [&](float x) -> const char* {
+      if (!(x >= 0)) return ">= 0";
+      return given && x - x != 0 ? "finite" : nullptr;
+    });
+    if (!offsets) continue;
+    each(keys ? names.key_offsets : names.value_offsets, offsets, [&](float x) -> const char* {
+      if (!given) return x - x == 0 ? nullptr : "finite";
+      const float most = dtype == DType::i8 ? 127.0f : 7.0f;
+      if (x >= -most && x <= most + 1 && x == static_cast<float>(static_cast<int>(x))) return nullptr;
+      return dtype == DType::i8 ? "a whole number in -127..128" : "a whole number in -7..8";
+    });
+  }
+}
+
+void check_slot_scales(ShapeCheck& check, const CacheTensors& cache, const ConstTensor& slot_mapping,
+                       const PageSizes& sizes) {
+  if (!holds_integers(cache.key.dtype)) return;
+  for (int64_t t = 0; t < distinct(slot_mapping, 0) && check.ok(); ++t) {
+    const int64_t slot = index_at(slot_mapping, t);
+    for (int64_t head = 0; slot >= 0 && head < sizes.num_kv_heads && check.ok(); ++head) {
+      check_row_scales(check, kCacheNames, cache, slot / sizes.block_size, slot % sizes.block_size, head, true);
+    }
+  }
+}
+
+}  // namespace opst::kv_cache

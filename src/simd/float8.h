@@ -1,0 +1,121 @@
+// Numbers of eight bits (f8_e4m3, f8_e5m2) as vectors of floats. No processor here converts them, so integer arithmetic
+// does; both ways the results are those of core/convert.h, to the bit.
+//
+//   load_f8(p), load_f8_n(p, n)        kLanes numbers, or n of them and zeros: exact
+//   store_f8(x, p), store_f8_n(x, p, n)  rounded to nearest even; numbers that are too large saturate
+//
+//   load_stored<V>(p), load_stored_n<V>(p, n)  the same of any storage type, int8_t too
+//
+// Widening: the bits of a magnitude, moved to where f32 has exponent and mantissa, are its value times a power of two,
+// subnormals included. Narrowing: above the smallest normal number the exponent is moved and the bits that go are
+// rounded as an integer; below it, adding 2^23 units of the last place rounds. Subnormal floats occur on the way: the
+// processor must not take them for zeros (the pool's threads do not).
+#pragma once
+
+#include "simd/small_ints.h"
+
+namespace opst::OPST_ISA_NS::simd {
+
+template <class T>
+struct Float8;
+template <>
+struct Float8<f8_e4m3> {
+  static constexpr int kMantissaBits = 3, kBias = 7;
+  // Magnitudes: the largest number, what becomes of an infinity, above what all is NaN.
+  static constexpr uint32_t kLargest = 0x7e, kInfinity = 0x7f, kNanAbove = 0x7e;
+};
+template <>
+struct Float8<f8_e5m2> {
+  static constexpr int kMantissaBits = 2, kBias = 15;
+  static constexpr uint32_t kLargest = 0x7b, kInfinity = 0x7c, kNanAbove = 0x7c;
+};
+
+OPST_INLINE F32 as_floats(Words words) { return {(decltype(F32::v))words.v}; }
+OPST_INLINE Words as_words(F32 x) { return {(Words::Register)x.v}; }
+// a in the lanes where x > most, else b; x and most below 2^31.
+OPST_INLINE Words where_above(Words x, uint32_t most, Words a, Words b) {
+  const Words::Register mask = (Words::Register)(as_ints(x).v > as_ints(words_of(most)).v);
+  return {(a.v & mask) | (b.v & ~mask)};
+}
+
+template <class T>
+OPST_INLINE F32 load_f8(const T* p) {
+  using Format = Float8<T>;
+  constexpr int kShift = 23 - Format::kMantissaBits;
+  const Words wide = {(Words::Register)load_ints(reinterpret_cast<const int8_t*>(p)).v};  // the sign in all upper bits
+  const Words sign = wide & words_of(0x80000000u), magnitude = wide & words_of(0x7fu);
+  const Words bits = (wide << kShift) & words_of(0x80000000u | 0x7fu << kShift);
+  const F32 value = as_floats(bits) * as_floats(words_of(static_cast<uint32_t>(254 - Format::kBias) << 23));
+  Words out = as_words(value);
+  if constexpr (Format::kInfinity <= Format::kNanAbove) {
+    out = where_above(magnitude, Format::kLargest, sign | words_of(0x7f800000u), out);
+  }
+  return as_floats(where_above(magnitude, Format::kNanAbove, sign | words_of(0x7fc00000u), out));
+}
+
+// The bytes, one to a lane.
+template <class T>
+OPST_INLINE Words narrow_f8(F32 x) {
+  using Format = Float8<T>;
+  constexpr int kShift = 23 - Format::kMantissaBits, kRebias = 127 - Format::kBias;
+  const Words bits = as_words(x), magnitude = bits & words_of(0x7fffffffu);
+  const Words odd = (magnitude >> kShift) & words_of(1);
+  const Words normal = {(magnitude.v - (static_cast<uint32_t>(kRebias) << 23) + ((1u << (kShift - 1)) - 1) + odd.v) >>
+                        kShift};
+  // The smallest normal number is 2^(1 - bias), a unit of the last place below it 2^(1 - bias - mantissa bits).
+  constexpr uint32_t kUnits = static_cast<uint32_t>(127 + 1 - Format::kBias - Format::kMantissaBits + 23) << 23;
+  const Words small = {as_words(as_floats(magnitude) + as_floats(words_of(kUnits))).v - kUnits};
+  Words out = where_above(magnitude, (static_cast<uint32_t>(kRebias + 1) << 23) - 1, normal, small);
+  out = where_above(out, Format::kLargest, words_of(Format::kLargest), out);
+  out = where_above(magnitude, 0x7f7fffffu, words_of(Format::kInfinity), out);
+  out = where_above(magnitude, 0x7f800000u, words_of(0x7fu), out);
+  return out | ((bits >> 24) & words_of(0x80u));
+}
+
+template <class T>
+OPST_INLINE F32 load_f8_n(const T* p, int64_t n) {
+  T lanes[F32::kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+  return load_f8(lanes);
+}
+template <class T>
+OPST_INLINE void store_f8_n(F32 x, T* p, int64_t n) {
+  uint32_t words[F32::kLanes];
+  store(narrow_f8<T>(x), words);
+  for (int64_t i = 0; i < n; ++i) p[i].bits = static_cast<uint8_t>(words[i]);
+}
+template <class T>
+OPST_INLINE void store_f8(F32 x, T* p) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)narrow_f8<T>(x).v));
+#else
+  store_f8_n(x, p, F32::kLanes);
+#endif
+}
+
+// kLanes numbers of any type that is stored, or n of them and zeros: V::load knows those of 16 bits and more.
+template <class T>
+inline constexpr bool kIsFloat8 = __is_same(T, f8_e4m3) || __is_same(T, f8_e5m2);
+template <class V, class T>
+OPST_INLINE V load_stored(const T* p) {
+  if constexpr (kIsFloat8<T>)
+    return load_f8(p);
+  else if constexpr (__is_same(T, int8_t))
+    return load_i8(p);
+  else
+    return V::load(p);
+}
+template <class V, class T>
+OPST_INLINE V load_stored_n(const T* p, int64_t n) {
+  if constexpr (kIsFloat8<T>) {
+    return load_f8_n(p, n);
+  } else if constexpr (__is_same(T, int8_t)) {
+    int8_t lanes[V::kLanes] = {};
+    for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+    return load_i8(lanes);
+  } else {
+    return V::load_n(p, n);
+  }
+}
+
+}  // namespace opst::OPST_ISA_NS::simd
