@@ -3,6 +3,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <type_traits>
+
 #include "opst/attention_backward.h"
 #include "opst/lightning_indexer.h"
 #include "view.h"
@@ -34,15 +36,25 @@ T parse(const std::string& text, const char* name, std::initializer_list<std::pa
   raise(PyExc_ValueError, std::string(name) + " is \"" + text + "\", must be one of " + known);
 }
 
+// The tensor that a member of AttentionInputs, or of its block mask, names.
+template <auto kField, class Inputs>
+auto& tensor_of(Inputs& inputs) {
+  if constexpr (std::is_same_v<decltype(kField), ConstTensor BlockMask::*>) {
+    return inputs.block_mask.*kField;
+  } else {
+    return inputs.*kField;
+  }
+}
+
 // An optional tensor: set from a View or None.
-template <ConstTensor AttentionInputs::*kField>
+template <auto kField>
 void set_input(AttentionCall& call, nb::object view) {
   if (view.is_none()) {
-    call.inputs.*kField = {};
+    tensor_of<kField>(call.inputs) = {};
     return;
   }
   call.kept.push_back(nb::cast<const View&>(view));
-  call.inputs.*kField = call.kept.back().input();
+  tensor_of<kField>(call.inputs) = call.kept.back().input();
 }
 
 template <auto kField>
@@ -59,6 +71,13 @@ void dropout_option(nb::class_<AttentionCall>& type, const char* name) {
   type.def_prop_rw(
       name, [](const AttentionCall& call) { return call.options.dropout.*kField; },
       [](AttentionCall& call, Value value) { call.options.dropout.*kField = value; });
+}
+
+template <auto kField>
+void block_mask_size(nb::class_<AttentionCall>& type, const char* name) {
+  type.def_prop_rw(
+      name, [](const AttentionCall& call) { return call.inputs.block_mask.*kField; },
+      [](AttentionCall& call, int64_t value) { call.inputs.block_mask.*kField = value; });
 }
 
 std::string plan(const AttentionCall& call, const Context& context) {
@@ -134,10 +153,10 @@ void bind_attention(nb::module_& module) {
   nb::class_<AttentionCall> type(module, "AttentionCall", "Inputs and options of attention (opst/attention.h).");
   type.def(nb::init<const View&, const View&, const View&>(), nb::arg("query"), nb::arg("key"), nb::arg("value"));
 
-  const auto input = [&]<ConstTensor AttentionInputs::*kField>(const char* name) {
+  const auto input = [&]<auto kField>(const char* name) {
     type.def_prop_rw(
-        name, [](const AttentionCall& call) { return (call.inputs.*kField).data != nullptr; }, &set_input<kField>,
-        nb::for_setter(nb::arg("view").none()));
+        name, [](const AttentionCall& call) { return tensor_of<kField>(call.inputs).data != nullptr; },
+        &set_input<kField>, nb::for_setter(nb::arg("view").none()));
   };
   input.operator()<&AttentionInputs::block_table>("block_table");
   input.operator()<&AttentionInputs::kv_lengths>("kv_lengths");
@@ -153,6 +172,10 @@ void bind_attention(nb::module_& module) {
   input.operator()<&AttentionInputs::alibi_slopes>("alibi_slopes");
   input.operator()<&AttentionInputs::sinks>("sinks");
   input.operator()<&AttentionInputs::drop_mask>("drop_mask");
+  input.operator()<&BlockMask::row_offsets>("block_mask_row_offsets");
+  input.operator()<&BlockMask::columns>("block_mask_columns");
+  block_mask_size<&BlockMask::block_q>(type, "block_mask_block_q");
+  block_mask_size<&BlockMask::block_kv>(type, "block_mask_block_kv");
 
   option<&AttentionOptions::softmax_scale>(type, "softmax_scale");
   option<&AttentionOptions::causal>(type, "causal");

@@ -9,6 +9,7 @@ NB_MODULE(_core, module) {
   bind_view(module);
   bind_context(module);
   bind_attention(module);
+  bind_block_patterns(module);
   bind_rowwise(module);
   bind_matmul(module);
   bind_kv_cache(module);

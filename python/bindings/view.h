@@ -86,6 +86,7 @@ RopeStyle parse_style(const std::string& name);
 void bind_view(nb::module_& module);
 void bind_context(nb::module_& module);
 void bind_attention(nb::module_& module);
+void bind_block_patterns(nb::module_& module);
 void bind_rowwise(nb::module_& module);
 void bind_matmul(nb::module_& module);
 void bind_kv_cache(nb::module_& module);

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from ._arrays import integers, refusal, view
+from ._block_mask import option_parts
 from ._calls import _kind_of, checked
 from ._core import UNBOUNDED, AttentionCall, View
 
@@ -34,6 +35,8 @@ class Options(NamedTuple):
     first_head: int = 0
     total_heads: int = 0  # 0: all are here
     page_layout: str = "norm"
+    block_mask_block_q: int = 0  # of the option block_mask: queries and keys of a block
+    block_mask_block_kv: int = 0
 
 
 class Tensors(NamedTuple):
@@ -56,10 +59,13 @@ class Tensors(NamedTuple):
     value_scales: Any = None
     key_offsets: Any = None
     value_offsets: Any = None
+    block_mask_row_offsets: Any = None
+    block_mask_columns: Any = None
 
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
-INTEGERS = frozenset(("block_table", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "prefix"))
+INTEGERS = frozenset(("block_table", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "prefix", "block_mask_row_offsets",
+                      "block_mask_columns"))
 # The annotations' texts, and what checks them.
 KINDS = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Options.__annotations__.items()}
 _CHECKS = {name: _kind_of(kind) for name, kind in KINDS.items()}
@@ -74,7 +80,12 @@ def split_options(function: str, options: Dict[str, Any], known: Tuple[str, ...]
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"{function}: there is no option {name}; the further options are {', '.join(sorted(known))}")
-        if name in _CHECKS:
+        if name == "block_mask":
+            if value is not None:
+                arrays, sizes = option_parts(function, value)
+                tensors.update(arrays)
+                numbers.update(sizes)
+        elif name in _CHECKS:
             numbers[name] = checked(function, name, _CHECKS[name], value)
             check_word(name, numbers[name])
         elif value is not None:
@@ -111,14 +122,18 @@ def check_mask(mask: Any, dtype: str) -> None:
     raise refusal(ValueError, mask, f"has dtype {dtype.replace('torch.', '')}, must be bool; {said}", "mask")
 
 
+_SHOWN = {"query": None, "key": None, "value": None, "block_mask_row_offsets": "block_mask.row_offsets",
+          "block_mask_columns": "block_mask.columns"}
+
+
 def shown(name: str) -> Optional[str]:
-    """A tensor's name in messages; of these three the caller's function finds its own."""
-    return None if name in ("query", "key", "value") else name
+    """A tensor's name in messages; of the first three the caller's function finds its own."""
+    return _SHOWN.get(name, name)
 
 
 def to_view(name: str, array: Any) -> View:
     if name in INTEGERS:
-        return integers(array, name)
+        return integers(array, shown(name))
     tensor = view(array, shown(name))
     if name == "mask":
         check_mask(array, tensor.dtype)

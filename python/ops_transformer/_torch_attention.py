@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _torch_door as door
-from ._arrays import integer_tensor, refusal
+from ._arrays import integer_array, integer_tensor, refusal
 from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, shown, to_view
 from ._core import Context, View
 from ._pages import row_elements
@@ -264,6 +264,11 @@ def _refuse_between_elements(name: str, array: Any, tensor: Tensor) -> None:
             to_view(name, array)
 
 
+def _shared(array: np.ndarray) -> Tensor:
+    """The same memory; a copy of what is read-only, which torch has no tensors of."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
 def to_tensor(name: str, array: Any) -> Tensor:
     """An argument of the operator: torch's as they are, others as torch tensors of the same memory."""
     if isinstance(array, Tensor):
@@ -271,13 +276,15 @@ def to_tensor(name: str, array: Any) -> Tensor:
         _refuse_between_elements(name, array, array)
         if name == "mask":
             check_mask(array, str(array.dtype))
-        return integer_tensor(array, name) if name in INTEGERS else array
+        return integer_tensor(array, shown(name)) if name in INTEGERS else array
+    if name in ("block_mask_row_offsets", "block_mask_columns") and isinstance(array, np.ndarray):
+        return _shared(integer_array(array, shown(name)))  # a mask of many blocks is large
     if name in INTEGERS:
-        return integer_tensor(array, name)
+        return integer_tensor(array, shown(name))
     if isinstance(array, np.ndarray):
         if name == "mask":
             check_mask(array, str(array.dtype))
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        tensor = _shared(array)
         _refuse_between_elements(name, array, tensor)
         return tensor
     raise refusal(TypeError, array, f"is a {type(array).__name__}, but must be a torch tensor or a NumPy array, as another "

@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional
 import numpy as np
 
 from ._arrays import Tagged, is_torch, view
-from ._attention import check_dropout, core_call, split_options, to_view
+from ._attention import Options, Tensors, check_dropout, core_call, split_options, to_view
 from ._calls import public
 from ._context import Context, default_context
 
@@ -16,9 +16,11 @@ _COLUMNS = 512  # keys asked for in one call; a value is at most 768 wide
 # Options that each stage has beside softmax_scale, in the order of the equation.
 _CAPPED = ("softcap",)
 _SCORES = (*_CAPPED, "alibi_form", "alibi_key_start", "alibi_query_start", "alibi_slopes", "alignment", "bias", "bias_scale",
-           "causal", "kv_lengths", "mask", "prefix", "window_left", "window_right")
+           "block_mask", "causal", "kv_lengths", "mask", "prefix", "window_left", "window_right")
 _WEIGHTS = (*_SCORES, "drop_mask", "first_head", "first_key", "first_query", "keep_prob", "offset", "seed", "sinks", "total_heads")
 _STAGES = {"scaled": (), "capped": _CAPPED, "scores": _SCORES, "weights": _WEIGHTS}
+# What becomes of the option block_mask.
+_BLOCK_MASK = tuple(name for name in (*Tensors._fields, *Options._fields) if name.startswith("block_mask_"))
 OPTIONS = tuple(name for name in (*_WEIGHTS, "softmax_scale") if name != "causal")
 
 
@@ -54,7 +56,7 @@ def attention_weights(q: Any, k: Any, causal: bool = False, *, stage: str = "wei
     check_dropout("attention_weights", arrays, numbers)
     if causal:
         numbers["causal"] = True
-    known = (*_STAGES[stage], "softmax_scale")
+    known = (*_STAGES[stage], "softmax_scale", *(_BLOCK_MASK if "block_mask" in _STAGES[stage] else ()))
     numbers = {name: number for name, number in numbers.items() if name in known}
     for name, array in (("q", q), ("k", k)):
         if len(view(array, name).shape) != 4:

@@ -24,6 +24,7 @@ import numpy as np
 from ._arrays import Tagged, empty, is_torch, refusal, short, view, view_of_new
 from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, split_options
 from ._attention_reader import read, starts
+from ._block_mask import BlockMask, PredicateMask
 from ._calls import public
 from ._context import Context, default_context
 from ._core import UNBOUNDED
@@ -33,13 +34,13 @@ from ._layouts import check_layout, from_heads_first, heads_first, hint, shape_o
 from ._merge import MergedAttention, merge_attention
 from ._weights import attention_weights
 
-__all__ = ["UNBOUNDED", "AttentionScore", "MergedAttention", "SelectedKeys", "attention_weights", "dropout_mask",
-           "flash_attention", "flash_attention_grad", "flash_attention_score", "lightning_indexer", "merge_attention",
-           "pack_drop_mask"]
+__all__ = ["UNBOUNDED", "AttentionScore", "BlockMask", "MergedAttention", "PredicateMask", "SelectedKeys", "attention_weights",
+           "dropout_mask", "flash_attention", "flash_attention_grad", "flash_attention_score", "lightning_indexer",
+           "merge_attention", "pack_drop_mask"]
 
 # Further keywords of each function, beside those of its signature.
-_SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignment", "bias_scale", "block_kv", "block_q",
-                  "first_head", "first_key", "first_query", "kv_lengths", "offset", "path", "total_heads")
+_SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignment", "bias_scale", "block_kv", "block_mask",
+                  "block_q", "first_head", "first_key", "first_query", "kv_lengths", "offset", "path", "total_heads")
 _PLAIN_OPTIONS = (*_SCORE_OPTIONS, "alibi_slopes", "bias", "cu_seqlens_k", "cu_seqlens_q", "drop_mask", "keep_prob", "mask",
                   "prefix", "seed", "sinks", "softcap", "softmax_scale", "window_left", "window_right")
 _DEFAULTS = Options._field_defaults
@@ -194,6 +195,7 @@ def flash_attention_score(
         alignment            "top_left" (the default: pre_tokens, next_tokens and ALiBi count from query 0 and key 0) or
                              "bottom_right" (from the last of both)
         kv_lengths           [batch], keys of each sequence
+        block_mask           BlockMask: only the listed pairs of a query block and a key block are seen, and computed
         bias_scale, alibi_form ("linear", "square_root"), alibi_query_start, alibi_key_start
         offset, first_query, first_key, first_head, total_heads
                              of dropout, the last four for a call that holds a piece of a larger problem
@@ -334,9 +336,10 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
 
     Options, by the names of opst/attention.h (help(flash_attention_score) explains those that it shares): softmax_scale,
     alignment, window_left and window_right (keys beside the diagonal, both ends included; negative: bands away from it), mask,
-    bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, softcap, sinks, prefix, kv_lengths,
-    keep_prob, seed, offset, drop_mask, first_query, first_key, first_head, total_heads, path, block_q, block_kv; cu_seqlens_q
-    and cu_seqlens_k [batch + 1] for sequences one after the other: q [tokens, heads, D], lse [heads, tokens].
+    bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, softcap, sinks, prefix, kv_lengths, block_mask
+    (a BlockMask: only listed blocks are seen, and computed), keep_prob, seed, offset, drop_mask, first_query, first_key,
+    first_head, total_heads, path, block_q, block_kv; cu_seqlens_q and cu_seqlens_k [batch + 1] for sequences one after the other:
+    q [tokens, heads, D], lse [heads, tokens].
     """
     arrays: Dict[str, Any] = {}
     numbers: Dict[str, Any] = {}
