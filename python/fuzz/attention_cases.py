@@ -8,7 +8,7 @@ import hostile
 import numpy as np
 from cases import Cache, case, given
 from draws import Draw, Operand, to_numbers
-from judge import GENERIC, Call
+from judge import GENERIC, Call, Made
 
 from ops_transformer import flash_attention
 from ops_transformer._layouts import shape_of_out
@@ -58,6 +58,25 @@ def _drop_mask(d: Draw, s: Sizes) -> Any:
     return d.array("u8", (min((bits + 7) // 8, 2**20),), high=255)
 
 
+def _block_mask(d: Draw, s: Sizes) -> Any:
+    """A BlockMask of drawn lists; None where the sizes are extreme."""
+    if d.wildly(20):
+        return hostile.draw(d)
+    block_q, block_kv = (d.pick((1, 3, 8, 16, 64)) for _ in range(2))
+    rows, columns = -(-s.q_len // block_q), -(-s.kv_len // block_kv)
+    if rows > 100:
+        return None
+    shape, listed, offsets = (d.pick((1, s.batch)), d.pick((1, s.kv_heads, s.heads)), rows + 1), [], []
+    for _ in range(shape[0] * shape[1]):
+        offsets.append(len(listed))
+        for _ in range(rows):
+            listed += [j for j in range(columns) if d.coin()]
+            offsets.append(len(listed))
+    return Made(Call(flash_attention.BlockMask, given(
+        row_offsets=d.integers(offsets, shape), columns=d.integers(listed), block_q=d.option((block_q,)),
+        block_kv=d.option((block_kv,))), takes_context=False))
+
+
 def _inputs(d: Draw, s: Sizes, x: str, narrow: str, varlen: bool) -> Dict[str, Any]:
     """Tensors beside query, key and value, by the names of flash_attention."""
     scores = _broadcast(d, s)
@@ -65,6 +84,7 @@ def _inputs(d: Draw, s: Sizes, x: str, narrow: str, varlen: bool) -> Dict[str, A
         mask=d.maybe(lambda: d.array("bool", scores), 6), bias=d.maybe(lambda: d.array(d.pick((narrow, x)), scores), 6),
         alibi_slopes=d.maybe(lambda: d.array(narrow, (s.heads,)), 8), sinks=d.maybe(lambda: d.array(narrow, (s.heads,)), 8),
         prefix=d.maybe(lambda: d.integers([d.integer(0, 4) for _ in range(s.batch)]), 8),
+        block_mask=d.maybe(lambda: _block_mask(d, s), 6),
         kv_lengths=None if varlen else d.maybe(lambda: d.integers([d.integer(0, s.kv_len) for _ in range(s.batch)]), 8))
 
 
@@ -293,6 +313,34 @@ def merge_into(attention_out: Any, attention_out_given: Any = None, softmax_lse_
 
 
 merge_into.__qualname__ = "merge_attention"
+
+
+@case
+def block_mask_from_mask(d: Draw) -> Call:
+    shape = [d.size(1, 3) for _ in range(d.integer(0, 2))] + [d.size(1, 40), d.size(1, 70)]
+    return Call(flash_attention.BlockMask.from_mask, given(
+        mask=d.array("bool", shape), block_q=d.option((1, 3, 16)), block_kv=d.option((1, 3, 16))), takes_context=False)
+
+
+@case
+def block_mask_from_pattern(d: Draw) -> Call:
+    kv_len = d.size(1, 200)
+    numbers = {"window_left": (None, 0, 20), "window_right": (None, 0, 7), "dilation": (1, 3), "global_tokens": (0, 9), "stride": (0, 16),
+               "random": (0, 2), "seed": (0, 7, 2**63), "causal": (False, True), "alignment": _ALIGNMENTS, "block_q": (1, 8, 64),
+               "block_kv": (1, 8, 64)}
+    # Of extreme sizes the answer is a matter of memory and minutes.
+    return Call(flash_attention.BlockMask.from_pattern, given(
+        query_len=d.size(1, 200), kv_len=kv_len, heads=d.size(1, 3), documents=d.maybe(lambda: d.integers(_ends(d, 3, kv_len, 1)), 4),
+        **{name: d.option(values) for name, values in numbers.items() if d.rarely(3)}), takes_context=False)
+
+
+@case
+def block_mask_from_predicate(d: Draw) -> Call:
+    answer = hostile.draw(d)
+    predicate = d.pick((lambda q, k: q >= k, lambda q, k: abs(q - k) < 9, lambda q, k: k < 7, lambda q, k: q - k, lambda q, k: answer))
+    return Call(flash_attention.BlockMask.from_predicate, given(
+        predicate=answer if d.wildly(20) and not callable(answer) else predicate, query_len=d.size(0, 40), kv_len=d.size(0, 70), block_q=d.option((1, 8, 64)),
+        block_kv=d.option((1, 8, 64))), takes_context=False)
 
 
 @case

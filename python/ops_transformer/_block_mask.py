@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple, U
 import numpy as np
 
 from . import _core
-from ._arrays import integer_array, integers, is_torch, short, view
+from ._arrays import _unmasked, integer_array, integers, is_torch, short, view
 from ._block_picture import characters, gray, png, shares
 from ._calls import option, public
 
@@ -197,9 +197,11 @@ def _cuts(first: int, count: int, block: int) -> np.ndarray:
 
 def _answer(predicate: Callable[[Any, Any], Any], queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """bool [queries, keys]."""
-    given = predicate(queries[:, None], keys[None])
-    seen = np.asarray(given.detach().numpy() if is_torch(given) else given)
-    shape = (len(queries), len(keys))
+    given, shape = predicate(queries[:, None], keys[None]), (len(queries), len(keys))
+    try:
+        seen = np.asarray(given.detach().numpy() if is_torch(given) else _unmasked(given, given, "the answer of predicate"))
+    except Exception as error:  # NumPy's, torch's, or the object's own
+        raise TypeError(f"predicate gave {short(given)}, must be bool that broadcasts to {list(shape)}: {error}") from None
     if seen.dtype != np.bool_ or seen.ndim > 2 or any(n not in (1, m) for n, m in zip(seen.shape[::-1], shape[::-1])):
         raise ValueError(f"predicate gave {seen.dtype} {list(seen.shape)}, must be bool that broadcasts to {list(shape)}")
     return np.broadcast_to(seen, shape)

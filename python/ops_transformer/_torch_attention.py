@@ -278,6 +278,8 @@ def to_tensor(name: str, array: Any) -> Tensor:
             check_mask(array, str(array.dtype))
         return integer_tensor(array, shown(name)) if name in INTEGERS else array
     if name in ("block_mask_row_offsets", "block_mask_columns") and isinstance(array, np.ndarray):
+        if torch.compiler.is_compiling():
+            return integer_tensor(torch.from_numpy(array), shown(name))
         return _shared(integer_array(array, shown(name)))  # a mask of many blocks is large
     if name in INTEGERS:
         return integer_tensor(array, shown(name))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ops_transformer import kv_cache
-from ops_transformer.flash_attention import flash_attention, flash_attention_grad, flash_attention_score
+from ops_transformer.flash_attention import BlockMask, flash_attention, flash_attention_grad, flash_attention_score
 from ops_transformer.kv_cache import paged_attention
 
 
@@ -21,6 +21,7 @@ CALLS = {
     "flash_attention": lambda q, k, v: flash_attention(q, k, v, causal=True, window_left=9),
     "flash_attention_score": lambda q, k, v: flash_attention_score(q, k, v, input_layout="BNSD", keep_prob=0.8, seed=3)[0],
     "lse": lambda q, k, v: flash_attention(q, k, v, return_lse=True)[1],
+    "block_mask": lambda q, k, v: flash_attention(q, k, v, block_mask=BlockMask([[[0, 1, 3, 3]]], [1, 0, 1], 2, 4)),
     "paged_attention": lambda q, k, v: paged_attention(q[:1], k[0].unflatten(1, (2, 4)).permute(1, 2, 0, 3),
                                                        v[0].unflatten(1, (2, 4)).permute(1, 2, 0, 3), [[1, 0]], [7]),
 }

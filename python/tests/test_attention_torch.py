@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from block_masks import drawn
 from conftest import between_elements
 
 from ops_transformer import kv_cache
@@ -182,6 +183,9 @@ def test_options_at_once(torch, seed):
     if "keep_prob" in ours:
         ours.update(seed=seed, offset=2)
         theirs["keep"] = dropout_mask(2, heads, queries, keys, 0.6, seed=seed, offset=2)
+    if chance():
+        ours["block_mask"], seen = drawn(rng, 2, int(rng.choice([1, heads])), queries, keys, 2, 3)
+        theirs["mask"] = torch.from_numpy(seen) & theirs.get("mask", torch.tensor(True))
     names = [name for name, shape in (("bias", (heads, queries, keys)), ("sinks", (heads,))) if chance()]
     inputs += leaves(torch, *({"bias": (heads, queries, keys), "sinks": (heads,)}[name] for name in names))
 

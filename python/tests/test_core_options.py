@@ -5,6 +5,7 @@ The structs are read from include/opst: a new field that is not in the list fail
 
 import importlib
 import inspect
+import operator
 import pathlib
 import re
 
@@ -17,6 +18,7 @@ SCORE, GRAD, PLAIN = ("flash_attention.flash_attention_score", "flash_attention.
                       "flash_attention.flash_attention")
 PAGED, MERGE = "kv_cache.paged_attention", "flash_attention.merge_attention"
 INDEXER = "flash_attention.lightning_indexer"
+PATTERN = "flash_attention.BlockMask.from_pattern"
 MORE = {SCORE: flash_attention._SCORE_OPTIONS, GRAD: flash_attention._SCORE_OPTIONS, PLAIN: flash_attention._PLAIN_OPTIONS,
         PAGED: _paged_attention._OPTIONS}
 
@@ -45,7 +47,11 @@ LIST = {
         "key_scales": named("key_cache", PAGED), "value_scales": named("value_cache", PAGED),
         "key_offsets": named("key_cache", PAGED), "value_offsets": named("value_cache", PAGED),
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
-        "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE},
+        "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE,
+        "block_mask": EVERYWHERE},
+    "BlockMask": each("row_offsets columns block_q block_kv", by_name("flash_attention.BlockMask")),
+    "BlockPattern": {**each("query_len kv_len block_q block_kv heads alignment causal window_left window_right dilation stride "
+                            "random seed documents", by_name(PATTERN)), "global": named("global_tokens", PATTERN)},
     "AttentionOutputs": {
         "out": by_name(PAGED, MERGE), "softmax_lse": named("return_lse", PLAIN, PAGED),
         "softmax_max": named("return_statistics", PAGED), "softmax_sum": named("return_statistics", PAGED)},
@@ -136,21 +142,23 @@ def test_every_option_is_reachable_or_named_as_not(struct):
 
 
 def parameters_of(function):
-    module, name = function.split(".")
-    found = getattr(importlib.import_module(f"ops_transformer.{module}"), name)
-    if isinstance(found, type):  # of the extension module, whose signatures are in its texts
+    module, name = function.split(".", 1)
+    found = operator.attrgetter(name)(importlib.import_module(f"ops_transformer.{module}"))
+    if isinstance(found, type) and not hasattr(found, "_fields"):  # of the extension module, whose signatures are in its texts
         return re.findall(r"(\w+):", found.__init__.__doc__)
     return (*inspect.signature(found).parameters, *MORE.get(function, ()))
 
 
 def test_every_struct_of_options_is_in_the_list():
+    kinds = "Options|Inputs|Outputs|Gradients|Saved|Parts|Pattern|BlockMask"
     found = {name for header in HEADERS.glob("*.h")
-             for name in re.findall(r"^struct (\w*(?:Options|Inputs|Outputs|Gradients|Saved|Parts)) {", header.read_text("utf-8"),
-                                    re.M)}
+             for name in re.findall(rf"^struct (\w*(?:{kinds})) {{", header.read_text("utf-8"), re.M)}
     assert found == set(LIST)
 
 
 def test_options_and_tensors_of_a_call_are_those_of_the_core():
     dropout = set(fields_of("DropoutOptions"))
-    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout
-    assert set(_attention.Tensors._fields) == set(fields_of("AttentionInputs"))
+    mask = {f"block_mask_{name}" for name in fields_of("BlockMask")}
+    sizes = {f"block_mask_{name}" for name in ("block_q", "block_kv")}
+    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | sizes
+    assert set(_attention.Tensors._fields) == (set(fields_of("AttentionInputs")) - {"block_mask"}) | (mask - sizes)
