@@ -14,8 +14,8 @@ import os
 import torch
 
 from . import cases
-from .calls import (DTYPES, SEED, Call, added, masked, options_of_torch, pack, page_table, rows, slots, starts, through_torch,
-                    unpack)
+from .calls import (DTYPES, SEED, Call, added, block_table, masked, options_of_torch, pack, page_table, rows, slots, starts,
+                    through_torch, unpack)
 
 PAGE = 128  # rows of a page
 
@@ -52,9 +52,18 @@ class Ours:
         for name, array in (("alibi_slopes", inputs.slopes), ("sinks", inputs.sinks)):
             if array is not None:
                 options[name] = array
+        if "sparse" in case.words:
+            options["block_mask"] = self._block_mask(case)
         if inputs.mask is not None:
             options["mask" if inputs.mask.dtype == torch.bool else "bias"] = inputs.mask
         return (self._paged if "paged" in case.words else self._from_tensors)(case, inputs, options)
+
+    def _block_mask(self, case):
+        from ops_transformer.flash_attention import BlockMask
+
+        table = block_table(case)
+        offsets = torch.nn.functional.pad(table.sum(1).cumsum(0), (1, 0))
+        return BlockMask(offsets[None, None], table.nonzero()[:, 1], case.block, case.block)
 
     def _from_tensors(self, case, inputs, options):
         from ops_transformer.flash_attention import flash_attention
@@ -148,6 +157,40 @@ class TorchPath:
         torch.manual_seed(SEED)
         weights = torch._scaled_dot_product_attention_math(*inputs[:3], **options_of_torch(case, inputs))[1]
         return weights[:1, :heads] != 0
+
+
+class TorchFlex:
+    """flex_attention, compiled, which has block masks too; the rows without them are those of torch flash. The mask is made
+    before, with the blocks that are seen whole apart: its best chance."""
+
+    name, package, words = "torch flex", "torch", {"causal", "sparse", "strided", *cases.OF_BLOCKS}
+
+    def prepare(self, case, inputs):
+        if "sparse" not in case.words:
+            raise NoSuchCall("is asked for sparse rows alone")
+        if case.gradients:
+            raise NoSuchCall("has no backward on a CPU")
+        from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+        table, causal = block_table(case), "causal" in case.words
+        diagonal = torch.eye(*table.shape, dtype=torch.bool) & table if causal else torch.zeros_like(table)
+
+        def lists(of):
+            return of.sum(1, dtype=torch.int32)[None, None], of.logical_not().int().argsort(1, stable=True).int()[None, None]
+
+        mask = BlockMask.from_kv_blocks(
+            *lists(diagonal), *lists(table & ~diagonal), BLOCK_SIZE=case.block, seq_lengths=(case.query_len, case.kv_len),
+            mask_mod=(lambda b, h, q, k: q >= k) if causal else None)
+        grouped = case.heads != case.kv_heads
+        torch._dynamo.reset()  # after a few shapes of one function it would no longer be compiled
+        attend = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped), dynamic=False,
+                               fullgraph=True)
+
+        def run():
+            with torch.no_grad():
+                return attend(*inputs[:3])
+
+        return Call(run, lambda out: (out,))
 
 
 def _rows_alone(case, call):
@@ -387,6 +430,7 @@ PEERS = (
     OursOneThread(),
     TorchPath("torch flash", "FLASH_ATTENTION"),
     TorchPath("torch math", "MATH"),
+    TorchFlex(),
     OnnxRuntime("ONNX Runtime MHA", standard=False),
     OnnxRuntime("ONNX Runtime Attention", standard=True),
     OpenVino(),

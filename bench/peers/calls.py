@@ -95,6 +95,19 @@ def distance(case):
     return torch.arange(case.kv_len) - torch.arange(case.query_len)[:, None] - offset
 
 
+def block_table(case):
+    """bool [query blocks, key blocks]: which a `sparse` case sees, at least one of each row. Drawn here, by none of the
+    libraries."""
+    blocks = -(-case.query_len // case.block), -(-case.kv_len // case.block)
+    worth = torch.rand(blocks, generator=torch.Generator().manual_seed(2))
+    seen = torch.full(blocks[:1], blocks[1])
+    if "causal" in case.words:
+        worth = worth.tril()  # what lies above the diagonal comes last
+        seen = torch.arange(1, blocks[0] + 1)
+    rank = worth.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return rank < (case.share * seen).round().clamp_min(1)[:, None]
+
+
 def visible(case, mask=None):
     """bool [1 or batch, 1, query_len, kv_len]."""
     seen = torch.ones(1, 1, case.query_len, case.kv_len, dtype=torch.bool)
@@ -104,6 +117,9 @@ def visible(case, mask=None):
         seen &= (distance(case) if "causal" in case.words else distance(case).abs().neg()) > -cases.WINDOW
     if mask is not None and mask.dtype == torch.bool:
         seen &= mask
+    if "sparse" in case.words:
+        of_rows = block_table(case).repeat_interleave(case.block, 0)[: case.query_len]
+        seen &= of_rows.repeat_interleave(case.block, 1)[:, : case.kv_len]
     if "varlen" in case.words:
         seen = seen & (torch.arange(case.kv_len) < torch.tensor(case.lengths)[:, None])[:, None, None]
     return seen
@@ -133,7 +149,7 @@ class Masked(NamedTuple):
 
 
 def masked(case, inputs):
-    """Windows, ALiBi and lengths become the mask; a sink becomes one more key of zeros, whose score the mask makes the sink,
+    """Windows, blocks, ALiBi and lengths become the mask; a sink becomes one more key of zeros, whose score the mask makes the sink,
     with a value of zeros."""
     tensors = inputs[:3]
     bias, seen = added(case, inputs), visible(case, inputs.mask)
@@ -144,7 +160,7 @@ def masked(case, inputs):
         bias = torch.cat([inputs.sinks[:, None, None].expand(-1, case.query_len, 1), bias.expand(case.heads, -1, -1)], -1)
     if bias is not None:
         return Masked(tensors, torch.where(seen, bias, -torch.inf), False)
-    if not {"window", "bool_mask"} & set(case.words) and "causal" in case.words and case.query_len == case.kv_len:
+    if not {"window", "bool_mask", "sparse"} & set(case.words) and "causal" in case.words and case.query_len == case.kv_len:
         return Masked(tensors, None, True)  # keys behind the end of a sequence are hidden by the diagonal
     return Masked(tensors, None if seen.all() else seen, False)
 

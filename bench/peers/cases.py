@@ -13,17 +13,23 @@ and gradients together. And the options that some libraries have and others do n
     varlen    `batch` sequences of lengths that fall evenly from `length`, packed where the library takes them packed
     paged     keys and values lie in a paged cache; the last query sees the last key (prefill of a chunk)
     strided   inputs are views of memory in the order batch, length, heads, head_dim
+    sparse    blocks of BLOCK queries see some blocks of BLOCK keys, drawn at random: SHARE of all (with causal: of those up to
+              their own), or what one of the words 50%, 25%, 10% and 2% says; blocks64: blocks of 64
 """
 
 from typing import NamedTuple, Optional
 
 DTYPES = ("f32", "bf16", "f16")
-OPTIONS = ("window", "alibi", "softcap", "sinks", "varlen", "paged")  # what torch's function has no argument for
-WORDS = ("forward", "causal", "backward", "training", "dropout", "bool_mask", "float_mask", *OPTIONS, "strided")
+OPTIONS = ("window", "alibi", "softcap", "sinks", "varlen", "paged", "sparse")  # what torch's function has no argument for
+SHARES = {"50%": 0.5, "25%": 0.25, "10%": 0.1, "2%": 0.02}
+OF_BLOCKS = (*SHARES, "blocks64")
+WORDS = ("forward", "causal", "backward", "training", "dropout", "bool_mask", "float_mask", *OPTIONS, "strided", *OF_BLOCKS)
 DROPOUT = 0.1
 VISIBLE = 0.9  # share of the keys that a bool mask shows
 WINDOW = 256
 SOFTCAP = 20.0
+SHARE = 0.1
+BLOCK = 128  # flex_attention's own
 
 
 class Case(NamedTuple):
@@ -66,6 +72,15 @@ class Case(NamedTuple):
         return tuple(word for word in self.words if word in OPTIONS)
 
     @property
+    def share(self):
+        """Of the blocks that a block of queries sees, with `sparse`."""
+        return next((SHARES[word] for word in self.words if word in SHARES), SHARE)
+
+    @property
+    def block(self):
+        return 64 if "blocks64" in self.words else BLOCK
+
+    @property
     def lengths(self):
         """Of the sequences: query_len, or from it downwards in even steps."""
         if "varlen" not in self.words:
@@ -92,6 +107,8 @@ def parse(text):
         raise ValueError(f"{text}: paged is forward, without varlen, strided and dropout, of no more queries than keys")
     if case.options and "paged" not in words and case.query_len != case.kv_len:
         raise ValueError(f"{text}: {case.options[0]} without paged has as many queries as keys, not {shape}")
+    if set(OF_BLOCKS) & set(words) and "sparse" not in words or len(set(SHARES) & set(words)) > 1:
+        raise ValueError(f"{text}: {', '.join(OF_BLOCKS)} go with sparse, one share at most")
     if case.options and "dropout" in words:
         raise ValueError(f"{text}: dropout goes without {case.options[0]}")
     return case
@@ -141,6 +158,10 @@ GROUPS = {
     "paged": _product(["f32", "bf16"], ["causal paged"],
                       ["1x32/8x512x128", "1x32/8x512/4096x128", "4x32/8x64/2048x128", "8x32/8x1/2048x128"])
     + ["bf16 causal window paged 1x32/8x512/4096x128"],
+    "sparse": _product(["f32", "bf16"], [f"sparse {share}" for share in SHARES], ["1x4x8192x64", "1x2x8192x128"])
+    + _product(["f32", "bf16"], ["sparse 10% blocks64", "causal sparse 10%"], ["1x4x8192x64"])
+    + ["f32 causal sparse 50% 1x8/2x4096x128", "f32 sparse 2% 1x1x16384x64", "f32 sparse 10% backward 1x4x4096x64",
+       "bf16 causal sparse 25% backward 1x4x4096x64"],
     "strided": _product(["f32", "bf16"], ["strided", "causal strided"], ["1x8x256x64", "2x8x1024x64", "1x32/8x1024x128"])
     + ["f32 causal strided backward 2x4x1024x64"],
     "length": _product(["f32"], ["causal"], [f"1x1x{1 << n}x64" for n in range(8, 17)]),
@@ -148,12 +169,14 @@ GROUPS = {
 
 
 class Bar(NamedTuple):
-    against: str  # "best": the fastest peer; "torch": torch's own choice of path
+    against: str  # "best": the fastest peer; else how the peers' names begin, such as "torch": its own choice of path
     least: float
 
 
 def bar(case: Case, threads: int, amx: bool = False) -> Optional[Bar]:
     """How many times a peer's time over ours has to be at least; None: shown without a bar."""
+    if case.options == ("sparse",) and not case.gradients and (case.dtype == "f32" or not amx):
+        return Bar("torch flex", 3)
     if case.options or "strided" in case.words:
         return None
     if "dropout" in case.words or case.head_dim != case.value_head_dim:

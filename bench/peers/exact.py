@@ -15,6 +15,7 @@ from . import calls, cases
 PEER_SLACK = 4
 _EPS_F32 = torch.finfo(torch.float32).eps
 _SAMPLED_ROWS = 256  # of the naive form: its scores of a long call would not fit
+_STRIP = 2048  # rows of the exact form at a time: of 16,384 keys 256 MiB of scores for each head
 
 
 class Verdict(NamedTuple):
@@ -37,7 +38,7 @@ class Expected:
             self.naive = list(zip(_gradients(self.case, small, kept), self.want))
             self.extra = [2 * _EPS_F32 * (4 + largest_score) * size for size in _without_cancelling(self.case, wide)]
         else:
-            self.want = (_plain(self.case, wide) if not case.options and kept is None else steps(self.case, wide, kept=kept),)
+            self.want = (_plain(self.case, wide) if not case.options and kept is None else _in_strips(self.case, wide, kept),)
             self.naive = [(steps(self.case, small, sampled, kept), self.want[0][:, :, sampled])]
             self.extra = [4 * _EPS_F32 * (1 + largest_score) * wide.value.abs().mean()]
 
@@ -89,6 +90,11 @@ def steps(case, inputs, sampled=slice(None), kept=None):
         weights = weights * kept[:, :, sampled] / (1 - cases.DROPOUT)
     out = weights @ inputs.value
     return out.masked_fill(~calls.rows(case)[:, :, sampled], 0) if "varlen" in case.words else out
+
+
+def _in_strips(case, inputs, kept):
+    """The same of all rows, some at a time: the scores of a long call would not fit."""
+    return torch.cat([steps(case, inputs, some, kept) for some in torch.arange(case.query_len).split(_STRIP)], 2)
 
 
 def _plain(case, inputs):

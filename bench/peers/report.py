@@ -64,7 +64,7 @@ def cells(row, amx):
     errors, peaks = row.get("error", {}), {name: f"{b / 2**20:.1f}" for name, b in row.get("peak_bytes", {}).items()}
     return [row["case"], str(row["threads"]), f"{row['ms']['ours']:.3f}" if "ms" in row else "", best[0] if best else "none",
             text_of(best[1]) if best else "", verdict(best[1]) if best else "",
-            f"{'torch ' if judged[0].against == 'torch' else ''}{judged[0].least:g}: {judged[3]}" if judged else "",
+            f"{'' if judged[0].against == 'best' else judged[0].against + ' '}{judged[0].least:g}: {judged[3]}" if judged else "",
             "; ".join(f"{name} {median:.2f}" for median, name in others),
             ". ".join([f"{errors['ours']:.1e}, {max(errors.values()):.1e}", *(f"{name} is WRONG" for name in row.get("wrong", ()))])
             if errors else "",

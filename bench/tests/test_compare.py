@@ -21,7 +21,8 @@ OPTION_ROWS = ["f32 causal window 1x2x300x32", "f32 window 1x2x300x32", "f32 cau
                "f32 causal alibi 1x4x64x32", "f32 alibi backward 1x4x64x32", "f32 softcap 1x2x64x32",
                "f32 causal softcap backward 1x2x64x32", "f32 sinks 1x4/2x64x32", "f32 causal window sinks 1x2x300x32",
                "f32 varlen 3x4/2x64x32", "f32 causal varlen backward 3x2x64x32", "f32 causal paged 2x4/2x40/200x32",
-               "f32 causal window paged 1x2x40/400x32", "f32 strided 2x2x64x32", "f32 causal strided backward 2x2x64x32",
+               "f32 causal window paged 1x2x40/400x32", "f32 sparse 50% blocks64 1x2x256x32",
+               "f32 causal sparse backward 1x2x256x32", "f32 strided 2x2x64x32", "f32 causal strided backward 2x2x64x32",
                "f32 dropout 2x4/2x64x32", "f32 dropout backward 1x2x64x32", "f32 dropout training 1x2x64x32"]
 
 
@@ -64,7 +65,7 @@ def test_case_as_text():
     assert str(cases.parse("f32 forward 1x8x64x64")) == "f32 forward 1x8x64x64"
     for wrong in ("f32 1x8x64", "f3 1x8x64x64", "f32 sideways 1x8x64x64", "f32 1x8/3x64x64", "f32 1x8x64x0", "f32 1/2x8x64x64",
                   "f32 window 1x8x64/128x64", "f32 paged backward 1x8x64x64", "f32 paged 1x8x128/64x64",
-                  "f32 alibi dropout 1x8x64x64"):
+                  "f32 alibi dropout 1x8x64x64", "f32 50% 1x8x64x64", "f32 blocks64 1x8x64x64", "f32 sparse 50% 2% 1x8x64x64"):
         with pytest.raises(ValueError):
             cases.parse(wrong)
 
@@ -72,6 +73,23 @@ def test_case_as_text():
 def test_every_case_of_every_group_is_one():
     for texts in cases.GROUPS.values():
         assert [str(cases.parse(text)) for text in texts] == texts
+
+
+def test_blocks_of_sparse_cases():
+    _torch()
+    from peers import calls
+
+    for text, block, share in (("f32 sparse 1x8x2048x64", 128, 0.1), ("f32 sparse 25% blocks64 1x8x2048x64", 64, 0.25)):
+        case = cases.parse(text)
+        table, n = calls.block_table(case), 2048 // block
+        assert (case.block, case.share) == (block, share) and table.shape == (n, n)
+        assert (table.sum(1) == round(share * n)).all() and not (table[0] == table[1]).all()
+        seen = calls.visible(case)[0, 0]
+        assert (seen[::block, ::block] == table).all() and seen.sum() == table.sum() * block**2
+    causal = cases.parse("f32 causal sparse 50% 1x8x2048x64")
+    table = calls.block_table(causal)
+    assert not table.triu(1).any() and (table.sum(1) >= 1).all() and calls.visible(causal).any(-1).all()
+    assert calls.masked(causal, calls.make_inputs(causal)).mask is not None
 
 
 def test_lengths_of_sequences():
@@ -92,6 +110,16 @@ def _row(case, threads=1, **parts):
 
 def _ratio(median, spread=0.01):
     return {"median": median, "low": median - spread, "high": median + spread}
+
+
+def test_bar_of_sparse_blocks_is_against_flex_attention():
+    ratio = {"torch flash": _ratio(2), "torch flex": _ratio(4)}
+    bar, name, _, verdict = report.judge(_row("f32 sparse 10% 1x8x8192x64", ratio=ratio), amx=False)
+    assert (bar.least, name, verdict) == (3, "torch flex", "met")
+    assert "| torch flex 3: met |" in report.table({"machine": {}, "commands": [], "rows": [
+        _row("f32 sparse 10% 1x8x8192x64", ms={"ours": 1}, ratio=ratio)]})
+    assert report.judge(_row("bf16 sparse 10% 1x8x8192x64", ratio=ratio), amx=True) is None
+    assert report.judge(_row("f32 sparse backward 1x8x8192x64", ratio=ratio), amx=False) is None
 
 
 def test_bars_are_judged_against_the_right_peer():
