@@ -10,8 +10,9 @@ import numpy as np
 from . import _core
 from ._arrays import _unmasked, integer_array, integers, is_torch, short, view
 from ._block_picture import characters, gray, png, shares
-from ._calls import option, public
+from ._calls import _kind_of, checked, public
 
+_INTEGER = _kind_of("int")
 _PAIRS = 1 << 20  # of a query and a key that a predicate is asked for at once: 8 MiB for each array of integers that it makes
 
 
@@ -24,13 +25,14 @@ class BlockMask(NamedTuple):
         block_q, block_kv
                      queries and keys of a block, any numbers; the last blocks may be shorter
 
-    NumPy arrays or torch tensors, of any strides, read where they are. A block mask hides, as a bool mask does, beside all else
+    NumPy arrays or torch tensors, of any strides >= 0, read where they are. A block mask hides, as a bool mask does, beside all else
     that hides keys (causal, windows, mask ..): `flash_attention(q, k, v, block_mask=mask)`, and so every function of attention.
     Query blocks are those of query_len (sequences end to end: at least those of the longest one), key blocks those of kv_len; key
     blocks behind a shorter sequence's keys show nothing. A query block may have no key block: its rows give 0.
 
     from_pattern, from_mask and from_predicate build masks; text and png show one; expanded is the bool mask that it stands for.
-    Blocks of 64 and more are as fast as their share of the dense call.
+    Blocks of 64 and more are as fast as their share of the dense call. Errors name block_mask.row_offsets or block_mask.columns, the
+    index and both values, before anything is written.
     """
 
     row_offsets: Any
@@ -174,7 +176,7 @@ def option_parts(function: str, value: Any) -> Tuple[Dict[str, Any], Dict[str, i
         raise TypeError(f"{function}: block_mask is {short(value)} ({type(value).__name__}), must be a BlockMask of row_offsets, "
                         "columns, block_q, block_kv")
     return ({"block_mask_row_offsets": value.row_offsets, "block_mask_columns": value.columns},
-            {f"block_mask_{name}": option(function, f"block_mask.{name}", "int", size)
+            {f"block_mask_{name}": checked(function, f"block_mask.{name}", _INTEGER, size)
              for name, size in (("block_q", value.block_q), ("block_kv", value.block_kv))})
 
 
