@@ -4,6 +4,9 @@ import numpy as np
 
 from ops_transformer.flash_attention import BlockMask
 
+# Two heads of three query blocks and four key blocks.
+SMALL = BlockMask(np.array([[[0, 2, 3, 5], [5, 5, 5, 6]]]), np.array([0, 2, 1, 0, 1, 3]), 2, 3)
+
 
 def blocks(n, size):
     return -(-n // size)
@@ -29,3 +32,14 @@ def drawn(rng, batch=1, heads=1, query_len=50, kv_len=70, block_q=16, block_kv=1
     table = rng.random((batch, heads, blocks(query_len, block_q), blocks(kv_len, block_kv))) < density
     table[:, :, 1:2] = False
     return lists_of(table, block_q, block_kv, dtype), dense(table, query_len, kv_len, block_q, block_kv)
+
+
+def table_of(mask, num_columns):
+    """The table of a mask of one batch and any heads; columns ascend."""
+    offsets = np.asarray(mask.row_offsets)
+    table = np.zeros((1, offsets.shape[1], offsets.shape[2] - 1, num_columns), bool)
+    for h, i in np.ndindex(*table.shape[1:3]):
+        row = np.asarray(mask.columns)[offsets[0, h, i]:offsets[0, h, i + 1]]
+        assert (np.diff(row) > 0).all()
+        table[0, h, i, row] = True
+    return table
