@@ -5,7 +5,7 @@
 //
 // query  [batch, num_heads, query_len, head_dim]            f32, bf16, f16; f64 if all are f64
 // key    [batch, num_kv_heads, kv_len, head_dim]            f32, bf16, f16, f64; may differ from query's dtype
-//        of norm pages also i8, f8_e4m3, f8_e5m2
+//        of pages also i8, u8 (two numbers of four bits), f8_e4m3, f8_e5m2
 // value  [batch, num_kv_heads, kv_len, value_head_dim]      key's dtype
 // out    [batch, num_heads, query_len, value_head_dim]      f32, bf16, f16; f64 where query is
 //
@@ -25,9 +25,11 @@
 //   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
 //          the shapes of options.page_layout (page_layout.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
-//   kv_lengths[b] are never read, nor are the rows of a page beyond it. Norm pages of i8 (with scales, one to a row),
-//   f8_e4m3 and f8_e5m2 are read where they are, without a copy in floats; their rows lie with unit stride. A scale that
-//   is read and is negative or NaN is refused.
+//   kv_lengths[b] are never read, nor are the rows of a page beyond it. Pages of i8, u8 (with scales,
+//   and offsets where there are some), f8_e4m3 and f8_e5m2 are read where they are, without a copy in floats. Rows of
+//   norm pages lie with unit stride then. Of panel32 pages those of u8, and those of i8 with offsets or several scales
+//   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN is
+//   refused.
 //
 // Which keys query i of a sequence sees: key j where all of these hold
 //   - j < kv_lengths[b], if there are lengths;
@@ -102,8 +104,9 @@ struct AttentionInputs {
   ConstTensor block_table = {};
   // i32 or i64 [batch]: keys of each sequence. Required with a block_table; absent: kv_len for all.
   ConstTensor kv_lengths = {};
-  // f32, of norm pages of i8, one for each row and head: [num_blocks, block_size, num_kv_heads, 1], any strides
-  // (PageScales in kv_cache.h). Key j is (q + offset) * scale; the offsets of keys and of values only both.
+  // f32, of pages of i8 and u8, one for each group of a row: pages in the keys' layout (PageScales in kv_cache.h), norm
+  // ones [num_blocks, block_size, num_kv_heads, key_groups (value_groups)] with any strides. A number of key j is
+  // (q + offset) * scale; the offsets of keys and of values only both.
   ConstTensor key_scales = {}, value_scales = {};
   ConstTensor key_offsets = {}, value_offsets = {};
 
@@ -199,7 +202,9 @@ struct AttentionProblem {
   int64_t kv_len = 0;  // paged: the longest sequence
   int64_t head_dim = 1, value_head_dim = 1;
   bool paged = false;
-  int64_t block_size = 0;      // paged: keys of a page
+  int64_t block_size = 0;  // paged: keys of a page
+  // Scales of a row of integers, 0 where there are none.
+  int64_t key_groups = 0, value_groups = 0;
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
   AttentionOptions options = {};
   // Varlen: the longest sequences count as query_len and kv_len above.

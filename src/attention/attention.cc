@@ -12,6 +12,7 @@
 #include "attention/call_rules.h"
 #include "attention/check.h"
 #include "attention/layout.h"
+#include "attention/tile_scales.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
@@ -264,14 +265,16 @@ class ForwardCall : CallMemory {
   int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const Worker& w, bool at_once) const {
     const KvRows keys = in_place_ ? kv_rows(in.key, head) : KvRows{};
     const KvRows values = in_place_ ? kv_rows(in.value, head) : KvRows{};
-    int64_t n = 0, pointers = 0;
+    int64_t n = 0, pointers = 0, keys_before = 0;
     const int64_t own = p.block_mask ? plan.block_q : 0;  // rows of a tile's intervals
     for (; n < layout.tiles_per_task && visible.next(&w.tiles[n], w.own_begin + n * own, w.own_end + n * own); ++n) {
       KvTile& t = w.tiles[n];
       if (in_place_) {
         t.key_rows = w.key_rows + pointers;
         t.value_rows = w.value_rows + pointers;
-        if (layout.scale_lists > 0) copy_scales(head, w.scales + pointers, t);
+        if (layout.scale_lists > 0) scales_.copy(head, w.scales + keys_before, t);
+        if (layout.group_lists > 0) scales_.locate(head, w.groups + keys_before, t);
+        keys_before += t.count;
         locate_rows(keys, t, w.key_rows + pointers);
         pointers += locate_rows(values, t, w.value_rows + pointers);
       } else if (plan.kv_access == KvAccess::packed_shared) {
@@ -314,26 +317,6 @@ class ForwardCall : CallMemory {
     return panels;
   }
 
-  // Scales and offsets of a tile's rows, next to each other from `to` on; the lists are pointers_per_call apart.
-  void copy_scales(int64_t head, float* to, KvTile& t) const {
-    const ConstTensor* const lists[] = {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets};
-    const float** const of_tile[] = {&t.key_scales, &t.value_scales, &t.key_offsets, &t.value_offsets};
-    for (int list = 0; list < 4; ++list, to += layout.pointers_per_call) {
-      *of_tile[list] = to;
-      if (!*lists[list]) {
-        std::fill_n(to, t.count, 0.0f);
-        continue;
-      }
-      const KvRows rows = kv_rows(*lists[list], head);
-      for (int64_t i = 0; i < t.count;) {
-        const char* at = rows.row(t.first_key + i);
-        for (const int64_t end = i + rows.run(t.first_key + i, t.count - i); i < end; ++i, at += rows.row_bytes) {
-          to[i] = *reinterpret_cast<const float*>(at);
-        }
-      }
-    }
-  }
-
   FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
     const int64_t first_row = block * block_rows(head);
     const int64_t sinks_offset = in.sinks ? query_head(head, 0) * in.sinks.strides[0] * size_bytes(in.sinks.dtype) : 0;
@@ -359,13 +342,14 @@ class ForwardCall : CallMemory {
   ThreadPool& pool_;
   Interruption& interruption_;
   const int num_workers_ = pool_.num_threads();
-  const Kernels& kernels_ = kernels_for(isa_, plan.product, p.kv_dtype);
+  const Kernels& kernels_ = kernels_for(isa_, plan.product, p.kv_dtype, in_groups(p));
   decltype(Kernels::attend) const attend_ = plan.kv_access == KvAccess::in_place      ? kernels_.attend_in_place
                                             : plan.kv_access == KvAccess::panel_pages ? kernels_.attend_pages
                                                                                       : kernels_.attend;
   // Null: the flash path.
   const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
   const CallRules rules_{in, p};
+  const TileScales scales_{*this, layout.keys_per_call};
   const bool in_place_ = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
   // Unless a head has more keys than a tile; with a block mask a tile may come more than once.
   const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1 && !p.block_mask;
@@ -395,7 +379,7 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
       plans[g] = plan_attention(groups.group[g].problem, impl.machine);
       scratch_bytes = std::max(scratch_bytes, plans[g].scratch_bytes(impl.pool.num_threads()));
     }
-    if (p.kv_dtype == DType::i8 && scratch_bytes > 0) {
+    if ((p.key_groups > 0 || p.value_groups > 0) && scratch_bytes > 0) {
       const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
       if (!status.ok()) return status;
     }

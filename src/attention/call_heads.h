@@ -41,6 +41,9 @@ struct KvRows {
   }
 };
 
+// Elements between the scales (or offsets) of a row's groups: of panel32 pages, a row has one.
+inline int64_t groups_stride(const ConstTensor& scales) { return scales.rank == 4 ? scales.strides[3] : 0; }
+
 struct CallHeads {
   const AttentionInputs& in;
   const AttentionProblem& p;

@@ -24,12 +24,12 @@ CallDims call_dims(const AttentionInputs& inputs);
 // Pages as the kv_cache room checks them, and their names in messages.
 inline constexpr kv_cache::CacheNames kPageNames = {"key",          "value",       "key_scales",
                                                     "value_scales", "key_offsets", "value_offsets"};
-inline kv_cache::CacheTensors pages_of(const AttentionInputs& in) {
-  return {PageLayout::norm, in.key, in.value, {in.key_scales, in.value_scales, in.key_offsets, in.value_offsets}};
+inline kv_cache::CacheTensors pages_of(const AttentionInputs& in, PageLayout layout) {
+  return {layout, in.key, in.value, {in.key_scales, in.value_scales, in.key_offsets, in.value_offsets}};
 }
 bool has_scales(const AttentionInputs& inputs);
 
-// The scales and offsets of the keys that a checked call may read (i8 pages): >= 0 and not NaN, finite.
+// The scales and offsets of the keys that a checked call may read (i8 and u8 pages): >= 0 and not NaN, finite.
 Status check_scales(const char* operator_name, const AttentionInputs& inputs, const AttentionProblem& problem,
                     ThreadPool& pool);
 

@@ -25,8 +25,8 @@ namespace opst::attention {
 
 // The kernels for a product and a storage type of keys and values, and the standard form over tiles packed by them, at
 // the highest compiled level up to `isa` (f64: the generic level). A build for another architecture has fewer levels: a
-// plan for an invented machine counts in the tiles of the highest.
-const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype);
+// plan for an invented machine counts in the tiles of the highest. in_groups: see below.
+const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype, bool in_groups = false);
 AttendStandard standard_for(Isa isa, AttentionProduct product);
 // What the kernels count in, the same for every storage type.
 const Geometry& geometry_of(Isa isa, AttentionProduct product);
@@ -48,6 +48,11 @@ const char* without_plan(const AttentionProblem& problem);
 inline int64_t heads_of(const AttentionProblem& p) { return (Size(p.batch) * p.num_kv_heads).value(); }
 inline int64_t rows_of(const AttentionProblem& p) {
   return p.num_kv_heads == 0 ? 0 : (Size(p.query_len) * (p.num_heads / p.num_kv_heads)).value();
+}
+
+// Whether keys and values are integers that may have several scales to a row.
+inline bool in_groups(const AttentionProblem& p) {
+  return p.kv_dtype == DType::u8 || (p.kv_dtype == DType::i8 && (p.key_groups > 1 || p.value_groups > 1));
 }
 
 // Whether scores are more than products that a structure hides.
@@ -83,7 +88,8 @@ struct Layout {
     RowRules* rules;          // [block_q], where an option needs them
     const void** key_rows;    // [pointers_per_call]
     const void** value_rows;  // as many
-    float* scales;            // [scale_lists][pointers_per_call]
+    float* scales;            // [scale_lists][keys_per_call]
+    const void** groups;      // [group_lists][keys_per_call]
     KvTile* tiles;            // [tiles_per_task]
     RowState state;           // kv_splits = 1
     char* packed;             // [tiles_per_task][panels of K, panels of V]; packed_per_task
@@ -126,8 +132,10 @@ struct Layout {
   const int64_t pointers_per_call = plan.kv_access == KvAccess::panel_pages ? plan.block_kv / kPanelRows * kTilesPerCall
                                     : plan.kv_access == KvAccess::in_place  ? plan.block_kv * kTilesPerCall
                                                                             : plan.block_kv;
-  // Of pages of integers: scales of keys and of values, offsets of keys and of values.
-  const int64_t scale_lists = p.kv_dtype == DType::i8 ? 4 : 0;
+  // Of pages of integers, for scales of keys and of values, offsets of keys and of values: copies, or in groups pointers.
+  const int64_t scale_lists = p.kv_dtype == DType::i8 && !in_groups(p) ? 4 : 0;
+  const int64_t group_lists = in_groups(p) ? 4 : 0;
+  const int64_t keys_per_call = plan.block_kv * kTilesPerCall;
   // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
   const int64_t tiles_per_task = standard                                      ? most_tiles
                                  : plan.kv_access == KvAccess::packed_per_task ? 1
@@ -156,7 +164,8 @@ struct Layout {
             .rules = from.template take<RowRules>(row_rules),
             .key_rows = from.template take<const void*>(pointers_per_call),
             .value_rows = from.template take<const void*>(pointers_per_call),
-            .scales = from.template take<float>(Size(scale_lists) * pointers_per_call),
+            .scales = from.template take<float>(Size(scale_lists) * keys_per_call),
+            .groups = from.template take<const void*>(Size(group_lists) * keys_per_call),
             .tiles = from.template take<KvTile>(tiles_per_task),
             .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
             .packed = static_cast<char*>(from.take_bytes(packs ? Size(tile_bytes) * tiles_per_task : 0)),

@@ -20,9 +20,10 @@ OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, attention, StandardTable, kStandardTable
 
 namespace attention {
 
-const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype) {
+const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype, bool in_groups) {
   if (product == AttentionProduct::f64) return kernel_table(Isa::generic).f64_product;
   const KernelTable& table = kernel_table(isa);
+  if (in_groups) return table.integers_in_groups[kv_dtype == DType::i8 ? 0 : 1];
   if (size_bytes(kv_dtype) == 1)
     return table.eight_bits[kv_dtype == DType::i8 ? 0 : kv_dtype == DType::f8_e4m3 ? 1 : 2];
   const bool dot = product == AttentionProduct::bf16_dot && table.bf16_dot.attend != nullptr;
@@ -135,8 +136,8 @@ void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_
 
 const char* attention::without_plan(const AttentionProblem& p) {
   for (const int64_t size : {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim,
-                             p.block_size, p.block_mask.block_q, p.block_mask.block_kv, p.block_mask.batch,
-                             p.block_mask.heads, p.block_mask.row_blocks, p.block_mask.entries}) {
+                             p.block_size, p.key_groups, p.value_groups, p.block_mask.block_q, p.block_mask.block_kv,
+                             p.block_mask.batch, p.block_mask.heads, p.block_mask.row_blocks, p.block_mask.entries}) {
     if (size < 0) return "a size is negative";
     if (size > kMaxBytes) return "a size is beyond 2^56";
   }
@@ -164,7 +165,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   // Access: packing a key costs about as much as multiplying it with a dozen rows.
   Geometry g = geometry_of(machine.isa, plan.product);
   const bool pages = p.paged && p.options.page_layout == PageLayout::panel32;
-  const bool eight_bits = size_bytes(p.kv_dtype) == 1;  // nothing packs them
+  const bool eight_bits = size_bytes(p.kv_dtype) == 1 && !pages;  // nothing packs them
   const bool few_rows = !pages && rows <= g.tile_rows && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows);
