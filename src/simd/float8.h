@@ -120,6 +120,9 @@ OPST_INLINE V load_stored(const T* p) {
 }
 template <class V, class T>
 OPST_INLINE V load_stored_n(const T* p, int64_t n) {
+  if constexpr (sizeof(T) == 1) {
+    if (n == V::kLanes) return load_stored<V>(p);  // below, byte by byte
+  }
   if constexpr (kIsFloat8<T>) {
     return load_f8_n(p, n);
   } else if constexpr (__is_same(T, int8_t) || __is_same(T, uint8_t)) {
