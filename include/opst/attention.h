@@ -26,7 +26,7 @@
 //          the shapes of options.page_layout (page_layout.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it. Pages of i8, u8 (with scales,
-//   and offsets where there are some), f8_e4m3 and f8_e5m2 are read where they are, without a copy in floats. Rows of
+//   and offsets where there are some), f8_e4m3 and f8_e5m2 are read where they are, without a copy of the cache in floats. Rows of
 //   norm pages lie with unit stride then. Of panel32 pages those of u8, and those of i8 with offsets or several scales
 //   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN is
 //   refused.

@@ -126,15 +126,31 @@ class ForwardCall : CallMemory {
  private:
   using Worker = Layout::Worker;
 
+  // Pointers to keys (values) [first_key, first_key + count) of a head as floats: of bytes, to copies. Gives the stride
+  // of their numbers.
+  int64_t locate_floats(int64_t head, bool keys, int64_t first_key, int64_t count, const Worker& w) const {
+    const ConstTensor& tensor = keys ? in.key : in.value;
+    const void** const rows = keys ? w.key_rows : w.value_rows;
+    kv_rows(tensor, head).locate(first_key, count, rows);
+    if (kernels_.widen_rows == nullptr) return tensor.strides[3];
+    KvTile tile = {.first_key = first_key, .count = count, .partial = false};
+    (keys ? tile.key_rows : tile.value_rows) = rows;
+    if (layout.scale_lists > 0) scales_.copy(head, w.scales, tile);
+    if (layout.group_lists > 0) scales_.locate(head, w.groups, tile);
+    const int64_t dim = keys ? p.head_dim : p.value_head_dim;
+    kernels_.widen_rows(tile, keys, dim, w.floats);
+    for (int64_t i = 0; i < count; ++i) rows[i] = w.floats + i * dim;
+    return 1;
+  }
   // Packs keys [first_key, first_key + count) of a head to `to`.
   void pack_keys(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
-    kv_rows(in.key, head).locate(first_key, count, w.key_rows);
-    kernels_.pack_keys(w.key_rows, in.key.strides[3], count, p.head_dim, to);
+    const int64_t dim_stride = locate_floats(head, true, first_key, count, w);
+    kernels_.pack_keys(w.key_rows, dim_stride, count, p.head_dim, to);
   }
   // The values, behind the keys' place; true where they are finite.
   bool pack_values(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
-    kv_rows(in.value, head).locate(first_key, count, w.value_rows);
-    return kernels_.pack_values(w.value_rows, in.value.strides[3], count, p.value_head_dim, to + layout.key_tile_bytes);
+    const int64_t dim_stride = locate_floats(head, false, first_key, count, w);
+    return kernels_.pack_values(w.value_rows, dim_stride, count, p.value_head_dim, to + layout.key_tile_bytes);
   }
   void pack_shared_tile(int64_t head, int64_t tile, int index) const {
     const int64_t first_key = tile * plan.block_kv;

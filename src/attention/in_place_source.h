@@ -76,9 +76,11 @@ class InPlaceSource {
   OPST_INLINE V value(int64_t key, int64_t column) const {
     const int64_t n = simd::clamp_lanes<V>(q_.value_head_dim - column);
     const V v = simd::load_stored_n<V>(simd::number_at(at(tile_.value_rows, key), column), n);
-    if constexpr (kGroups)
-      return scaled(v, tile_.value_groups, key, column, n);
-    else if constexpr (kScaled)
+    if constexpr (kGroups) {
+      const RowGroups& groups = tile_.value_groups;
+      if (n < kLanes || !share_scales(groups, q_.value_head_dim)) return scaled(v, groups, key, column, n);
+      return in_group(v, groups, key, static_cast<int>(column) / static_cast<int>(groups.size));
+    } else if constexpr (kScaled)
       return (v + V::set1(tile_.value_offsets[key])) * V::set1(tile_.value_scales[key]);
     else
       return v;

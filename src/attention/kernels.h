@@ -187,6 +187,9 @@ struct Kernels {
   void (*pack_keys)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t head_dim, void* out);
   bool (*pack_values)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t value_head_dim, void* out);
 
+  // Keys (values) of a tile as floats, a row behind the other: for rows of eight bits, whose pack_keys packs f32.
+  void (*widen_rows)(const KvTile& tile, bool keys, int64_t dim, float* out) = nullptr;
+
   // Whether values, dimensions next to each other, are finite.
   bool (*values_finite)(const void* const* rows, int64_t count, int64_t value_head_dim);
 
@@ -206,10 +209,9 @@ struct Kernels {
 // The kernels of a level, by product and storage type of keys and values; null where the level has none.
 template <class K>
 struct TableOf {
-  K f32_product[3];  // keys stored as f32, bf16, f16
-  // Keys stored as i8, f8_e4m3, f8_e5m2, rows of which share a scale: in place and in panel32 pages alone.
-  K eight_bits[3] = {};
-  K integers_in_groups[2] = {};  // keys stored as i8, u8 (two numbers each): in place alone
+  K f32_product[3];              // keys stored as f32, bf16, f16
+  K eight_bits[3] = {};          // keys stored as i8 with a scale to a row, f8_e4m3, f8_e5m2
+  K integers_in_groups[2] = {};  // keys stored as i8, u8 (two numbers each)
   K bf16_dot = {};               // keys and queries stored as bf16
   K f64_product = {};            // at the generic level only
 };

@@ -90,6 +90,7 @@ struct Layout {
     const void** value_rows;  // as many
     float* scales;            // [scale_lists][keys_per_call]
     const void** groups;      // [group_lists][keys_per_call]
+    float* floats;            // [widened_rows][the larger of head_dim and value_head_dim]
     KvTile* tiles;            // [tiles_per_task]
     RowState state;           // kv_splits = 1
     char* packed;             // [tiles_per_task][panels of K, panels of V]; packed_per_task
@@ -135,7 +136,10 @@ struct Layout {
   // Of pages of integers, for scales of keys and of values, offsets of keys and of values: copies, or in groups pointers.
   const int64_t scale_lists = p.kv_dtype == DType::i8 && !in_groups(p) ? 4 : 0;
   const int64_t group_lists = in_groups(p) ? 4 : 0;
-  const int64_t keys_per_call = plan.block_kv * kTilesPerCall;
+  const bool packs = plan.kv_access == KvAccess::packed_per_task || plan.kv_access == KvAccess::packed_shared;
+  const int64_t keys_per_call = packs ? plan.block_kv : plan.block_kv * kTilesPerCall;
+  // A tile's rows of bytes, on their way to packed floats.
+  const int64_t widened_rows = packs && size_bytes(p.kv_dtype) == 1 ? plan.block_kv : 0;
   // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
   const int64_t tiles_per_task = standard                                      ? most_tiles
                                  : plan.kv_access == KvAccess::packed_per_task ? 1
@@ -156,7 +160,7 @@ struct Layout {
   // The pieces, taken from an Arena or counted.
   template <class From>
   Worker take_worker(From& from) const {
-    const bool packs = plan.kv_access == KvAccess::packed_per_task;
+    const int64_t own_tiles = plan.kv_access == KvAccess::packed_per_task ? tiles_per_task : 0;
     return {.query = from.take_bytes(query_bytes),
             .scores = from.take_bytes(scores_bytes),
             .visible_begin = from.template take<int64_t>(plan.block_q),
@@ -166,9 +170,10 @@ struct Layout {
             .value_rows = from.template take<const void*>(pointers_per_call),
             .scales = from.template take<float>(Size(scale_lists) * keys_per_call),
             .groups = from.template take<const void*>(Size(group_lists) * keys_per_call),
+            .floats = from.template take<float>(Size(widened_rows) * std::max(p.head_dim, p.value_head_dim)),
             .tiles = from.template take<KvTile>(tiles_per_task),
             .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
-            .packed = static_cast<char*>(from.take_bytes(packs ? Size(tile_bytes) * tiles_per_task : 0)),
+            .packed = static_cast<char*>(from.take_bytes(Size(tile_bytes) * own_tiles)),
             .cursors = from.template take<MaskCursor>(mask_cursors),
             .own_begin = from.template take<int64_t>(own_intervals),
             .own_end = from.template take<int64_t>(own_intervals)};

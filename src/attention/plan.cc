@@ -165,7 +165,6 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   // Access: packing a key costs about as much as multiplying it with a dozen rows.
   Geometry g = geometry_of(machine.isa, plan.product);
   const bool pages = p.paged && p.options.page_layout == PageLayout::panel32;
-  const bool eight_bits = size_bytes(p.kv_dtype) == 1 && !pages;  // nothing packs them
   const bool few_rows = !pages && rows <= g.tile_rows && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows);
@@ -177,7 +176,6 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
   plan.block_q =
       std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows, plan.block_kv));
-  if (eight_bits) plan.block_q = std::min(plan.block_q, g.tile_rows);
   plan.block_q = attention::fit_masked_rows(p, plan.block_q, rows, g.tile_rows);
   const int64_t blocks = ceil_div(rows, plan.block_q);
   plan.tile_rows = g.tile_rows;
@@ -188,10 +186,9 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   if (pages) {
     plan.kv_access = KvAccess::panel_pages;
     plan.reason = "the cache's pages are packed";
-  } else if (few_rows || eight_bits) {
+  } else if (few_rows) {
     plan.kv_access = KvAccess::in_place;
-    plan.reason = few_rows ? "few query rows share a KV head: keys and values are read once, in place"
-                           : "pages of eight bits are read in place, by a register tile of rows at a time";
+    plan.reason = "few query rows share a KV head: keys and values are read once, in place";
     // A tile is what is prefetched ahead: 64 keys of each kind.
     if (p.options.block_kv == 0)
       plan.block_kv = std::min<int64_t>(64, round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
@@ -214,7 +211,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead =
       plan.kv_access == KvAccess::packed_per_task && tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  split_keys(p, rows <= g.tile_rows && (few_rows || pages || eight_bits), heads, blocks, plan);
+  split_keys(p, rows <= g.tile_rows && (few_rows || pages), heads, blocks, plan);
 
   // Memory.
   const attention::Layout layout = {p, plan, g};
