@@ -30,10 +30,11 @@ inline void keep_best(Candidates& c, int64_t most) {
   c.threshold = score_of(c.words[most - 1]);
 }
 
-// Adds the candidates of another part of the keys; `into` has room for `room` > most words.
+// Adds the candidates of the next part of the keys; `into` has room for `room` > most words, or for those of all parts.
 inline void join(Candidates& into, const Candidates& from, int64_t most, int64_t room) {
   for (int64_t i = 0; i < from.count; ++i) {
     if (into.count == room) keep_best(into, most);
+    if (score_of(from.words[i]) < into.threshold) continue;  // behind what is kept; an equal one may have a smaller key
     into.words[into.count++] = from.words[i];
   }
 }

@@ -56,7 +56,10 @@ void check_groups(ShapeCheck& check, const Side& s) {
 }  // namespace
 
 PageSizes check_cache(ShapeCheck& check, const CacheNames& names, const CacheTensors& cache, CacheUse use) {
-  const auto& [layout, key, value, scales] = cache;
+  // Names that lambdas may capture, as structured bindings may not be by clang before 16.
+  const PageLayout layout = cache.layout;
+  const ConstTensor &key = cache.key, &value = cache.value;
+  const ConstPageScales& scales = cache.scales;
   const Side sides[2] = {{names.key, names.key_scales, names.key_offsets, key.dtype, scales.key, scales.key_offsets,
                           PageSide::key_scales, "head_dim", names.key_groups},
                          {names.value, names.value_scales, names.value_offsets, value.dtype, scales.value,

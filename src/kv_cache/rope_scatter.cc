@@ -24,6 +24,13 @@ PageSizes check_call(ShapeCheck& check, const RopeScatterInputs& in, const Tenso
   rowwise::check_heads(check, {"query", &in.query}, {"query_out", &query_out}, {in.key.dtype});
   const PageSizes sizes = check_cache(check, kCacheNames, {options.layout, key_cache, value_cache, options.scales},
                                       options.scales_given ? CacheUse::written_by_given_scales : CacheUse::written);
+  // Scales that are read come after query_out, which has been compared with what came before it.
+  const auto& [key_scales, value_scales, key_offsets, value_offsets] = options.scales;
+  for (const Tensor* const read : {&key_scales, &value_scales, &key_offsets, &value_offsets}) {
+    const bool given = options.scales_given && check.ok() && *read;
+    check.require(!given || !may_overlap(query_out, *read),
+                  "query_out overlaps scales or offsets that are given, but an output must not");
+  }
   rowwise::check_pairs(check, "cos", "key");
   rowwise::check_style(check, options.style);
   rowwise::check_eps(check, options.eps);

@@ -63,7 +63,7 @@ class Choices {
   DType dtype(DType usual) {
     if (!rarely(64)) return usual;
     return pick({DType::f32, DType::f64, DType::bf16, DType::f16, DType::i8, DType::u8, DType::i32, DType::i64,
-                 DType::boolean, static_cast<DType>(77)});
+                 DType::boolean, static_cast<DType>(77), DType::f8_e4m3, DType::f8_e5m2});
   }
   DType float_dtype() { return pick({DType::f32, DType::bf16, DType::f16, DType::f64}); }
 
@@ -345,6 +345,7 @@ class Operands {
       if (o.view.dtype == DType::f32) largest = std::max(largest, 3e-4);
       if (o.view.dtype == DType::f16) largest = std::max(largest, 1e-2);
       if (o.view.dtype == DType::bf16) largest = std::max(largest, 8e-2);
+      if (o.view.dtype == DType::f8_e4m3 || o.view.dtype == DType::f8_e5m2) largest = std::max(largest, 0.3);
     }
     return largest;
   }

@@ -235,7 +235,9 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
       char dummy = 0;
       const Tensor p = side == 0 ? key_scale_pages(from, s, 1, &dummy) : value_scale_pages(from, s, 1, &dummy);
       const std::vector<int64_t> shape(p.shape, p.shape + p.rank);
-      out ? t.output(DType::f32, shape) : t.input(DType::f32, shape);
+      // Gather refuses negative ones, and half of all drawn numbers are.
+      const std::vector<int64_t> twos(static_cast<size_t>(p.num_elements()), 2);
+      out ? t.output(DType::f32, shape) : what == 3 ? t.integers(DType::f32, shape, twos) : t.input(DType::f32, shape);
     }
   };
   const auto scales_at = [=](const Views& v, size_t first) {

@@ -134,6 +134,24 @@ TEST(AttentionBytePages, SameBitsForEveryNumberOfThreadsAndAnyPages) {
   }
 }
 
+// Kernels that read in place take one register tile of rows, whatever blocks a mask is cut at.
+TEST(AttentionBytePages, BlocksAreRegisterTilesUnderABlockMask) {
+  for (const TestContext& t : contexts_with_threads(1)) {
+    for (const int64_t block : {1, 4, 8, 13, 16, 20, 32, 48, 64, 200}) {
+      AttentionProblem p;
+      p.query_dtype = DType::f32, p.kv_dtype = DType::i8;
+      p.batch = 1, p.num_heads = p.num_kv_heads = 2, p.query_len = 200, p.kv_len = 500;
+      p.head_dim = p.value_head_dim = 64;
+      p.paged = p.unit_stride_kv = true, p.block_size = 16;
+      p.block_mask.batch = p.block_mask.heads = 1, p.block_mask.row_blocks = 8, p.block_mask.entries = 100;
+      p.block_mask.block_q = block, p.block_mask.block_kv = 64;
+      const AttentionPlan plan = plan_attention(p, t.context.machine());
+      EXPECT_LE(plan.block_q, plan.tile_rows) << t.name << ", mask of " << block << " rows";
+      EXPECT_EQ(plan.kv_access, KvAccess::in_place);
+    }
+  }
+}
+
 // Two queries, causal: the first does not see the last key. An infinite scale, the mark of a row that was not finite,
 // makes NaN of what sees it, and of nothing else; with and without rules, in either layout, with a scale to a row and in
 // groups.

@@ -65,7 +65,7 @@ AttentionProblem some_problem(Random& random) {
       *size = some_size(random, one_in);
     }
   }
-  p.query_dtype = some_enumerator(random, DType::boolean), p.kv_dtype = some_enumerator(random, DType::boolean);
+  p.query_dtype = some_enumerator(random, DType::f8_e5m2), p.kv_dtype = some_enumerator(random, DType::f8_e5m2);
   p.options = some_options(random);
   p.options.page_layout = some_enumerator(random, PageLayout::panel32);
   for (bool* x : {&p.paged, &p.unit_stride_kv, &p.varlen_q, &p.varlen_k, &p.has_prefix, &p.has_mask, &p.has_bias,
@@ -116,7 +116,7 @@ TEST(AttentionSizes, PlansOfAnyProblem) {
     for (const int64_t x : numbers) ASSERT_TRUE(x >= 0 && x <= 2 * kMaxBytes) << opst::to_string(plan);
     ASSERT_STRNE(plan.reason, "");
     AttentionBackwardProblem b{.forward = p};
-    b.grad_out_dtype = some_enumerator(random, DType::boolean);
+    b.grad_out_dtype = some_enumerator(random, DType::f8_e5m2);
     b.grad_bias = random.chance(0.5), b.grad_sinks = random.chance(0.5);
     b.num_blocks = some_size(random, 4), b.shared_blocks = some_size(random, 4);
     const AttentionBackwardPlan backward = plan_attention_backward(b, m);

@@ -41,6 +41,7 @@ inline IndexerDraw draw_indexer(Random& random) {
   c.num_heads = c.num_kv_heads * random.pick<int64_t>({1, 2, 3, 5, 8, 13, 33});
   c.value_head_dim = 1;
   c.prefix = c.mask = c.bias = c.alibi = c.sinks = c.drop_mask = false;
+  c.mask_heads = 0;
   AttentionOptions options;
   options.causal = random.chance(0.6);
   options.block_q = c.options.block_q, options.block_kv = c.options.block_kv;

@@ -102,8 +102,10 @@ TEST(LightningIndexer, AdversarialOrdersAreExact) {
         for (const TestContext& t : contexts()) {
           SCOPED_TRACE(t.name);
           for (const bool causal : {false, true}) {
-            scores.run(t, {.causal = causal});
-            scores.expect_exact({.causal = causal});
+            // Three queries: two blocks, which share packed keys.
+            const LightningIndexerOptions options = {.causal = causal, .block_q = queries == 3 ? 2 : 0};
+            scores.run(t, options);
+            scores.expect_exact(options);
             if (testing::Test::HasFatalFailure()) return;
           }
         }
@@ -146,7 +148,7 @@ TEST(LightningIndexer, NanComesLastAndTiesBySmallerIndex) {
 // Many NaN scores do not push out a number, nor does a NaN query lose its keys.
 TEST(LightningIndexer, NanAmongThousandsOfKeys) {
   std::vector<float> order(4000, std::nanf(""));
-  for (const size_t j : {17, 1999, 3998}) order[j] = static_cast<float>(j);
+  for (const size_t j : {size_t{17}, size_t{1999}, size_t{3998}}) order[j] = static_cast<float>(j);
   Scores scores(order, 1, 5);
   for (const TestContext& t : contexts()) {
     SCOPED_TRACE(t.name);
@@ -174,9 +176,31 @@ TEST(LightningIndexer, AnyNumberOfHeads) {
         d.exact = exact;
         d.call.query_dtype = d.call.kv_dtype = dtype;
         const IndexerTestCall call(d, random);
-        for (const TestContext& t : contexts()) ASSERT_EQ(call.judge(call.run(t.context), 2), "") << t.name;
+        for (const TestContext& t : contexts()) ASSERT_EQ(call.judge(call.run(t.context), 5), "") << t.name;
       }
     }
+  }
+}
+
+// Several blocks of queries of several key heads, and several parts of the keys, which are joined for each of them.
+TEST(LightningIndexer, SplitKeysOfSeveralBlocksAndHeads) {
+  Random random(seed() + 6);
+  IndexerDraw d;
+  d.call.num_heads = 6, d.call.num_kv_heads = 2, d.call.head_dim = 8;
+  d.call.query_lens = {20}, d.call.kv_lens = {3200};
+  d.call.options.causal = true, d.call.options.block_q = 8, d.call.options.block_kv = 64;
+  d.count = 700;
+  d.exact = true;
+  const IndexerTestCall call(d, random);
+  for (const TestContext& t : contexts()) {
+    const IndexerResult r = call.run(t.context);
+    ASSERT_EQ(call.judge(r, 7), "") << t.name;
+    const auto problem = lightning_indexer_problem(call.inputs, r.outputs, call.options());
+    ASSERT_TRUE(problem.ok()) << problem.status().message();
+    const LightningIndexerPlan plan = plan_lightning_indexer(problem.value(), t.context.machine());
+    EXPECT_EQ(plan.kv_access, KvAccess::packed_shared);
+    EXPECT_GE(plan.kv_splits, 2) << opst::to_string(plan);
+    EXPECT_GT(plan.kv_splits * plan.kept, 2 * d.count);  // joining keeps the best now and then
   }
 }
 
