@@ -177,7 +177,6 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.block_q =
       std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows, plan.block_kv));
   plan.block_q = attention::fit_masked_rows(p, plan.block_q, rows, g.tile_rows);
-  if (eight_bits) plan.block_q = std::min(plan.block_q, g.tile_rows);  // whatever a mask's blocks would like
   const int64_t blocks = ceil_div(rows, plan.block_q);
   plan.tile_rows = g.tile_rows;
 

@@ -134,22 +134,30 @@ TEST(AttentionBytePages, SameBitsForEveryNumberOfThreadsAndAnyPages) {
   }
 }
 
-// Kernels that read in place take one register tile of rows, whatever blocks a mask is cut at.
-TEST(AttentionBytePages, BlocksAreRegisterTilesUnderABlockMask) {
+// Kernels that read in place take one register tile of rows, whatever blocks a mask is cut at; more rows are packed.
+TEST(AttentionBytePages, BlocksInPlaceAreRegisterTilesUnderABlockMask) {
+  int in_place = 0, packed = 0;
   for (const TestContext& t : contexts_with_threads(1)) {
-    for (const int64_t block : {1, 4, 8, 13, 16, 20, 32, 48, 64, 200}) {
-      AttentionProblem p;
-      p.query_dtype = DType::f32, p.kv_dtype = DType::i8;
-      p.batch = 1, p.num_heads = p.num_kv_heads = 2, p.query_len = 200, p.kv_len = 500;
-      p.head_dim = p.value_head_dim = 64;
-      p.paged = p.unit_stride_kv = true, p.block_size = 16;
-      p.block_mask.batch = p.block_mask.heads = 1, p.block_mask.row_blocks = 8, p.block_mask.entries = 100;
-      p.block_mask.block_q = block, p.block_mask.block_kv = 64;
-      const AttentionPlan plan = plan_attention(p, t.context.machine());
-      EXPECT_LE(plan.block_q, plan.tile_rows) << t.name << ", mask of " << block << " rows";
-      EXPECT_EQ(plan.kv_access, KvAccess::in_place);
+    for (const int64_t query_len : {1, 4, 9, 12, 20, 200}) {
+      for (const int64_t block : {1, 4, 8, 13, 16, 20, 32, 48, 64, 200}) {
+        AttentionProblem p;
+        p.query_dtype = DType::f32, p.kv_dtype = DType::i8;
+        p.batch = 1, p.num_heads = p.num_kv_heads = 2, p.query_len = query_len, p.kv_len = 500;
+        p.head_dim = p.value_head_dim = 64;
+        p.paged = p.unit_stride_kv = true, p.block_size = 16;
+        p.key_groups = p.value_groups = 1;
+        p.block_mask.batch = p.block_mask.heads = 1, p.block_mask.row_blocks = 8, p.block_mask.entries = 100;
+        p.block_mask.block_q = block, p.block_mask.block_kv = 64;
+        const AttentionPlan plan = plan_attention(p, t.context.machine());
+        EXPECT_EQ(plan.kv_access == KvAccess::in_place, query_len <= plan.tile_rows) << t.name << ", " << query_len;
+        ++(plan.kv_access == KvAccess::in_place ? in_place : packed);
+        if (plan.kv_access != KvAccess::in_place) continue;
+        EXPECT_LE(plan.block_q, plan.tile_rows) << t.name << ", mask of " << block << " rows";
+      }
     }
   }
+  EXPECT_GT(in_place, 0);
+  EXPECT_GT(packed, 0);
 }
 
 // Two queries, causal: the first does not see the last key. An infinite scale, the mark of a row that was not finite,
