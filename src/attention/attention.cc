@@ -8,9 +8,9 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "attention/call_memory.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
+#include "attention/tile_rows.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
@@ -21,15 +21,16 @@ namespace opst {
 namespace attention {
 namespace {
 
-class ForwardCall : CallMemory {
+class ForwardCall : TileRows {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequence_group,
               const AttentionPlan& group_plan, Context::Impl& impl, char* memory, Interruption& interruption)
-      : CallMemory{{inputs, sequence_group.problem},
-                   sequence_group,
-                   group_plan,
-                   geometry_of(impl.machine.isa, group_plan.product),
-                   memory},
+      : TileRows{{{inputs, sequence_group.problem},
+                  sequence_group,
+                  group_plan,
+                  geometry_of(impl.machine.isa, group_plan.product),
+                  memory},
+                 kernels_for(impl.machine.isa, group_plan.product, sequence_group.problem.kv_dtype)},
         out_(outputs),
         isa_(impl.machine.isa),
         pool_(impl.pool),
@@ -64,24 +65,12 @@ class ForwardCall : CallMemory {
         if (block >= blocks(head)) return;
         RowState parts[kWantedTasks];
         for (int64_t split = 0; split < plan.kv_splits; ++split) parts[split] = split_state(head, block, split);
-        kernels_.finish_rows(finish_of(head, block, parts, plan.kv_splits));
+        kernels.finish_rows(finish_of(head, block, parts, plan.kv_splits));
       });
     }
   }
 
  private:
-  using Worker = Layout::Worker;
-
-  // Packs keys [first_key, first_key + count) of a head to `to`.
-  void pack_keys(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
-    kv_rows(in.key, head).locate(first_key, count, w.key_rows);
-    kernels_.pack_keys(w.key_rows, in.key.strides[3], count, p.head_dim, to);
-  }
-  // The values, behind the keys' place; true where they are finite.
-  bool pack_values(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
-    kv_rows(in.value, head).locate(first_key, count, w.value_rows);
-    return kernels_.pack_values(w.value_rows, in.value.strides[3], count, p.value_head_dim, to + layout.key_tile_bytes);
-  }
   void pack_shared_tile(int64_t head, int64_t tile, int index) const {
     const int64_t first_key = tile * plan.block_kv;
     const Visibility visible = visibility(head);
@@ -91,8 +80,9 @@ class ForwardCall : CallMemory {
     if (layout.marks_seen && !seen_tiles(head)[tile]) return;
     const Worker w = worker(index);
     char* packed = packed_tile(head, tile);
-    pack_keys(head, first_key, count, w, packed);
-    values_finite(head)[tile] = pack_values(head, first_key, count, w, packed);
+    const KeyInterval keys = {first_key, first_key + count};
+    pack_keys(head, {&keys, 1}, count, w, packed);
+    values_finite(head)[tile] = pack_values(head, {&keys, 1}, count, w, packed);
   }
 
   // One block of query rows against one part of the keys.
@@ -124,26 +114,62 @@ class ForwardCall : CallMemory {
       q.query_stride = queries.row_stride();
       q.query = static_cast<const char*>(queries.data) + first_row * q.query_stride * size_bytes(queries.dtype);
     } else {
-      kernels_.copy_queries(queries, first_row, rules_.scale().of_query, q, w.query);
+      copy_queries(head, first_row, q, w);
     }
 
+    const FinishRows finish = finish_of(head, block, &q.state, 1);
+    if (p.sparse_indices) {
+      SelectedKeys keys = selected_keys(head, first_row, q.rows, split, w);
+      return attend_list(head, block, keys, q, w, finish, false);
+    }
     const int64_t first_key = visible.prefix > 0 ? 0 : visible.first_key(first_row / group);
     const int64_t start = first_key / plan.block_kv * plan.block_kv + split * plan.keys_per_split;
     const KeyInterval part =
         p.block_mask ? KeyInterval{0, visible.kv_len} : KeyInterval{start, start + plan.keys_per_split};
     KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end,
                    p.block_mask ? &masked : nullptr);
-    const FinishRows finish = finish_of(head, block, &q.state, 1);
-    const bool at_once = single_tile && writable_in_place(finish.out);
+    attend_list(head, block, tiles, q, w, finish, single_tile && writable_in_place(finish.out));
+  }
+  // Against the tiles of a list, KvBlocks or SelectedKeys.
+  template <class List>
+  void attend_list(int64_t head, int64_t block, List& tiles, const QueryBlock& q, const Worker& w,
+                   const FinishRows& finish, bool at_once) const {
     int64_t n = next_tiles(head, tiles, q, w, at_once);
-    if (at_once && n > 0) return kernels_.attend_at_once(q, w.tiles[0], finish, rows_ahead(head + num_workers_).of);
-    for (kernels_.empty_state(q); n > 0; n = next_tiles(head, tiles, q, w, false)) {
+    if (at_once && n > 0) return kernels.attend_at_once(q, w.tiles[0], finish, rows_ahead(head + num_workers_).of);
+    for (kernels.empty_state(q); n > 0; n = next_tiles(head, tiles, q, w, false)) {
       if (standard_ != nullptr)
         standard_(q, w.tiles, n, score_matrix(head, block), layout.matrix_stride);
       else
         attend_(q, w.tiles, n);
     }
-    if (plan.kv_splits == 1) kernels_.finish_rows(finish);
+    if (plan.kv_splits == 1) kernels.finish_rows(finish);
+  }
+
+  // The queries' words, before those of query_rope.
+  void copy_queries(int64_t head, int64_t first_row, QueryBlock q, const Worker& w) const {
+    const double factor = rules_.scale().of_query;
+    q.head_dim -= p.rope_dim;
+    kernels.copy_queries(stacked_rows(in.query, head), first_row, factor, q, w.query);
+    if (p.rope_dim == 0) return;
+    char* rest = static_cast<char*>(w.query) + q.head_dim / geometry.step * geometry.word_bytes;
+    q.head_dim = p.rope_dim;
+    kernels.copy_queries(stacked_rows(in.query_rope, head), first_row, factor, q, rest);
+  }
+
+  SelectedKeys selected_keys(int64_t head, int64_t first_row, int64_t rows_of_block, int64_t split,
+                             const Worker& w) const {
+    const bool pages = plan.kv_access == KvAccess::panel_pages;
+    const int64_t query = first_row / group, start = split * plan.keys_per_split;
+    Visibility visible = visibility(head);
+    return {index_list(head, query),
+            visible,
+            query,
+            {start, start + plan.keys_per_split},
+            {.most_keys = plan.block_kv,
+             .by_runs = pages || reads_positions(p),
+             .key_step = pages ? kPanelRows : 1,
+             .runs = w.runs,
+             .rows = rows_of_block}};
   }
 
   // Splits of a block mask's keys are counted in tiles that the block sees.
@@ -183,7 +209,7 @@ class ForwardCall : CallMemory {
     }
     if (!t.partial && (q.rules == nullptr || !q.rules->hides())) return true;
     kv_rows(in.value, head).locate(t.first_key, t.count, w.value_rows);
-    return t.values_finite = kernels_.values_finite(w.value_rows, t.count, p.value_head_dim);
+    return t.values_finite = kernels.values_finite(w.value_rows, t.count, p.value_head_dim);
   }
 
   struct HeadAhead {
@@ -191,7 +217,7 @@ class ForwardCall : CallMemory {
   };
   // What to fetch of `head`: where all workers take heads in turn, the one that this worker takes next.
   HeadAhead rows_ahead(int64_t head) const {
-    if (!plan.fetch_ahead || head >= heads || p.paged) return {};
+    if (!plan.fetch_ahead || head >= heads || p.paged || p.rope_dim > 0) return {};
     const auto rows_of = [&](const ConstTensor& t, int64_t dim) -> RowsAhead {
       if (t.strides[3] != 1) return {};
       const KvRows kv = kv_rows(t, head);
@@ -208,19 +234,16 @@ class ForwardCall : CallMemory {
   }
 
   // Describes up to tiles_per_task of the tiles that are left (packed_per_task: packs them, too); returns how many.
-  int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const Worker& w, bool at_once) const {
-    const KvRows keys = in_place_ ? kv_rows(in.key, head) : KvRows{};
-    const KvRows values = in_place_ ? kv_rows(in.value, head) : KvRows{};
+  template <class List>
+  int64_t next_tiles(int64_t head, List& visible, const QueryBlock& q, const Worker& w, bool at_once) const {
     int64_t n = 0, pointers = 0;
-    const int64_t own = p.block_mask ? plan.block_q : 0;  // rows of a tile's intervals
+    const int64_t own = layout.own_rows;
     for (; n < layout.tiles_per_task && visible.next(&w.tiles[n], w.own_begin + n * own, w.own_end + n * own); ++n) {
       KvTile& t = w.tiles[n];
       if (in_place_) {
-        t.key_rows = w.key_rows + pointers;
-        t.value_rows = w.value_rows + pointers;
-        if (layout.scale_lists > 0) copy_scales(head, w.scales + pointers, t);
-        locate_rows(keys, t, w.key_rows + pointers);
-        pointers += locate_rows(values, t, w.value_rows + pointers);
+        const Runs runs = visible.runs_of(t);
+        if (layout.scale_lists > 0) copy_scales(head, runs, w.scales + pointers, t);
+        pointers += locate_rows(head, runs, w, pointers, t);
       } else if (plan.kv_access == KvAccess::packed_shared) {
         const int64_t index = t.first_key / plan.block_kv;
         const char* packed = packed_tile(head, index);
@@ -228,7 +251,7 @@ class ForwardCall : CallMemory {
         t.values = packed + layout.key_tile_bytes;
         t.values_finite = values_finite(head)[index];
       } else {
-        pack_tile(head, q, w, at_once, w.packed + n * layout.tile_bytes, t);
+        pack_tile(head, visible.runs_of(t), q, w, at_once, w.packed + n * layout.tile_bytes, t);
       }
     }
     if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
@@ -238,49 +261,18 @@ class ForwardCall : CallMemory {
     }
     return n;
   }
-  void pack_tile(int64_t head, const QueryBlock& q, const Worker& w, bool at_once, char* packed, KvTile& t) const {
-    pack_keys(head, t.first_key, t.count, w, packed);
+  void pack_tile(int64_t head, Runs runs, const QueryBlock& q, const Worker& w, bool at_once, char* packed,
+                 KvTile& t) const {
+    pack_keys(head, runs, t.count, w, packed);
     t.keys = packed;
     if (at_once && values_in_place(head, q, w, t)) {
       t.values = kv_rows(in.value, head).row(t.first_key);
       t.values_stride = static_cast<int32_t>(in.value.strides[2]);
     } else {
-      t.values_finite = pack_values(head, t.first_key, t.count, w, packed);
+      t.values_finite = pack_values(head, runs, t.count, w, packed);
       t.values = packed + layout.key_tile_bytes;
     }
   }
-  // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
-  // of a kernel's call are one array, so that it may look ahead from one tile to the next.
-  int64_t locate_rows(const KvRows& rows_of, const KvTile& t, const void** pointers) const {
-    if (plan.kv_access == KvAccess::in_place) {
-      rows_of.locate(t.first_key, t.count, pointers);
-      return t.count;
-    }
-    const int64_t panels = ceil_div(t.count, kPanelRows);
-    for (int64_t i = 0; i < panels; ++i) pointers[i] = rows_of.row(t.first_key + i * kPanelRows);
-    return panels;
-  }
-
-  // Scales and offsets of a tile's rows, next to each other from `to` on; the lists are pointers_per_call apart.
-  void copy_scales(int64_t head, float* to, KvTile& t) const {
-    const ConstTensor* const lists[] = {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets};
-    const float** const of_tile[] = {&t.key_scales, &t.value_scales, &t.key_offsets, &t.value_offsets};
-    for (int list = 0; list < 4; ++list, to += layout.pointers_per_call) {
-      *of_tile[list] = to;
-      if (!*lists[list]) {
-        std::fill_n(to, t.count, 0.0f);
-        continue;
-      }
-      const KvRows rows = kv_rows(*lists[list], head);
-      for (int64_t i = 0; i < t.count;) {
-        const char* at = rows.row(t.first_key + i);
-        for (const int64_t end = i + rows.run(t.first_key + i, t.count - i); i < end; ++i, at += rows.row_bytes) {
-          to[i] = *reinterpret_cast<const float*>(at);
-        }
-      }
-    }
-  }
-
   FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
     const int64_t first_row = block * block_rows(head);
     const int64_t sinks_offset = in.sinks ? query_head(head, 0) * in.sinks.strides[0] * size_bytes(in.sinks.dtype) : 0;
@@ -306,10 +298,9 @@ class ForwardCall : CallMemory {
   ThreadPool& pool_;
   Interruption& interruption_;
   const int num_workers_ = pool_.num_threads();
-  const Kernels& kernels_ = kernels_for(isa_, plan.product, p.kv_dtype);
-  decltype(Kernels::attend) const attend_ = plan.kv_access == KvAccess::in_place      ? kernels_.attend_in_place
-                                            : plan.kv_access == KvAccess::panel_pages ? kernels_.attend_pages
-                                                                                      : kernels_.attend;
+  decltype(Kernels::attend) const attend_ = plan.kv_access == KvAccess::in_place      ? kernels.attend_in_place
+                                            : plan.kv_access == KvAccess::panel_pages ? kernels.attend_pages
+                                                                                      : kernels.attend;
   // Null: the flash path.
   const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
   const CallRules rules_{in, p};
@@ -346,8 +337,13 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
       const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
       if (!status.ok()) return status;
     }
+    scratch_bytes = std::max(scratch_bytes, index_check_bytes(p, impl.pool.num_threads()));
     Result<WorkspaceLease> lease = impl.workspaces.lease(scratch_bytes);
     if (!lease.ok()) return lease.status();
+    if (p.sparse_indices) {
+      const Status status = check_indices("flash_attention_forward", in, p, impl.pool, lease.value().data());
+      if (!status.ok()) return status;
+    }
     Interruption interruption(impl.interrupted, multiply_adds(p));
     for (int g = 0; g < groups.count; ++g) {
       if (plans[g].num_tasks == 0) continue;

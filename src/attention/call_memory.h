@@ -21,7 +21,8 @@ struct CallMemory : CallHeads {
   }
   int64_t block_rows(int64_t head) const {
     const int64_t n = rows(head), most = plan.block_q;
-    const bool fixed = p.options.block_q > 0 || p.block_mask || n <= most;  // to what the caller, or a mask, is cut at
+    // To what the caller, a mask, or a query's group is cut at.
+    const bool fixed = p.options.block_q > 0 || p.block_mask || p.sparse_indices || n <= most;
     return fixed ? most : ceil_div(n, ceil_div(n, most));
   }
   int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }

@@ -61,7 +61,8 @@ struct SequenceGroups {
 inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const AttentionProblem& problem,
                                       int64_t few_rows) {
   SequenceGroups groups;
-  if (!problem.varlen_q || problem.num_heads == 0) {
+  // With a list for each query all are read alike.
+  if (!problem.varlen_q || problem.num_heads == 0 || problem.sparse_indices) {
     groups.group[groups.count++] = {problem};
     return groups;
   }
@@ -105,6 +106,11 @@ inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem
   in.query = uniform_shape(in.query, p.varlen_q);
   in.key = uniform_shape(in.key, p.varlen_k);
   in.value = uniform_shape(in.value, p.varlen_k);
+  in.query_rope = uniform_if_there(in.query_rope, p.varlen_q);
+  in.key_rope = uniform_if_there(in.key_rope, p.varlen_k);
+  // [batch, num_kv_heads, query_len, count], as queries have it.
+  ConstTensor& indices = in.sparse_indices.indices;
+  if (in.sparse_indices) indices = p.varlen_q ? uniform_shape(indices, true) : normal_strides(indices).transposed(1, 2);
   for (ConstTensor* const t : {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets}) {
     *t = uniform_if_there(*t, false);
   }
