@@ -47,7 +47,8 @@ void run(benchmark::State& state, const Case& c) {
   };
   const int64_t dim = c.head_dim - c.rope_dim, value_dim = c.head_dim == 576 ? 512 : c.head_dim;
   AttentionInputs in = {.query = tensor(c.dtype, {kBatch, c.heads, kQueries, dim}),
-                        .key = tensor(c.dtype, {kBatch, 1, kKeys, dim})};
+                        .key = tensor(c.dtype, {kBatch, 1, kKeys, dim}),
+                        .value = {}};
   in.value = c.head_dim == 576 ? in.key.narrowed(3, 0, value_dim) : tensor(c.dtype, {kBatch, 1, kKeys, value_dim});
   if (c.rope_dim > 0) {
     in.query_rope = tensor(c.dtype, {kBatch, c.heads, kQueries, c.rope_dim});
