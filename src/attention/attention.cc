@@ -191,8 +191,9 @@ class ForwardCall : TileRows {
   }
   // Whether the product may read queries where they are.
   bool readable_in_place(const StackedRows& queries) const {
-    return in_accumulator_type(queries.dtype) && rules_.scale().of_query == 1 && queries.dim_stride == 1 &&
-           queries.evenly_spaced() && std::abs(queries.row_stride()) * size_bytes(queries.dtype) <= kNearBytes;
+    return p.rope_dim == 0 && in_accumulator_type(queries.dtype) && rules_.scale().of_query == 1 &&
+           queries.dim_stride == 1 && queries.evenly_spaced() &&
+           std::abs(queries.row_stride()) * size_bytes(queries.dtype) <= kNearBytes;
   }
   // Whether the product may write outputs.
   bool writable_in_place(const StackedRows& out) const {

@@ -105,9 +105,8 @@ void describe_sparse_indices(const ShapeCheck& check, const AttentionInputs& in,
   const int last = key.rank - 1;
   const auto address = [](const ConstTensor& t) { return reinterpret_cast<uintptr_t>(t.data); };
   const auto behind = address(key) + static_cast<uintptr_t>(p.head_dim * key.strides[last] * size_bytes(key.dtype));
-  const bool one_tensor = address(rope) == behind && std::equal(key.strides, key.strides + last, rope.strides) &&
-                          (p.rope_dim == 1 || rope.strides[last] == key.strides[last]);
-  p.copies_keys = !one_tensor;
+  p.copies_keys =
+      address(rope) != behind || !same_rows(key, rope) || (p.rope_dim > 1 && rope.strides[last] != key.strides[last]);
   p.head_dim += p.rope_dim;
 }
 

@@ -101,6 +101,14 @@ T uniform_if_there(const T& t, bool varlen) {
   return t ? uniform_shape(t, varlen) : T{};
 }
 
+// Whether rows of two tensors of a rank, whose other sizes are equal, are as far apart.
+inline bool same_rows(const ConstTensor& a, const ConstTensor& b) {
+  for (int d = 0; d + 1 < a.rank; ++d) {
+    if (a.shape[d] > 1 && a.strides[d] != b.strides[d]) return false;
+  }
+  return true;
+}
+
 // Masks and arrays of integers stay: they are read through strides of dimensions that have several indices only.
 inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem& p) {
   in.query = uniform_shape(in.query, p.varlen_q);
