@@ -153,6 +153,15 @@ void bind_attention(nb::module_& module) {
   input.operator()<&AttentionInputs::alibi_slopes>("alibi_slopes");
   input.operator()<&AttentionInputs::sinks>("sinks");
   input.operator()<&AttentionInputs::drop_mask>("drop_mask");
+  input.operator()<&AttentionInputs::query_rope>("query_rope");
+  input.operator()<&AttentionInputs::key_rope>("key_rope");
+  type.def(
+      "set_sparse_indices",
+      [](AttentionCall& call, const View& indices, int64_t block_size) {
+        call.kept.push_back(indices);
+        call.inputs.sparse_indices = {call.kept.back().input(), block_size};
+      },
+      nb::arg("indices"), nb::arg("block_size"));
 
   option<&AttentionOptions::softmax_scale>(type, "softmax_scale");
   option<&AttentionOptions::causal>(type, "causal");

@@ -16,7 +16,7 @@ HEADERS = pathlib.Path(__file__).resolve().parents[2] / "include" / "opst"
 SCORE, GRAD, PLAIN = ("flash_attention.flash_attention_score", "flash_attention.flash_attention_grad",
                       "flash_attention.flash_attention")
 PAGED, MERGE = "kv_cache.paged_attention", "flash_attention.merge_attention"
-INDEXER = "flash_attention.lightning_indexer"
+INDEXER, SPARSE = "flash_attention.lightning_indexer", "flash_attention.sparse_flash_attention"
 MORE = {SCORE: flash_attention._SCORE_OPTIONS, GRAD: flash_attention._SCORE_OPTIONS, PLAIN: flash_attention._PLAIN_OPTIONS,
         PAGED: _paged_attention._OPTIONS}
 
@@ -45,7 +45,8 @@ LIST = {
         "key_scales": named("key_cache", PAGED), "value_scales": named("value_cache", PAGED),
         "key_offsets": named("key_cache", PAGED), "value_offsets": named("value_cache", PAGED),
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
-        "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE},
+        "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE,
+        "block_mask": "block masks are not in Python yet", **each("sparse_indices query_rope key_rope", by_name(SPARSE))},
     "AttentionOutputs": {
         "out": by_name(PAGED, MERGE), "softmax_lse": named("return_lse", PLAIN, PAGED),
         "softmax_max": named("return_statistics", PAGED), "softmax_sum": named("return_statistics", PAGED)},
@@ -153,4 +154,6 @@ def test_every_struct_of_options_is_in_the_list():
 def test_options_and_tensors_of_a_call_are_those_of_the_core():
     dropout = set(fields_of("DropoutOptions"))
     assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout
-    assert set(_attention.Tensors._fields) == set(fields_of("AttentionInputs"))
+    # sparse_flash_attention makes its own call; block masks are not in Python yet.
+    elsewhere = {"sparse_indices", "query_rope", "key_rope", "block_mask"}
+    assert set(_attention.Tensors._fields) == set(fields_of("AttentionInputs")) - elsewhere

@@ -48,6 +48,11 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
     return Status::unsupported(text("flash_attention_backward: pages are ", to_string(options.page_layout),
                                     ", but gradients are taken of norm pages only"));
   }
+  if (in.sparse_indices || is_given(in.query_rope) || is_given(in.key_rope)) {
+    const char* given = in.sparse_indices ? "sparse_indices" : "query_rope or key_rope";
+    return Status::unsupported(text("flash_attention_backward: ", given,
+                                    " is given, but has no gradient yet (a block_mask of block_q = 1 has)"));
+  }
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
 
   bind_inputs(check, in, options.page_layout);

@@ -8,6 +8,7 @@
 
 #include "attention/call_rules.h"
 #include "attention/layout.h"
+#include "attention/selected_keys.h"
 #include "attention/sequences.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
@@ -156,7 +157,7 @@ void check_broadcast(ShapeCheck& check, const char* name, const ConstTensor& t, 
 }  // namespace
 
 Size multiply_adds(const AttentionProblem& p) {
-  return Size(p.batch) * p.num_heads * p.query_len * p.kv_len * (p.head_dim + p.value_head_dim);
+  return Size(p.batch) * p.num_heads * p.query_len * keys_read(p) * (p.head_dim + p.value_head_dim);
 }
 
 CallDims call_dims(const AttentionInputs& in) {
@@ -239,6 +240,7 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   if (in.sinks) check.tensor("sinks", in.sinks).dtype({real}).dims({"num_heads"});
   if (in.drop_mask) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
   bind_block_mask(check, in.block_mask);
+  bind_sparse_indices(check, in);
 }
 
 namespace {
@@ -276,7 +278,7 @@ void check_heads(ShapeCheck& check, const AttentionProblem& p) {
   const auto require_dim = [&](const char* name, int64_t d) {
     check.require(d >= 1 && d <= kMaxHeadDim, name, " is ", d, ", must be 1 to ", kMaxHeadDim);
   };
-  require_dim("head_dim", p.head_dim);
+  require_dim(p.rope_dim > 0 ? "head_dim + rope_dim" : "head_dim", p.head_dim);
   require_dim("value_head_dim", p.value_head_dim);
   check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0, "num_heads is ", p.num_heads,
                 ", not a multiple of num_kv_heads = ", p.num_kv_heads);
@@ -311,8 +313,10 @@ void check_drop_mask(ShapeCheck& check, const AttentionInputs& in, const Attenti
 Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
   if (!check.ok()) return check.status();
   AttentionProblem p = describe_call(check, in, options);
+  describe_sparse_indices(check, in, p);
   check_options(check, in, options, p.num_heads);
   check_heads(check, p);
+  check_sparse_sizes(check, in, p);
   if (size_bytes(p.kv_dtype) == 1) {
     check.require(p.unit_stride_kv, "key and value of ", to_string(p.kv_dtype), " must have unit stride in dim 3");
     check.require(options.path != AttentionPath::standard, "path = standard does not read pages of ",

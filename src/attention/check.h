@@ -45,6 +45,16 @@ void bind_block_mask(ShapeCheck& check, const BlockMask& mask);
 BlockMaskSizes check_block_mask(ShapeCheck& check, const BlockMask& mask, const AttentionProblem& problem,
                                 int64_t query_len, int64_t width);
 
+// The same for sparse indices and a rope apart: shapes; what a plan depends on (the rope joins head_dim, which is that of
+// query before); what does not go together. Every entry of the lists: check_indices, of tensors of uniform_shapes, with
+// index_check_bytes of scratch memory.
+void bind_sparse_indices(ShapeCheck& check, const AttentionInputs& inputs);
+void describe_sparse_indices(const ShapeCheck& check, const AttentionInputs& inputs, AttentionProblem& problem);
+void check_sparse_sizes(ShapeCheck& check, const AttentionInputs& inputs, const AttentionProblem& problem);
+int64_t index_check_bytes(const AttentionProblem& problem, int num_threads);
+Status check_indices(const char* operator_name, const AttentionInputs& inputs, const AttentionProblem& problem,
+                     ThreadPool& pool, void* scratch);
+
 // The problem that inputs and outputs of flash_attention_forward pose, or why they are refused.
 Result<AttentionProblem> check_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                        const AttentionOptions& options);

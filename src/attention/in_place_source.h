@@ -1,7 +1,6 @@
-// InPlaceSource: keys and values are read where they are, for at most one register tile of query rows (decode: the
-// query heads of one KV head).
+// InPlaceSource: keys and values are read where they are, for few query rows (decode: the query heads of one KV head).
 //
-// Shapes     Q [rows <= kTileRows, head_dim] f32 words; keys and values as row pointers of T: f32, bf16, f16, f64, f8_e4m3,
+// Shapes     Q [rows, head_dim] f32 words; keys and values as row pointers of T: f32, bf16, f16, f64, f8_e4m3,
 //            f8_e5m2, or integers: int8_t, or uint8_t for two of four bits. These have a scale and an offset for each
 //            row or, with kGroups, for each group of a row (KvTile): a number is (q + offset) * scale
 // Loop nest  score: for each 4 rows (or the 1 to 3 that are left), for each few keys: dot products over head_dim,
@@ -10,7 +9,9 @@
 //                                                          prefetches the values of the next tile
 // Memory     scores [rows][tile] in L1; everything else is the stream of K and V: 2 flops per byte and row, so the loop
 //            is bound by memory and the prefetches decide (none: half the rate of plain reading). K is fetched while K
-//            is read, V while V is read: with both in the first phase the second starves.
+//            is read, V while V is read: with both in the first phase the second starves. Of several register tiles of
+//            rows the first one fetches, the others find the tile in L2; so does V where values are columns of the
+//            keys' rows (value_rows = key_rows), and nothing is fetched for it.
 // Numerics   each dot product in one partial sum per lane. Of a partial tile each row sums over its own visible keys
 //            only, so a hidden non-finite value cannot reach it. With rules, whether values are finite is looked up.
 //            Of i8, q + offset is exact; a key's scale multiplies the finished dot product, a value's the weight. In
@@ -47,7 +48,8 @@ class InPlaceSource {
   template <bool kRules>
   OPST_INLINE void score(const Scores<S>& s, S* row_max) const {
     for (int i = 0; i < s.rt.rows; i += kMaxGroup) {
-      for_group(s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(i, s.row(i), s.stride); });
+      for_group(s.rt.rows - i,
+                [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
     }
     if constexpr (kScaled) OnlineSoftmax<P>::scale_columns(s, tile_.key_scales, tile_.count);
     if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max);
@@ -57,10 +59,11 @@ class InPlaceSource {
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
     static_assert(!Sink::kOnly, "adds to what is there");
     const bool by_row = tile_.partial && q_.rules == nullptr;
+    const bool fetches = s.rt.first == 0 && tile_.value_rows != tile_.key_rows;
     for (int i = 0; i < s.rt.rows; i += by_row ? 1 : kMaxGroup) {
-      const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(i) : RowKeys{0, tile_.count};
+      const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(s.rt.first + i) : RowKeys{0, tile_.count};
       for_group(by_row ? 1 : s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA {
-        weigh_rows<rows>(s.row(i), s.stride, alpha + i, keys, out + i * out_stride, out_stride, i == 0);
+        weigh_rows<rows>(s.row(i), s.stride, alpha + i, keys, out + i * out_stride, out_stride, fetches && i == 0);
       });
     }
   }
@@ -131,7 +134,7 @@ class InPlaceSource {
 
   // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.
   template <int R>
-  OPST_NOINLINE void score_rows(int first, S* scores, int64_t stride) const {
+  OPST_NOINLINE void score_rows(int64_t first, S* scores, int64_t stride) const {
     constexpr int kKeys = kLanes / (R == 3 ? 4 : R);
     const int64_t head_dim = q_.head_dim, q_stride = q_.query_stride, count = tile_.count;
     const void* const* key_rows = tile_.key_rows;

@@ -130,7 +130,7 @@ struct KvTile {
   const void* keys = nullptr;
   const void* values = nullptr;
   // In place: a pointer per row, whose dimensions are next to each other, or per 32 keys of panel32 pages; rows_ahead
-  // more rows follow that may be prefetched.
+  // more rows follow that may be prefetched. Values that are columns of the keys' rows: value_rows = key_rows.
   const void* const* key_rows = nullptr;
   const void* const* value_rows = nullptr;
   int64_t rows_ahead = 0;
@@ -194,7 +194,7 @@ struct Kernels {
   bool (*values_finite)(const void* const* rows, int64_t count, int64_t value_head_dim);
 
   void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // packed tiles
-  // At most tile_rows rows; panel32 pages.
+  // Rows where they are; panel32 pages.
   void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
   void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
   // Writes outputs and statistics, straight from the registers that hold them; block.state is scratch. Wants one

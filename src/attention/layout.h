@@ -16,6 +16,7 @@
 
 #include "attention/kernels.h"
 #include "attention/mask_walk.h"
+#include "attention/selected_keys.h"
 #include "core/int_math.h"
 #include "machine/workspace.h"
 #include "opst/attention.h"
@@ -88,16 +89,19 @@ struct Layout {
     RowRules* rules;          // [block_q], where an option needs them
     const void** key_rows;    // [pointers_per_call]
     const void** value_rows;  // as many
-    float* scales;            // [scale_lists][keys_per_call]
-    const void** groups;      // [group_lists][keys_per_call]
-    float* floats;            // [widened_rows][the larger of head_dim and value_head_dim]
-    KvTile* tiles;            // [tiles_per_task]
-    RowState state;           // kv_splits = 1
-    char* packed;             // [tiles_per_task][panels of K, panels of V]; packed_per_task
-    // With a block mask:
-    MaskCursor* cursors;
-    int64_t* own_begin;  // [tiles_per_task][block_q], intervals of tiles
+    // Keys whose rope lies apart, beside it: [block_kv][head_dim] of key's dtype, and pointers to the tensor's ropes.
+    char* key_copies;
+    const void** rope_rows;
+    float* scales;        // [scale_lists][keys_per_call]
+    const void** groups;  // [group_lists][keys_per_call]
+    float* floats;        // [widened_rows][the larger of head_dim and value_head_dim]
+    KvTile* tiles;        // [tiles_per_task]
+    RowState state;       // kv_splits = 1
+    char* packed;         // [tiles_per_task][panels of K, panels of V]; packed_per_task
+    MaskCursor* cursors;  // with a block mask
+    int64_t* own_begin;   // [tiles_per_task][own_rows], intervals of tiles
     int64_t* own_end;
+    KeyInterval* runs;  // [block_kv], with sparse indices
   };
 
   const AttentionProblem& p;
@@ -141,13 +145,17 @@ struct Layout {
   // A tile's rows of bytes, on their way to packed floats.
   const int64_t widened_rows = packs && size_bytes(p.kv_dtype) == 1 ? plan.block_kv : 0;
   // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
-  const int64_t tiles_per_task = standard                                      ? most_tiles
-                                 : plan.kv_access == KvAccess::packed_per_task ? 1
-                                                                               : kTilesPerCall;
+  const bool one_tile =
+      plan.kv_access == KvAccess::packed_per_task || (plan.kv_access == KvAccess::in_place && p.copies_keys);
+  const int64_t tiles_per_task = standard ? most_tiles : one_tile ? 1 : kTilesPerCall;
   const Size mask_cursors = p.block_mask ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
-  const Size own_intervals = p.block_mask ? Size(tiles_per_task) * plan.block_q : 0;
+  const bool own_intervals = p.block_mask || (p.sparse_indices && plan.kv_access == KvAccess::panel_pages);
+  const int64_t own_rows = own_intervals ? plan.block_q : 0;
+  const int64_t copied_keys = p.copies_keys ? plan.block_kv : 0;
   const bool marks_seen = p.block_mask && plan.kv_access == KvAccess::packed_shared;
   const int64_t worker_bytes = bytes_of([&](auto& from) { take_worker(from); });
+
+  Size copied_bytes() const { return Size(copied_keys) * p.head_dim * size_bytes(p.kv_dtype); }
 
   // Two waves are in flight at a time, if there are two.
   int64_t wave_bytes() const { return (Size(std::min(heads, 2 * plan.heads_per_wave)) * shared_head_bytes).value(); }
@@ -168,6 +176,8 @@ struct Layout {
             .rules = from.template take<RowRules>(row_rules),
             .key_rows = from.template take<const void*>(pointers_per_call),
             .value_rows = from.template take<const void*>(pointers_per_call),
+            .key_copies = static_cast<char*>(from.take_bytes(Arena::round_up(copied_bytes()))),
+            .rope_rows = from.template take<const void*>(copied_keys),
             .scales = from.template take<float>(Size(scale_lists) * keys_per_call),
             .groups = from.template take<const void*>(Size(group_lists) * keys_per_call),
             .floats = from.template take<float>(Size(widened_rows) * std::max(p.head_dim, p.value_head_dim)),
@@ -175,8 +185,9 @@ struct Layout {
             .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
             .packed = static_cast<char*>(from.take_bytes(Size(tile_bytes) * own_tiles)),
             .cursors = from.template take<MaskCursor>(mask_cursors),
-            .own_begin = from.template take<int64_t>(own_intervals),
-            .own_end = from.template take<int64_t>(own_intervals)};
+            .own_begin = from.template take<int64_t>(Size(tiles_per_task) * own_rows),
+            .own_end = from.template take<int64_t>(Size(tiles_per_task) * own_rows),
+            .runs = from.template take<KeyInterval>(p.sparse_indices ? plan.block_kv : 0)};
   }
   template <class From>
   RowState take_state(From& from) const {

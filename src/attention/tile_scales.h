@@ -5,6 +5,8 @@
 // values' scales and of their offsets, and scratch memory holds those of all tiles of a kernel's call.
 #pragma once
 
+#include <span>
+
 #include "attention/call_heads.h"
 
 namespace opst::attention {
@@ -13,8 +15,10 @@ struct TileScales {
   const CallHeads& call;
   const int64_t keys_per_call;  // between lists, in entries
 
+  using Runs = std::span<const KeyInterval>;
+
   // `to`: where the tile's entries of the first list begin. Offsets are 0 where the cache has none.
-  void copy(int64_t head, float* to, KvTile& t) const {
+  void copy(int64_t head, Runs runs, float* to, KvTile& t) const {
     const AttentionInputs& in = call.in;
     const ConstTensor* const lists[] = {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets};
     const float** const of_tile[] = {&t.key_scales, &t.value_scales, &t.key_offsets, &t.value_offsets};
@@ -25,16 +29,19 @@ struct TileScales {
         continue;
       }
       const KvRows rows = call.kv_rows(*lists[list], head);
-      for (int64_t i = 0; i < t.count;) {
-        const char* at = rows.row(t.first_key + i);
-        for (const int64_t end = i + rows.run(t.first_key + i, t.count - i); i < end; ++i, at += rows.row_bytes) {
-          to[i] = *reinterpret_cast<const float*>(at);
+      float* next = to;
+      for (const KeyInterval& keys : runs) {
+        for (int64_t key = keys.begin; key < keys.end;) {
+          const char* at = rows.row(key);
+          for (const int64_t end = key + rows.run(key, keys.end - key); key < end; ++key, at += rows.row_bytes) {
+            *next++ = *reinterpret_cast<const float*>(at);
+          }
         }
       }
     }
   }
 
-  void locate(int64_t head, const void** to, KvTile& t) const {
+  void locate(int64_t head, Runs runs, const void** to, KvTile& t) const {
     const AttentionProblem& p = call.p;
     const AttentionInputs& in = call.in;
     t.key_groups.size = p.head_dim / p.key_groups;
@@ -47,7 +54,7 @@ struct TileScales {
       const ConstTensor& numbers = *lists[list];
       *of_tile[list] = {to, numbers ? groups_stride(numbers) : 0};
       if (numbers)
-        call.kv_rows(numbers, head).locate(t.first_key, t.count, to);
+        call.kv_rows(numbers, head).locate(runs, to);
       else
         std::fill_n(to, t.count, static_cast<const void*>(&kNoOffset));
     }
