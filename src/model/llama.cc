@@ -108,8 +108,7 @@ Status LlamaSession::allocate_caches() {
   const bool panels = supports(PageLayout::panel32, format_.dtype, block_size_, c.head_dim).ok();
   page_layout_ = panels && format_.dtype != DType::u8 ? PageLayout::panel32 : PageLayout::norm;
   OPST_TRY(supports(page_layout_, format_.dtype, block_size_, c.head_dim));
-  // One allocation for all layers: what is beyond 2 MiB is rounded up to whole huge pages, which come as they are
-  // touched.
+  // One allocation for all layers: beyond 2 MiB it is whole huge pages, which come as they are touched.
   const int64_t rows = num_blocks_ * block_size_ * c.num_kv_heads;
   cache_elements_ = rows * c.head_dim / page_format(page_layout_, format_.dtype, PageSide::key).numbers;
   scale_elements_ = rows * format_.key_groups;
@@ -141,10 +140,9 @@ Status LlamaSession::add_caches(int64_t index, Value (&caches)[2], ScaleValues& 
   const auto scale_pages = [&](int64_t side) {
     void* const data = part_of(scales_, scale_elements_, side);
     // Attention reads those of a head after one another: in norm, whose strides are free, they lie so.
-    if (page_layout_ == PageLayout::norm) {
-      return Tensor::contiguous(DType::f32, {num_blocks_, c.num_kv_heads, block_size_, format_.key_groups}, data)
-          .transposed(1, 2);
-    }
+    const Tensor by_head =
+        Tensor::contiguous(DType::f32, {num_blocks_, c.num_kv_heads, block_size_, format_.key_groups}, data);
+    if (page_layout_ == PageLayout::norm) return by_head.transposed(1, 2);
     return (side == 0 ? key_scale_pages : value_scale_pages)(page_layout_, sizes, format_.key_groups, data);
   };
   scales.key = cache("key_scales", scale_pages(0));
