@@ -385,6 +385,12 @@ TEST(AttentionBlockMask, PlansCutRowsAndKeysWhereTheMaskIsCut) {
     EXPECT_EQ(plan_attention(long_problem(8192, 16, 0.1), machine).block_kv, 64);
     EXPECT_EQ(plan_attention(long_problem(8192, 40, 0.1), machine).block_kv, 80);
     EXPECT_GE(plan_attention(long_problem(8192, 2 * 1009, 0.1), machine).block_kv, 64);
+    // Pages of eight bits are read in place, by a register tile of rows at most, however small the mask's blocks are.
+    AttentionProblem bytes = long_problem(8192, 16, 0.1);
+    bytes.kv_dtype = DType::i8, bytes.paged = true, bytes.block_size = 16;
+    const AttentionPlan in_place = plan_attention(bytes, machine);
+    EXPECT_EQ(in_place.kv_access, KvAccess::in_place);
+    EXPECT_LE(in_place.block_q, in_place.tile_rows) << to_string(in_place);
   }
 }
 
