@@ -2,6 +2,7 @@
 #include "opst/block_patterns.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <vector>
 
 #include "attention/visibility.h"
@@ -117,7 +118,7 @@ class PatternRows {
     if (window_) add_steps(at, p_.window_left.value_or(0), p_.window_right.value_or(0), p_.dilation, seen, runs);
     if (p_.stride > 0) add_steps(at, all_, all_, p_.stride, seen, runs);
     add_keys({0, p_.global}, seen, runs);
-    if (at.begin < p_.global) add_keys(seen, causal(keys, std::min(at.end, p_.global)), runs);
+    if (p_.global > 0 && at.begin < p_.global) add_keys(seen, causal(keys, std::min(at.end, p_.global)), runs);
     for (const int64_t block : drawn_) add_keys({block * p_.block_kv, (block + 1) * p_.block_kv}, seen, runs);
   }
   KeyInterval causal(KeyInterval keys, int64_t end) const {
@@ -149,8 +150,7 @@ class PatternRows {
       const uint64_t bits = random_bits(random_bits(p_.seed, row), static_cast<uint64_t>(n));
       const auto choices = static_cast<uint64_t>(most + 1);
       const auto x = static_cast<int64_t>((static_cast<unsigned __int128>(bits) * choices) >> 64);
-      const bool taken = std::find(drawn_.begin(), drawn_.end(), x) != drawn_.end();
-      drawn_.push_back(taken ? most : x);
+      if (!drawn_.insert(x).second) drawn_.insert(most);
     }
   }
 
@@ -158,7 +158,7 @@ class PatternRows {
   const int64_t off_, key_blocks_;
   const int64_t all_ = p_.query_len + p_.kv_len;  // beyond any distance
   const bool window_, some_;
-  mutable std::vector<int64_t> drawn_;  // of the row at hand
+  mutable std::unordered_set<int64_t> drawn_;  // of the row at hand
 };
 
 void check_block_sizes(ShapeCheck& check, int64_t block_q, int64_t block_kv) {
@@ -223,7 +223,10 @@ Result<BlockMaskBuffer> block_mask_of(const ConstTensor& mask, int64_t block_q, 
       of.shape[0] = 1, of.strides[0] = 0, ++of.rank;
     }
     const int64_t query_len = of.shape[2], kv_len = of.shape[3];
+    // A mask with strides of 0 may state any size: elements that repeat are looked at once.
+    const bool same_rows = of.strides[2] == 0, same_keys = of.strides[3] == 0;
     const auto shows_some = [&](const uint8_t* rows, int64_t count, KeyInterval keys) {
+      if (same_rows) count = std::min<int64_t>(count, 1);
       for (int64_t i = 0; i < count; ++i) {
         for (int64_t j = keys.begin; j < keys.end; ++j) {
           if (rows[i * of.strides[2] + j * of.strides[3]] != 0) return true;
@@ -235,6 +238,10 @@ Result<BlockMaskBuffer> block_mask_of(const ConstTensor& mask, int64_t block_q, 
       const int64_t count = std::min(block_q, query_len - i * block_q);
       const uint8_t* rows =
           static_cast<const uint8_t*>(of.data) + b * of.strides[0] + h * of.strides[1] + i * block_q * of.strides[2];
+      if (same_keys) {
+        if (shows_some(rows, count, {0, std::min<int64_t>(kv_len, 1)})) runs.push_back({0, ceil_div(kv_len, block_kv)});
+        return;
+      }
       for (int64_t j = 0; j * block_kv < kv_len; ++j) {
         if (shows_some(rows, count, {j * block_kv, std::min((j + 1) * block_kv, kv_len)})) runs.push_back({j, j + 1});
       }

@@ -44,7 +44,8 @@ bool shows(const BlockPattern& p, const std::vector<int32_t>& documents, int64_t
       distance % p.dilation == 0) {
     return true;
   }
-  return j < p.global || position < p.global || (p.stride > 0 && distance % p.stride == 0);
+  if (p.global > 0 && (j < p.global || position < p.global)) return true;
+  return p.stride > 0 && distance % p.stride == 0;
 }
 
 BlockPattern draw_pattern(Random& random, std::vector<int32_t>& documents) {
@@ -154,6 +155,20 @@ TEST(BlockPatterns, OfADenseMask) {
         ASSERT_EQ(row_of(made.value().mask, h, i), expected);
       }
     }
+  }
+}
+
+// One element in memory stands for 2^54, which nobody could look at one by one.
+TEST(BlockPatterns, OfADenseMaskThatRepeats) {
+  constexpr int64_t kLength = int64_t{1} << 27, kBlock = kLength / 4;
+  for (const bool visible : {false, true}) {
+    const uint8_t byte = visible ? 1 : 0;
+    ConstTensor dense = ConstTensor::contiguous(DType::boolean, {kLength, kLength}, &byte);
+    dense.strides[0] = dense.strides[1] = 0;
+    const Result<BlockMaskBuffer> made = block_mask_of(dense, kBlock, kBlock);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    const std::vector<int64_t> expected = visible ? std::vector<int64_t>{0, 1, 2, 3} : std::vector<int64_t>{};
+    for (int64_t i = 0; i < 4; ++i) EXPECT_EQ(row_of(made.value().mask, 0, i), expected);
   }
 }
 

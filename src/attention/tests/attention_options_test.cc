@@ -70,6 +70,10 @@ TEST(AttentionOptions, BandsOfLongSequencesAgreeWithTheReference) {
     if (!d.varlen_q) d.query_lens[1] = d.query_lens[0];
     d.mask = d.bias = d.drop_mask = d.non_finite = false;
     d.prefix = random.chance(0.2);
+    // For these heads and sequences, and of blocks whose lists the reference goes through in time.
+    d.mask_heads = random.chance(0.2) ? random.pick({int64_t{1}, d.num_heads}) : 0;
+    d.mask_batch = random.pick<int64_t>({1, 2});
+    d.mask_block_kv = random.integer(100, 300);
     AttentionOptions& o = d.options;
     o.block_q = random.chance(0.7) ? 0 : random.integer(1, 16);
     o.block_kv = d.keys == Keys::panel_pages || random.chance(0.7) ? 0 : random.integer(20, 100);
