@@ -18,7 +18,7 @@
 //
 // Refused before anything is written: a block beyond the sequence's keys, a block that comes twice, an entry below -1,
 // one behind -1. A list and a block_mask do not go together; path = standard takes no list; in panel32 pages, whose
-// keys come 32 at a time, block_size must be a multiple of 32. There is no gradient yet.
+// keys come 32 at a time, block_size must be a multiple of 32.
 //
 // Time and memory are proportional to the listed keys (with kv_len bits per thread to find those that come twice). Keys
 // are read where they lie, once per query and KV head; where many query heads share a list, packed. Where values are the
@@ -26,10 +26,13 @@
 // matters to bool masks, biases, ALiBi and dropout: with any of them the keys of a block are computed apart from those
 // of other blocks, which is slow where blocks are short.
 //
+// Backward (attention_backward.h) takes lists without bool masks, biases, ALiBi and dropout, and no rope apart. Of values
+// that are columns of the keys grad_key and grad_value are tensors of their own, which the caller adds.
+//
 // Rope apart. With query_rope [batch, num_heads, query_len, rope_dim] and key_rope [batch, num_kv_heads, kv_len,
 // rope_dim] (varlen and paged: shaped like query and key) the score is [query | query_rope] . [key | key_rope], and
-// softmax_scale defaults to 1 / sqrt(head_dim + rope_dim), which is at most 768. It goes with any attention forward over
-// f32, bf16, f16 and f64 keys but panel32 pages. Where key_rope is not the columns behind key's in one tensor, keys are
+// softmax_scale defaults to 1 / sqrt(head_dim + rope_dim); head_dim + rope_dim is at most 768. It goes with any
+// attention forward over f32, bf16, f16 and f64 keys but panel32 pages. Where key_rope is not the columns behind key's in one tensor, keys are
 // copied tile by tile.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v, .sparse_indices = {best, 1}}, {.out = o});

@@ -8,7 +8,6 @@
 
 #include "attention/selected_keys.h"
 #include "attention/tests/drawn_call.h"
-#include "opst/attention_backward.h"
 
 namespace opst::test {
 namespace {
@@ -376,18 +375,6 @@ TEST(AttentionSparseIndices, PagesThatCannotHoldIt) {
   EXPECT_EQ(x.problem.run(t.context, in).status.message(),
             "flash_attention_forward: query_rope and key_rope are given, but pages are panel32, which hold no other "
             "columns");
-}
-
-TEST(AttentionSparseIndices, GradientsAreRefused) {
-  Random random(seed() + 8);
-  ListProblem x = right_call(random);
-  const TestContext& t = contexts().front();
-  const Outcome r = x.problem.run(t.context);
-  const AttentionSaved saved = {.out = r.out->tensor(), .grad_out = r.out->tensor()};
-  const Status status = flash_attention_backward(t.context, x.problem.inputs, saved, {});
-  EXPECT_EQ(status.message(),
-            "flash_attention_backward: sparse_indices is given, but has no gradient yet (a block_mask of block_q = 1 "
-            "has)");
 }
 
 }  // namespace
