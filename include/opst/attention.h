@@ -5,7 +5,7 @@
 //
 // query  [batch, num_heads, query_len, head_dim]            f32, bf16, f16; f64 if all are f64
 // key    [batch, num_kv_heads, kv_len, head_dim]            f32, bf16, f16, f64; may differ from query's dtype
-//        of norm pages also i8, f8_e4m3, f8_e5m2
+//        of pages also i8, u8 (two numbers of four bits), f8_e4m3, f8_e5m2
 // value  [batch, num_kv_heads, kv_len, value_head_dim]      key's dtype
 // out    [batch, num_heads, query_len, value_head_dim]      f32, bf16, f16; f64 where query is
 //
@@ -25,9 +25,11 @@
 //   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
 //          the shapes of options.page_layout (page_layout.h): panel32 pages are multiplied without packing
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
-//   kv_lengths[b] are never read, nor are the rows of a page beyond it. Norm pages of i8 (with scales, one to a row),
-//   f8_e4m3 and f8_e5m2 are read where they are, without a copy in floats; their rows lie with unit stride. A scale that
-//   is read and is negative or NaN is refused.
+//   kv_lengths[b] are never read, nor are the rows of a page beyond it. Pages of i8, u8 (with scales,
+//   and offsets where there are some), f8_e4m3 and f8_e5m2 are read where they are, without a copy of the cache in floats. Rows of
+//   norm pages lie with unit stride then. Of panel32 pages those of u8, and those of i8 with offsets or several scales
+//   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN is
+//   refused.
 //
 // Which keys query i of a sequence sees: key j where all of these hold
 //   - j < kv_lengths[b], if there are lengths;
@@ -35,13 +37,14 @@
 //     off = 0 (top_left) or kv_len - query_len (bottom_right). A side that is kUnbounded does not limit. Both ends are
 //     included: a window of (4, 0) sees 5 keys. Negative sides are bands away from the diagonal, and may see nothing;
 //   - the bool mask is not 0 there;
-//   - the block mask (block_mask.h) shows the pair's blocks;
+//   - the block mask (block_mask.h) shows the pair's blocks, or the query's list of indices has the key's block
+//     (sparse_indices.h);
 //   - the biased score is not -inf.
 //
 // Rules: a row that sees no key gives out = 0 and softmax_lse = -inf (with a sink: softmax_lse = sink). NaN and Inf in
 // an input reach exactly the rows that depend on it; the bytes of a key hidden by structure (lengths, windows, prefix),
-// by the bool mask or the block mask never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the lowest
-// finite float is only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of
+// by the bool mask, the block mask or a list never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the
+// lowest finite float is only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of
 // threads, and for contiguous keys and norm pages of the same values. An option that changes nothing (a mask of ones,
 // keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
@@ -68,6 +71,7 @@
 #include "opst/block_mask.h"
 #include "opst/context.h"
 #include "opst/page_layout.h"
+#include "opst/sparse_indices.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
@@ -102,8 +106,9 @@ struct AttentionInputs {
   ConstTensor block_table = {};
   // i32 or i64 [batch]: keys of each sequence. Required with a block_table; absent: kv_len for all.
   ConstTensor kv_lengths = {};
-  // f32, of norm pages of i8, one for each row and head: [num_blocks, block_size, num_kv_heads, 1], any strides
-  // (PageScales in kv_cache.h). Key j is (q + offset) * scale; the offsets of keys and of values only both.
+  // f32, of pages of i8 and u8, one for each group of a row: pages in the keys' layout (PageScales in kv_cache.h), norm
+  // ones [num_blocks, block_size, num_kv_heads, key_groups (value_groups)] with any strides. A number of key j is
+  // (q + offset) * scale; the offsets of keys and of values only both.
   ConstTensor key_scales = {}, value_scales = {};
   ConstTensor key_offsets = {}, value_offsets = {};
 
@@ -129,6 +134,10 @@ struct AttentionInputs {
   ConstTensor drop_mask = {};
   // Which pairs of a query block and a key block are computed; absent: all.
   BlockMask block_mask = {};
+  // Which keys each query reads; absent: all.
+  SparseIndices sparse_indices = {};
+  // The score is [query | query_rope] . [key | key_rope] (sparse_indices.h): query's and key's dtype, both or neither.
+  ConstTensor query_rope = {}, key_rope = {};
 };
 
 struct AttentionOutputs {
@@ -191,15 +200,25 @@ struct BlockMaskSizes {
   explicit operator bool() const { return block_q > 0; }
 };
 
+// The same of sparse indices.
+struct SparseIndicesSizes {
+  int64_t block_size = 0;  // 0: there are none
+  int64_t count = 0;       // entries of a list
+
+  explicit operator bool() const { return block_size > 0; }
+};
+
 // What a plan depends on.
 struct AttentionProblem {
   DType query_dtype = DType::f32, kv_dtype = DType::f32;
   int64_t batch = 1, num_heads = 1, num_kv_heads = 1;
   int64_t query_len = 0;
-  int64_t kv_len = 0;  // paged: the longest sequence
-  int64_t head_dim = 1, value_head_dim = 1;
+  int64_t kv_len = 0;                        // paged: the longest sequence
+  int64_t head_dim = 1, value_head_dim = 1;  // rope_dim among the former
   bool paged = false;
-  int64_t block_size = 0;      // paged: keys of a page
+  int64_t block_size = 0;  // paged: keys of a page
+  // Scales of a row of integers, 0 where there are none.
+  int64_t key_groups = 0, value_groups = 0;
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
   AttentionOptions options = {};
   // Varlen: the longest sequences count as query_len and kv_len above.
@@ -208,11 +227,14 @@ struct AttentionProblem {
   bool has_prefix = false, has_mask = false, has_bias = false, has_alibi = false, has_sinks = false,
        has_drop_mask = false;
   BlockMaskSizes block_mask = {};
+  SparseIndicesSizes sparse_indices = {};
+  int64_t rope_dim = 0;      // columns of query_rope and key_rope
+  bool copies_keys = false;  // key_rope is not the columns behind key's: keys of a tile are copied
 };
 
 // How keys and values reach the micro-kernels.
 enum class KvAccess : uint8_t {
-  in_place,         // rows are read where they are: few query rows, bound by memory
+  in_place,         // rows are read where they are (or, with a rope apart, copied): few query rows, bound by memory
   panel_pages,      // panel32 pages are multiplied as they are
   packed_per_task,  // each task packs the tile that it is about to use: one block of query rows per KV head
   packed_shared,    // packed once per KV head, read by all its blocks of query rows

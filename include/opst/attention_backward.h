@@ -34,7 +34,9 @@
 //                            {.grad_query = gq, .grad_key = gk, .grad_value = gv}, options);
 //
 // Errors: invalid_argument names the tensor or option, the dimension and both values; nothing has been written then.
-// unsupported: panel32 pages (convert_pages gives norm ones).
+// unsupported: panel32 pages (convert_pages gives norm ones); a rope apart (join the columns); sparse indices with a bool
+// mask, a bias, ALiBi or dropout. With sparse indices memory grows by sums for every key in f32 (f64), and by those of a
+// list for each thread.
 //
 // Source: Dao et al., "FlashAttention" (2022), appendix B.4.
 #pragma once
@@ -73,13 +75,15 @@ struct AttentionBackwardProblem {
   bool grad_bias = false, grad_sinks = false;  // wanted
   int64_t num_blocks = 0;                      // paged: of the cache
   int64_t shared_blocks = 0;                   // paged: blocks that come more than once in the block table
+  int64_t key_rows = 0;                        // with sparse indices: rows of the key tensor, of all KV heads
 };
 
 // A pure function of problem and machine; never of the number of threads.
 struct AttentionBackwardPlan {
   AttentionProduct product = AttentionProduct::f32;
   int64_t block_q = 0;         // rows of queries that meet a tile of keys at a time
-  int64_t block_kv = 0;        // keys of a tile; a task is one tile against all rows that see it
+  int64_t block_kv = 0;        // keys of a tile; a task is one tile against all rows that see it, or, with sparse
+                               // indices, one block against all tiles of its list
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed queries are one of the two buffers
   int64_t num_tasks = 0;       // of the whole call, packing not counted
   int64_t scratch_bytes_shared = 0;

@@ -190,6 +190,12 @@ class NodeListener {
   virtual bool stop() { return false; }
 };
 
+// Scales (and offsets) of a cache of integers, of the shapes that kv_cache.h gives them. Nodes that write pages write these
+// too: they are caches then. Of caches of floats all are absent.
+struct ScaleValues {
+  Value key = {}, value = {}, key_offsets = {}, value_offsets = {};
+};
+
 class Graph {
  public:
   static Result<Graph> create(std::string name);
@@ -245,9 +251,9 @@ class Graph {
   Value swiglu(std::string name, Value gate, Value up);
   Value add(std::string name, Value a, Value b);
   //   key, value [tokens, num_kv_heads, head_dim], slots [tokens] i64,
-  //   caches: pages in options.layout (kv_cache.h), written in place
+  //   caches: pages in options.layout (kv_cache.h), written in place; options.scales stays absent
   void scatter_pa_kv_cache(std::string name, Value key, Value value, Value slots, Value key_cache, Value value_cache,
-                           const ScatterOptions& options = {});
+                           const ScatterOptions& options = {}, const ScaleValues& scales = {});
   //   the same with norms and rotation: query, key as they come from their projections -> the turned query, as query
   struct Step {
     Value query, key, value;
@@ -256,7 +262,7 @@ class Graph {
     Value query_weight = {}, key_weight = {};  // [head_dim] f32, where there are norms
   };
   Value rope_scatter_pa_kv_cache(std::string name, const Step& step, Value key_cache, Value value_cache,
-                                 const RopeScatterOptions& options = {});
+                                 const RopeScatterOptions& options = {}, const ScaleValues& scales = {});
   // One sequence (several: paged_attention):
   //   query  [tokens, num_heads, head_dim] -> [tokens, num_heads, value_head_dim] of its dtype
   //   key    [kv_len, num_kv_heads, head_dim], value [kv_len, num_kv_heads, value_head_dim]
@@ -270,6 +276,7 @@ class Graph {
     Value block_table, kv_lengths;
     Dim kv_len;
     Value cu_seqlens_q = {};
+    ScaleValues scales = {};
   };
   Value paged_attention(std::string name, Value query, Value key_cache, Value value_cache, const Pages& pages,
                         const AttentionOptions& options = {});

@@ -69,6 +69,8 @@ struct ConstPageScales {
 struct PageScales {
   Tensor key = {}, value = {};
   Tensor key_offsets = {}, value_offsets = {};
+  // Those of blocks [first, first + count): what convert_pages wants beside narrowed pages. Absent ones stay absent.
+  PageScales blocks(int64_t first, int64_t count = 1) const;
   operator ConstPageScales() const { return {key, value, key_offsets, value_offsets}; }
 };
 // Contiguous scales (or offsets) with `groups` in a row, as key_pages and value_pages give a cache.
@@ -149,7 +151,8 @@ struct ConvertPagesOptions {
 // `from`. For some blocks only, or a private copy of a block within one pool: views narrowed in dimension 0, scales too.
 // Scales are not looked at, since rows that were never written hold anything.
 //   convert_pages(context, k.narrowed(0, 7, 1), v.narrowed(0, 7, 1),                     // block 7
-//                 k.narrowed(0, 9, 1), v.narrowed(0, 9, 1), {.from = norm, .to = norm})  // to block 9
+//                 k.narrowed(0, 9, 1), v.narrowed(0, 9, 1),                              // to block 9
+//                 {.from = norm, .to = norm, .from_scales = scales.blocks(7), .to_scales = scales.blocks(9)})
 // Errors: as scatter_pa_kv_cache; both layouts must hold the sizes.
 Status convert_pages(Context& context, const ConstTensor& from_key, const ConstTensor& from_value, const Tensor& to_key,
                      const Tensor& to_value, const ConvertPagesOptions& options = {});

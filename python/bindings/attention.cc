@@ -176,6 +176,15 @@ void bind_attention(nb::module_& module) {
   input.operator()<&BlockMask::columns>("block_mask_columns");
   block_mask_size<&BlockMask::block_q>(type, "block_mask_block_q");
   block_mask_size<&BlockMask::block_kv>(type, "block_mask_block_kv");
+  input.operator()<&AttentionInputs::query_rope>("query_rope");
+  input.operator()<&AttentionInputs::key_rope>("key_rope");
+  type.def(
+      "set_sparse_indices",
+      [](AttentionCall& call, const View& indices, int64_t block_size) {
+        call.kept.push_back(indices);
+        call.inputs.sparse_indices = {call.kept.back().input(), block_size};
+      },
+      nb::arg("indices"), nb::arg("block_size"));
 
   option<&AttentionOptions::softmax_scale>(type, "softmax_scale");
   option<&AttentionOptions::causal>(type, "causal");

@@ -32,11 +32,12 @@ from ._dropout import dropout_mask, pack_drop_mask
 from ._indexer import SelectedKeys, lightning_indexer
 from ._layouts import check_layout, from_heads_first, heads_first, hint, shape_of_out
 from ._merge import MergedAttention, merge_attention
+from ._sparse_attention import SparseAttention, sparse_flash_attention
 from ._weights import attention_weights
 
-__all__ = ["UNBOUNDED", "AttentionScore", "BlockMask", "MergedAttention", "PredicateMask", "SelectedKeys", "attention_weights",
-           "dropout_mask", "flash_attention", "flash_attention_grad", "flash_attention_score", "lightning_indexer",
-           "merge_attention", "pack_drop_mask"]
+__all__ = ["UNBOUNDED", "AttentionScore", "BlockMask", "MergedAttention", "PredicateMask", "SelectedKeys", "SparseAttention",
+           "attention_weights", "dropout_mask", "flash_attention", "flash_attention_grad", "flash_attention_score",
+           "lightning_indexer", "merge_attention", "pack_drop_mask", "sparse_flash_attention"]
 
 # Further keywords of each function, beside those of its signature.
 _SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignment", "bias_scale", "block_kv", "block_mask",

@@ -17,7 +17,7 @@ HEADERS = pathlib.Path(__file__).resolve().parents[2] / "include" / "opst"
 SCORE, GRAD, PLAIN = ("flash_attention.flash_attention_score", "flash_attention.flash_attention_grad",
                       "flash_attention.flash_attention")
 PAGED, MERGE = "kv_cache.paged_attention", "flash_attention.merge_attention"
-INDEXER = "flash_attention.lightning_indexer"
+INDEXER, SPARSE = "flash_attention.lightning_indexer", "flash_attention.sparse_flash_attention"
 PATTERN = "flash_attention.BlockMask.from_pattern"
 MORE = {SCORE: flash_attention._SCORE_OPTIONS, GRAD: flash_attention._SCORE_OPTIONS, PLAIN: flash_attention._PLAIN_OPTIONS,
         PAGED: _paged_attention._OPTIONS}
@@ -48,7 +48,8 @@ LIST = {
         "key_offsets": named("key_cache", PAGED), "value_offsets": named("value_cache", PAGED),
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
         "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE,
-        "block_mask": EVERYWHERE},
+        "block_mask": EVERYWHERE,
+        **each("sparse_indices query_rope key_rope", by_name(SPARSE))},
     "BlockMask": each("row_offsets columns block_q block_kv", by_name("flash_attention.BlockMask")),
     "BlockPattern": {**each("query_len kv_len block_q block_kv heads alignment causal window_left window_right dilation stride "
                             "random seed documents", by_name(PATTERN)), "global": named("global_tokens", PATTERN)},
@@ -161,4 +162,6 @@ def test_options_and_tensors_of_a_call_are_those_of_the_core():
     mask = {f"block_mask_{name}" for name in fields_of("BlockMask")}
     sizes = {f"block_mask_{name}" for name in ("block_q", "block_kv")}
     assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | sizes
-    assert set(_attention.Tensors._fields) == (set(fields_of("AttentionInputs")) - {"block_mask"}) | (mask - sizes)
+    # sparse_flash_attention makes its own call.
+    elsewhere = {"block_mask", "sparse_indices", "query_rope", "key_rope"}
+    assert set(_attention.Tensors._fields) == (set(fields_of("AttentionInputs")) - elsewhere) | (mask - sizes)

@@ -24,3 +24,10 @@ def test_example(name, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     if name == "train_long_context":
         assert "largest difference" in result.stdout and "MiB extra at the peak" in result.stdout
+
+
+def test_select_keys():
+    result = subprocess.run([sys.executable, FOLDER / "select_keys.py", "--quick"], text=True, capture_output=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
+    assert "largest difference" in result.stdout

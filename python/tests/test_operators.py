@@ -318,24 +318,29 @@ def test_pages_of_integers(rng, layout, dtype, steps):
     assert all((a[2] == a[1]).all() for side in other for a in side if a is not None)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int8_offset", "f8_e4m3", "f8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "int8_offset", "int4", "int4_offset", "f8_e4m3", "f8_e5m2"])
 @pytest.mark.parametrize("query_len", [1, 20])
-def test_attention_reads_pages_of_bytes(rng, dtype, query_len):
+@pytest.mark.parametrize("layout", ["norm", "panel32"])
+def test_attention_reads_pages_of_bytes(rng, dtype, query_len, layout):
     key, value = random(rng, 70, 2, 64), random(rng, 70, 2, 48)
-    caches = kv_cache.new_pages(5, 16, 2, 64, 48, dtype=dtype, like=Tagged(None, dtype))
-    kv_cache.scatter_pa_kv_cache(key, value, range(70), *caches)
-    floats = kv_cache.new_pages(5, 16, 2, 64, 48)
-    kv_cache.convert_pages(*caches, *floats, to_layout="norm")
+    size = 16 if layout == "norm" else 32
+    caches = kv_cache.new_pages(5, size, 2, 64, 48, dtype=dtype, layout=layout, like=Tagged(None, dtype))
+    kv_cache.scatter_pa_kv_cache(key, value, range(70), *caches, layout=layout)
+    floats = kv_cache.new_pages(5, size, 2, 64, 48)
+    kv_cache.convert_pages(*caches, *floats, from_layout=layout, to_layout="norm")
     q = random(rng, 1, 6, query_len, 64)
     table = [[0, 1, 2, 3, 4]]
-    assert_near(kv_cache.paged_attention(q, *caches, table, [70]), kv_cache.paged_attention(q, *floats, table, [70]))
-    if dtype == "int8":
+    if layout == "panel32" and dtype in ("int8_offset", "int4", "int4_offset"):
+        words = "key_offsets is given" if dtype == "int8_offset" else "key is panel32 pages of u8"
+        with pytest.raises(ValueError, match=words + ", but .*attention reads"):
+            kv_cache.paged_attention(q, *caches, table, [70], layout=layout)
+        return
+    assert_near(kv_cache.paged_attention(q, *caches, table, [70], layout=layout),
+                kv_cache.paged_attention(q, *floats, table, [70]))
+    if dtype == "int8" and layout == "norm":
         caches[0].scales[1, 2, 1, 0] = -1
         with pytest.raises(ValueError, match="key_scales of block 1, row 2, head 1, group 0 is -1.0"):
             kv_cache.paged_attention(q, *caches, table, [70])
-        fours = kv_cache.new_pages(5, 16, 2, 64, 48, dtype="int4")
-        with pytest.raises(ValueError, match="key is u8, but attention reads no pages of u8"):
-            kv_cache.paged_attention(q, *fours, table, [70])
 
 
 def test_pages_of_integers_refuse(rng):

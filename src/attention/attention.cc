@@ -8,10 +8,9 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "attention/call_heads.h"
 #include "attention/call_rules.h"
 #include "attention/check.h"
-#include "attention/layout.h"
+#include "attention/tile_rows.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
@@ -22,67 +21,17 @@ namespace opst {
 namespace attention {
 namespace {
 
-// Where the data of one call lies: rows of the tensors (CallHeads), and the pieces of scratch memory (layout.h).
-struct CallMemory : CallHeads {
-  const SequenceGroup& chosen;  // the sequences that belong to the call
-  const AttentionPlan& plan;
-  const Geometry& geometry;
-  char* const scratch;
-  const Layout layout{p, plan, geometry};
-
-  // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
-  int64_t rows(int64_t head) const {
-    const int64_t query_len = sequences.query_len(batch(head));
-    return query_len > chosen.above && query_len <= chosen.most ? query_len * group : 0;
-  }
-  int64_t block_rows(int64_t head) const {
-    const int64_t n = rows(head), most = plan.block_q;
-    const bool fixed = p.options.block_q > 0 || p.block_mask || n <= most;  // to what the caller, or a mask, is cut at
-    return fixed ? most : ceil_div(n, ceil_div(n, most));
-  }
-  int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
-
-  Layout::Worker worker(int index) const {
-    const int64_t bytes = plan.scratch_bytes_per_worker;
-    Arena arena(scratch + plan.scratch_bytes_shared + index * bytes, bytes);
-    return layout.take_worker(arena);
-  }
-
-  char* packed_tile(int64_t head, int64_t tile) const { return shared_head(head) + tile * layout.tile_bytes; }
-  bool* values_finite(int64_t head) const { return reinterpret_cast<bool*>(packed_tile(head, layout.tiles_per_head)); }
-
-  RowState split_state(int64_t head, int64_t block, int64_t split) const {
-    const int64_t index = block * plan.kv_splits + split;
-    Arena arena(shared_head(head) + layout.packed_head_bytes + index * layout.state_bytes, layout.state_bytes);
-    return layout.take_state(arena);
-  }
-
-  // The block's rows of its head's score matrix (standard path).
-  void* score_matrix(int64_t head, int64_t block) const {
-    return scratch + layout.wave_bytes() + (head * layout.blocks + block) * layout.matrix_block_bytes;
-  }
-
-  // Which tiles of a head some query sees by the block mask.
-  bool* seen_tiles(int64_t head) const {
-    return reinterpret_cast<bool*>(scratch + layout.wave_bytes() + layout.matrix_bytes()) +
-           head * layout.tiles_per_head;
-  }
-
-  // The head's place in the buffer of its wave; waves take the two buffers in turn.
-  char* shared_head(int64_t head) const {
-    return scratch + head % (2 * plan.heads_per_wave) * layout.shared_head_bytes;
-  }
-};
-
-class ForwardCall : CallMemory {
+class ForwardCall : TileRows {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequence_group,
               const AttentionPlan& group_plan, Context::Impl& impl, char* memory, Interruption& interruption)
-      : CallMemory{{inputs, sequence_group.problem},
-                   sequence_group,
-                   group_plan,
-                   geometry_of(impl.machine.isa, group_plan.product),
-                   memory},
+      : TileRows{{{inputs, sequence_group.problem},
+                  sequence_group,
+                  group_plan,
+                  geometry_of(impl.machine.isa, group_plan.product),
+                  memory},
+                 kernels_for(impl.machine.isa, group_plan.product, sequence_group.problem.kv_dtype,
+                             in_groups(sequence_group.problem))},
         out_(outputs),
         isa_(impl.machine.isa),
         pool_(impl.pool),
@@ -117,24 +66,12 @@ class ForwardCall : CallMemory {
         if (block >= blocks(head)) return;
         RowState parts[kWantedTasks];
         for (int64_t split = 0; split < plan.kv_splits; ++split) parts[split] = split_state(head, block, split);
-        kernels_.finish_rows(finish_of(head, block, parts, plan.kv_splits));
+        kernels.finish_rows(finish_of(head, block, parts, plan.kv_splits));
       });
     }
   }
 
  private:
-  using Worker = Layout::Worker;
-
-  // Packs keys [first_key, first_key + count) of a head to `to`.
-  void pack_keys(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
-    kv_rows(in.key, head).locate(first_key, count, w.key_rows);
-    kernels_.pack_keys(w.key_rows, in.key.strides[3], count, p.head_dim, to);
-  }
-  // The values, behind the keys' place; true where they are finite.
-  bool pack_values(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
-    kv_rows(in.value, head).locate(first_key, count, w.value_rows);
-    return kernels_.pack_values(w.value_rows, in.value.strides[3], count, p.value_head_dim, to + layout.key_tile_bytes);
-  }
   void pack_shared_tile(int64_t head, int64_t tile, int index) const {
     const int64_t first_key = tile * plan.block_kv;
     const Visibility visible = visibility(head);
@@ -144,8 +81,9 @@ class ForwardCall : CallMemory {
     if (layout.marks_seen && !seen_tiles(head)[tile]) return;
     const Worker w = worker(index);
     char* packed = packed_tile(head, tile);
-    pack_keys(head, first_key, count, w, packed);
-    values_finite(head)[tile] = pack_values(head, first_key, count, w, packed);
+    const KeyInterval keys = {first_key, first_key + count};
+    pack_keys(head, {&keys, 1}, count, w, packed);
+    values_finite(head)[tile] = pack_values(head, {&keys, 1}, count, w, packed);
   }
 
   // One block of query rows against one part of the keys.
@@ -177,26 +115,62 @@ class ForwardCall : CallMemory {
       q.query_stride = queries.row_stride();
       q.query = static_cast<const char*>(queries.data) + first_row * q.query_stride * size_bytes(queries.dtype);
     } else {
-      kernels_.copy_queries(queries, first_row, rules_.scale().of_query, q, w.query);
+      copy_queries(head, first_row, q, w);
     }
 
+    const FinishRows finish = finish_of(head, block, &q.state, 1);
+    if (p.sparse_indices) {
+      SelectedKeys keys = selected_keys(head, first_row, q.rows, split, w);
+      return attend_list(head, block, keys, q, w, finish, false);
+    }
     const int64_t first_key = visible.prefix > 0 ? 0 : visible.first_key(first_row / group);
     const int64_t start = first_key / plan.block_kv * plan.block_kv + split * plan.keys_per_split;
     const KeyInterval part =
         p.block_mask ? KeyInterval{0, visible.kv_len} : KeyInterval{start, start + plan.keys_per_split};
     KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end,
                    p.block_mask ? &masked : nullptr);
-    const FinishRows finish = finish_of(head, block, &q.state, 1);
-    const bool at_once = single_tile && writable_in_place(finish.out);
+    attend_list(head, block, tiles, q, w, finish, single_tile && writable_in_place(finish.out));
+  }
+  // Against the tiles of a list, KvBlocks or SelectedKeys.
+  template <class List>
+  void attend_list(int64_t head, int64_t block, List& tiles, const QueryBlock& q, const Worker& w,
+                   const FinishRows& finish, bool at_once) const {
     int64_t n = next_tiles(head, tiles, q, w, at_once);
-    if (at_once && n > 0) return kernels_.attend_at_once(q, w.tiles[0], finish, rows_ahead(head + num_workers_).of);
-    for (kernels_.empty_state(q); n > 0; n = next_tiles(head, tiles, q, w, false)) {
+    if (at_once && n > 0) return kernels.attend_at_once(q, w.tiles[0], finish, rows_ahead(head + num_workers_).of);
+    for (kernels.empty_state(q); n > 0; n = next_tiles(head, tiles, q, w, false)) {
       if (standard_ != nullptr)
         standard_(q, w.tiles, n, score_matrix(head, block), layout.matrix_stride);
       else
         attend_(q, w.tiles, n);
     }
-    if (plan.kv_splits == 1) kernels_.finish_rows(finish);
+    if (plan.kv_splits == 1) kernels.finish_rows(finish);
+  }
+
+  // The queries' words, before those of query_rope.
+  void copy_queries(int64_t head, int64_t first_row, QueryBlock q, const Worker& w) const {
+    const double factor = rules_.scale().of_query;
+    q.head_dim -= p.rope_dim;
+    kernels.copy_queries(stacked_rows(in.query, head), first_row, factor, q, w.query);
+    if (p.rope_dim == 0) return;
+    char* rest = static_cast<char*>(w.query) + q.head_dim / geometry.step * geometry.word_bytes;
+    q.head_dim = p.rope_dim;
+    kernels.copy_queries(stacked_rows(in.query_rope, head), first_row, factor, q, rest);
+  }
+
+  SelectedKeys selected_keys(int64_t head, int64_t first_row, int64_t rows_of_block, int64_t split,
+                             const Worker& w) const {
+    const bool pages = plan.kv_access == KvAccess::panel_pages;
+    const int64_t query = first_row / group, start = split * plan.keys_per_split;
+    Visibility visible = visibility(head);
+    return {index_list(head, query),
+            visible,
+            query,
+            {start, start + plan.keys_per_split},
+            {.most_keys = plan.block_kv,
+             .by_runs = pages || reads_positions(p),
+             .key_step = pages ? kPanelRows : 1,
+             .runs = w.runs,
+             .rows = rows_of_block}};
   }
 
   // Splits of a block mask's keys are counted in tiles that the block sees.
@@ -218,8 +192,9 @@ class ForwardCall : CallMemory {
   }
   // Whether the product may read queries where they are.
   bool readable_in_place(const StackedRows& queries) const {
-    return in_accumulator_type(queries.dtype) && rules_.scale().of_query == 1 && queries.dim_stride == 1 &&
-           queries.evenly_spaced() && std::abs(queries.row_stride()) * size_bytes(queries.dtype) <= kNearBytes;
+    return p.rope_dim == 0 && in_accumulator_type(queries.dtype) && rules_.scale().of_query == 1 &&
+           queries.dim_stride == 1 && queries.evenly_spaced() &&
+           std::abs(queries.row_stride()) * size_bytes(queries.dtype) <= kNearBytes;
   }
   // Whether the product may write outputs.
   bool writable_in_place(const StackedRows& out) const {
@@ -236,7 +211,7 @@ class ForwardCall : CallMemory {
     }
     if (!t.partial && (q.rules == nullptr || !q.rules->hides())) return true;
     kv_rows(in.value, head).locate(t.first_key, t.count, w.value_rows);
-    return t.values_finite = kernels_.values_finite(w.value_rows, t.count, p.value_head_dim);
+    return t.values_finite = kernels.values_finite(w.value_rows, t.count, p.value_head_dim);
   }
 
   struct HeadAhead {
@@ -244,7 +219,7 @@ class ForwardCall : CallMemory {
   };
   // What to fetch of `head`: where all workers take heads in turn, the one that this worker takes next.
   HeadAhead rows_ahead(int64_t head) const {
-    if (!plan.fetch_ahead || head >= heads || p.paged) return {};
+    if (!plan.fetch_ahead || head >= heads || p.paged || p.rope_dim > 0) return {};
     const auto rows_of = [&](const ConstTensor& t, int64_t dim) -> RowsAhead {
       if (t.strides[3] != 1) return {};
       const KvRows kv = kv_rows(t, head);
@@ -261,19 +236,17 @@ class ForwardCall : CallMemory {
   }
 
   // Describes up to tiles_per_task of the tiles that are left (packed_per_task: packs them, too); returns how many.
-  int64_t next_tiles(int64_t head, KvBlocks& visible, const QueryBlock& q, const Worker& w, bool at_once) const {
-    const KvRows keys = in_place_ ? kv_rows(in.key, head) : KvRows{};
-    const KvRows values = in_place_ ? kv_rows(in.value, head) : KvRows{};
-    int64_t n = 0, pointers = 0;
-    const int64_t own = p.block_mask ? plan.block_q : 0;  // rows of a tile's intervals
+  template <class List>
+  int64_t next_tiles(int64_t head, List& visible, const QueryBlock& q, const Worker& w, bool at_once) const {
+    int64_t n = 0, pointers = 0, keys_before = 0;
+    const int64_t own = layout.own_rows;
     for (; n < layout.tiles_per_task && visible.next(&w.tiles[n], w.own_begin + n * own, w.own_end + n * own); ++n) {
       KvTile& t = w.tiles[n];
       if (in_place_) {
-        t.key_rows = w.key_rows + pointers;
-        t.value_rows = w.value_rows + pointers;
-        if (layout.scale_lists > 0) copy_scales(head, w.scales + pointers, t);
-        locate_rows(keys, t, w.key_rows + pointers);
-        pointers += locate_rows(values, t, w.value_rows + pointers);
+        const Runs runs = visible.runs_of(t);
+        bring_scales(head, runs, keys_before, w, t);
+        keys_before += t.count;
+        pointers += locate_rows(head, runs, w, pointers, t);
       } else if (plan.kv_access == KvAccess::packed_shared) {
         const int64_t index = t.first_key / plan.block_kv;
         const char* packed = packed_tile(head, index);
@@ -281,7 +254,7 @@ class ForwardCall : CallMemory {
         t.values = packed + layout.key_tile_bytes;
         t.values_finite = values_finite(head)[index];
       } else {
-        pack_tile(head, q, w, at_once, w.packed + n * layout.tile_bytes, t);
+        pack_tile(head, visible.runs_of(t), q, w, at_once, w.packed + n * layout.tile_bytes, t);
       }
     }
     if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
@@ -291,49 +264,18 @@ class ForwardCall : CallMemory {
     }
     return n;
   }
-  void pack_tile(int64_t head, const QueryBlock& q, const Worker& w, bool at_once, char* packed, KvTile& t) const {
-    pack_keys(head, t.first_key, t.count, w, packed);
+  void pack_tile(int64_t head, Runs runs, const QueryBlock& q, const Worker& w, bool at_once, char* packed,
+                 KvTile& t) const {
+    pack_keys(head, runs, t.count, w, packed);
     t.keys = packed;
     if (at_once && values_in_place(head, q, w, t)) {
       t.values = kv_rows(in.value, head).row(t.first_key);
       t.values_stride = static_cast<int32_t>(in.value.strides[2]);
     } else {
-      t.values_finite = pack_values(head, t.first_key, t.count, w, packed);
+      t.values_finite = pack_values(head, runs, t.count, w, packed);
       t.values = packed + layout.key_tile_bytes;
     }
   }
-  // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
-  // of a kernel's call are one array, so that it may look ahead from one tile to the next.
-  int64_t locate_rows(const KvRows& rows_of, const KvTile& t, const void** pointers) const {
-    if (plan.kv_access == KvAccess::in_place) {
-      rows_of.locate(t.first_key, t.count, pointers);
-      return t.count;
-    }
-    const int64_t panels = ceil_div(t.count, kPanelRows);
-    for (int64_t i = 0; i < panels; ++i) pointers[i] = rows_of.row(t.first_key + i * kPanelRows);
-    return panels;
-  }
-
-  // Scales and offsets of a tile's rows, next to each other from `to` on; the lists are pointers_per_call apart.
-  void copy_scales(int64_t head, float* to, KvTile& t) const {
-    const ConstTensor* const lists[] = {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets};
-    const float** const of_tile[] = {&t.key_scales, &t.value_scales, &t.key_offsets, &t.value_offsets};
-    for (int list = 0; list < 4; ++list, to += layout.pointers_per_call) {
-      *of_tile[list] = to;
-      if (!*lists[list]) {
-        std::fill_n(to, t.count, 0.0f);
-        continue;
-      }
-      const KvRows rows = kv_rows(*lists[list], head);
-      for (int64_t i = 0; i < t.count;) {
-        const char* at = rows.row(t.first_key + i);
-        for (const int64_t end = i + rows.run(t.first_key + i, t.count - i); i < end; ++i, at += rows.row_bytes) {
-          to[i] = *reinterpret_cast<const float*>(at);
-        }
-      }
-    }
-  }
-
   FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
     const int64_t first_row = block * block_rows(head);
     const int64_t sinks_offset = in.sinks ? query_head(head, 0) * in.sinks.strides[0] * size_bytes(in.sinks.dtype) : 0;
@@ -359,10 +301,9 @@ class ForwardCall : CallMemory {
   ThreadPool& pool_;
   Interruption& interruption_;
   const int num_workers_ = pool_.num_threads();
-  const Kernels& kernels_ = kernels_for(isa_, plan.product, p.kv_dtype);
-  decltype(Kernels::attend) const attend_ = plan.kv_access == KvAccess::in_place      ? kernels_.attend_in_place
-                                            : plan.kv_access == KvAccess::panel_pages ? kernels_.attend_pages
-                                                                                      : kernels_.attend;
+  decltype(Kernels::attend) const attend_ = plan.kv_access == KvAccess::in_place      ? kernels.attend_in_place
+                                            : plan.kv_access == KvAccess::panel_pages ? kernels.attend_pages
+                                                                                      : kernels.attend;
   // Null: the flash path.
   const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
   const CallRules rules_{in, p};
@@ -395,12 +336,17 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
       plans[g] = plan_attention(groups.group[g].problem, impl.machine);
       scratch_bytes = std::max(scratch_bytes, plans[g].scratch_bytes(impl.pool.num_threads()));
     }
-    if (p.kv_dtype == DType::i8 && scratch_bytes > 0) {
+    if ((p.key_groups > 0 || p.value_groups > 0) && scratch_bytes > 0) {
       const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
       if (!status.ok()) return status;
     }
+    scratch_bytes = std::max(scratch_bytes, index_check_bytes(p, impl.pool.num_threads()));
     Result<WorkspaceLease> lease = impl.workspaces.lease(scratch_bytes);
     if (!lease.ok()) return lease.status();
+    if (p.sparse_indices) {
+      const Status status = check_indices("flash_attention_forward", in, p, impl.pool, lease.value().data());
+      if (!status.ok()) return status;
+    }
     Interruption interruption(impl.interrupted, multiply_adds(p));
     for (int g = 0; g < groups.count; ++g) {
       if (plans[g].num_tasks == 0) continue;

@@ -19,6 +19,7 @@
 //                  grad_query               dQ += dS K in the wave buffer; the block's last tile writes grad_query
 //                  pass the turn            to the task of the next tile
 //                worker's memory -> tensors: dK, dV as grad_key, grad_value
+// With sparse indices a task is a block of rows against the tiles of its list (run_list, list_gradients.h).
 // The gradients of a bias that repeats (bias_gradient.h) and of shared pages (key_gradients.h) are added up in the
 // order of the tasks, too.
 #include <algorithm>
@@ -28,6 +29,7 @@
 #include "attention/bias_gradient.h"
 #include "attention/check.h"
 #include "attention/key_gradients.h"
+#include "attention/list_gradients.h"
 #include "attention/mask_lists.h"
 #include "attention/wave_loop.h"
 #include "core/guarded.h"
@@ -50,63 +52,34 @@ const BackwardKernels& backward_kernels_for(Isa isa, AttentionProduct product, D
   return product == AttentionProduct::bf16_dot ? table.bf16_dot : table.f32_product[float_index(kv_dtype)];
 }
 
-class BackwardCall {
-  using Block = BackwardBlock;
-  using Worker = BackwardWorker;
-
+class BackwardCall : BlockRows {
  public:
-  BackwardCall(const BackwardData& data, Interruption& interruption) : d_(data), interruption_(interruption) {}
+  BackwardCall(const BackwardData& data, Interruption& interruption) : BlockRows{data}, interruption_(interruption) {}
 
   void run(ThreadPool& pool) {
     fill(d_.grads.grad_bias, 0, pool);
     keys_.clear(pool);
+    if (lists_) list_.clear(pool);
     mask_.build(pool);
     const auto pack = [&](int64_t head, int64_t block, int worker) { pack_block(head, block, worker); };
-    const auto grad = [&](int64_t head, int64_t tile, int64_t number, int worker) {
-      if (head < d_.heads && !interruption_.requested(worker)) {
-        run_tile(head, tile, number, worker);
-      } else {
-        pass_tile(head, tile, number);
-      }
+    // `index`: of a tile, or of a block.
+    const auto grad = [&](int64_t head, int64_t index, int64_t number, int worker) {
+      const bool runs = head < d_.heads && !interruption_.requested(worker);
+      if (lists_ && (!runs || index >= d_.blocks(head))) return list_.pass(head, index, number);
+      if (lists_) return run_list(head, index, number, worker);
+      runs ? run_tile(head, index, number, worker) : pass_tile(head, index, number);
     };
     // Of causal masks the first tiles, which most rows see, come first.
-    const WaveLoop loop = {d_.heads, d_.plan.heads_per_wave, d_.layout.blocks, d_.layout.tiles,
-                           WaveLoop::Order::heads_in_turn};
+    const WaveLoop loop = {d_.heads, d_.plan.heads_per_wave, d_.layout.blocks,
+                           lists_ ? d_.layout.blocks : d_.layout.tiles, WaveLoop::Order::heads_in_turn};
     loop.run(pool, pack, grad);
     if (interruption_.happened()) return;
     sinks_.finish();
     keys_.finish(pool);
+    if (lists_) list_.finish(pool);
   }
 
  private:
-  // The intervals of keys that a block's rows see.
-  void find_visible(const Block& b, const Worker& w) const {
-    const Visibility v = d_.visibility(b.head);
-    for (int64_t r = 0; r < b.queries.rows; ++r) {
-      const auto [begin, end] = v.keys_of_query((b.first_row + r) / d_.group);
-      w.block.visible_begin[r] = begin;
-      w.block.visible_end[r] = end;
-    }
-  }
-  // Empties the intervals of rows of which the block mask shows no key.
-  void hide_masked_rows(const Block& b, const Worker& w) const {
-    if (!d_.p.block_mask) return;
-    const HeadMask mask = d_.head_mask(b.head);
-    const Visibility v = d_.visibility(b.head);
-    for (int64_t r = 0; r < b.queries.rows; ++r) {
-      const int64_t query = (b.first_row + r) / d_.group, head = mask.heads > 1 ? (b.first_row + r) % d_.group : 0;
-      if (!mask.any_run_of(v, query, head, [](KeyInterval) { return true; })) {
-        w.block.visible_end[r] = w.block.visible_begin[r];
-      }
-    }
-  }
-  // Empties the intervals of rows of weight 0.
-  void hide_absent_rows(const Block& b, const Worker& w) const {
-    for (int64_t r = 0; r < b.queries.rows; ++r) {
-      if (d_.numbers.get(b.queries.weight, r) == 0) w.block.visible_end[r] = w.block.visible_begin[r];
-    }
-  }
-
   void pack_block(int64_t head, int64_t index, int worker) const {
     if (index >= d_.blocks(head)) return;  // a shorter sequence of the batch
     const Worker w = d_.worker(worker);
@@ -129,22 +102,6 @@ class BackwardCall {
     } else if (s.far) {
       recompute_statistics(b, w);
     }
-  }
-  PackQueries rows_of_block(const Block& b, const Worker& w) const {
-    const auto rows = [&](const ConstTensor& t) { return d_.stacked_rows(t, b.head); };
-    return {.query = rows(d_.in.query),
-            .out = rows(d_.saved.out),
-            .grad_out = rows(d_.saved.grad_out),
-            .top = rows(d_.saved.softmax_max ? d_.saved.softmax_max : d_.saved.softmax_lse),
-            .sum = rows(d_.saved.softmax_sum),
-            .grad_lse = rows(d_.saved.grad_lse),
-            .first_row = b.first_row,
-            .visible_begin = w.block.visible_begin,
-            .visible_end = w.block.visible_end,
-            .query_factor = d_.rules.scale().of_query,
-            .score_scale = d_.rules.score_scale(),
-            .exponent_scale = d_.rules.exponent_scale(),
-            .pointers = w.query_rows};
   }
   // The keys that all rows see, and the tiles that some row does.
   void find_tiles(const Block& b, const Worker& w) const {
@@ -170,6 +127,10 @@ class BackwardCall {
       const double sink = d_.in.sinks ? d_.sink(b.head, b.first_row + r) / d_.rules.score_scale() : -HUGE_VAL;
       d_.numbers.set(w.max, r, sink);
       d_.numbers.set(w.sum, r, sink == -HUGE_VAL ? 0 : 1);
+    }
+    if (lists_) {
+      for_listed(b, w, [&](const GradBlock& g, const GradTile& t) { d_.kernels.add_statistics(g, t, w.max, w.sum); });
+      return d_.kernels.keep_statistics(b.queries, w.max, w.sum);
     }
     const BlockTiles& tiles = b.state->tiles;
     for (int64_t place = 0; place < tiles.count(); ++place) {
@@ -216,6 +177,22 @@ class BackwardCall {
     keys_.pass(number);
   }
 
+  // ---- One block against its list
+
+  void run_list(int64_t head, int64_t index, int64_t number, int worker) const {
+    const Worker w = d_.worker(worker);
+    const Block b = d_.block(head, index);
+    const bool some = b.state->tiles.count() > 0;
+    if (some) {
+      for_listed(b, w, [&](const GradBlock& g, const GradTile& tile) {
+        d_.kernels.grad_tile(g, tile);
+        if (d_.grads.grad_query) d_.kernels.grad_query(g, tile);
+      });
+      finish_query(b);
+    }
+    list_.add(b, w, some, number);
+  }
+
   // Tile `index` of a head's keys, packed if some block may see it and the sequence has any of them. `grad_key` and
   // `grad_value` null.
   GradTile pack_tile(int64_t head, int64_t index, const Worker& w, bool seen) const {
@@ -223,10 +200,8 @@ class BackwardCall {
     const int64_t count = std::clamp<int64_t>(kv_len - first, 0, d_.plan.block_kv);
     GradTile tile = {first, count, w.keys, w.values, w.key_columns};
     if (count == 0 || !seen) return tile;
-    d_.kv_rows(d_.in.key, head).locate(first, count, w.key_rows);
-    d_.kv_rows(d_.in.value, head).locate(first, count, w.value_rows);
-    const PackKeys pack = {w.key_rows, w.value_rows, d_.in.key.strides[3], d_.in.value.strides[3]};
-    d_.kernels.pack_keys(pack, d_.layout.sizes, tile);
+    const KeyInterval keys = {first, first + count};
+    pack_keys(head, {&keys, 1}, w, tile);
     return tile;
   }
 
@@ -257,13 +232,6 @@ class BackwardCall {
       visit(block_against(b, w, partial));
     }
   }
-  GradBlock block_against(const Block& b, const Worker& w, bool partial) const {
-    const ScoreRules* rules = b.state->has_rules ? &b.state->rules : nullptr;
-    const int64_t next = std::min(b.index + 1, d_.layout.blocks - 1);
-    const char* ahead = static_cast<const char*>(b.queries.query) + (next - b.index) * d_.layout.block_bytes;
-    const double c = d_.rules.exponent_scale(), keep_prob = d_.rules.keep_prob();
-    return {w.block, d_.layout.sizes, b.queries, c, keep_prob, rules, partial, ahead};
-  }
 
   // A block of query rows against tile `index`, if it sees any of it.
   void meet(const Block& b, int64_t index, const Worker& w, const GradTile& tile, int64_t number) const {
@@ -288,11 +256,12 @@ class BackwardCall {
                             b.first_row, d_.stacked_rows(d_.grads.grad_query, b.head)});
   }
 
-  const BackwardData& d_;
+  const bool lists_{d_.p.sparse_indices};
   const BiasGradient bias_{d_};
   const SinkGradient sinks_{d_};
   const MaskLists mask_{d_};
   KeyGradients keys_{d_};
+  const ListGradients list_{*this};
   Interruption& interruption_;
 };
 
@@ -324,7 +293,7 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
       for (const Tensor* t : outputs) fill(*t, 0, impl.pool);
       return {};
     }
-    if (p.paged && (to.grad_key || to.grad_value)) {
+    if (p.paged && !p.sparse_indices && (to.grad_key || to.grad_value)) {
       Result<WorkspaceLease> lease = impl.workspaces.lease(Arena::size_of<int64_t>(problem.num_blocks));
       if (!lease.ok()) return lease.status();
       auto* ordinals = static_cast<int64_t*>(lease.value().data());
@@ -335,8 +304,15 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
       return Status::invalid_argument(text("flash_attention_backward: ", p.batch, " sequences, ", p.num_kv_heads,
                                            " KV heads and ", p.kv_len, " keys are more than 2^56 tiles"));
     }
-    Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
+    const int threads = impl.pool.num_threads();
+    Result<WorkspaceLease> lease =
+        impl.workspaces.lease(std::max(plan.scratch_bytes(threads), index_check_bytes(p, threads)));
     if (!lease.ok()) return lease.status();
+    if (p.sparse_indices) {
+      const Status status = check_indices("flash_attention_backward", in, p, impl.pool, lease.value().data());
+      if (!status.ok()) return status;
+      lease.value().renew();
+    }
     Interruption interruption(impl.interrupted, multiply_adds(p));
     const Isa isa = impl.machine.isa;
     const BackwardKernels& kernels = backward_kernels_for(isa, plan.product, p.kv_dtype);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention/check.h"
+#include "attention/selected_keys.h"
 #include "attention/sequences.h"
 #include "core/shape_check.h"
 
@@ -48,6 +49,10 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
     return Status::unsupported(text("flash_attention_backward: pages are ", to_string(options.page_layout),
                                     ", but gradients are taken of norm pages only"));
   }
+  if (is_given(in.query_rope) || is_given(in.key_rope)) {
+    return Status::unsupported(
+        "flash_attention_backward: query_rope and key_rope have no gradients: query and key may hold their columns");
+  }
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
 
   bind_inputs(check, in, options.page_layout);
@@ -89,6 +94,14 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
                                 .grad_bias = bool{grads.grad_bias},
                                 .grad_sinks = bool{grads.grad_sinks}};
   AttentionProblem& p = b.forward;
+  if (p.sparse_indices) {
+    if (reads_positions(p)) {
+      return Status::unsupported(
+          "flash_attention_backward: sparse_indices have gradients without mask, bias, alibi_slopes and dropout");
+    }
+    const ConstTensor& key = in.key;
+    b.key_rows = (Size(key.shape[0]) * key.shape[1] * (key.rank > 3 ? key.shape[2] : 1)).value();
+  }
   if (paged) b.num_blocks = in.key.shape[0];
   // Every row of a tensor has a gradient, beyond kv_lengths too.
   if (!paged) p.kv_len = varlen_k ? 0 : in.key.shape[2];

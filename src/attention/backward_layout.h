@@ -74,6 +74,9 @@ struct BackwardLayout {
   const bool rules = has_rules(problem.forward);
   const int64_t mask_lists = attention::mask_lists(problem.forward).value();
   const Size mask_pairs = attention::mask_pairs(problem.forward, blocks, block_q, tiles, block_kv);
+  const bool lists{problem.forward.sparse_indices};
+  // Keys whose dK and dV a task holds: of a tile, or of a list.
+  const int64_t grad_rows = std::max(block_kv, lists ? keys_read(problem.forward) : 0);
   const bool pairs = g.step > 1;                        // of bf16
   const int64_t pair_rows = ceil_div(block_q, g.step);  // words that hold a column of a block
   const BackwardSizes sizes = sizes_of(problem.forward, g);
@@ -148,8 +151,8 @@ struct BackwardWorker {
   void* values = take.words(round_up(of.block_kv, of.g.panel), ceil_div(of.sizes.value_head_dim, of.g.step));
   void* key_columns = of.pairs ? take.words(ceil_div(of.block_kv, of.g.step), of.sizes.acc_stride)
                                : take.words(of.block_kv, of.sizes.query_stride);
-  void* grad_key = take.numbers(of.block_kv, of.sizes.acc_stride);
-  void* grad_value = take.numbers(of.block_kv, of.sizes.value_acc_stride);
+  void* grad_key = take.numbers(of.grad_rows, of.sizes.acc_stride);
+  void* grad_value = take.numbers(of.grad_rows, of.sizes.value_acc_stride);
   GradScratch block = {.scores_stride = of.scores_stride,
                        .probability_columns = take.words(of.pair_rows, of.scores_stride),
                        .grad_score_columns = take.words(of.pair_rows, of.scores_stride),
@@ -167,6 +170,7 @@ struct BackwardWorker {
   void* sum = take.numbers(of.block_q, 1);
   MaskCursor* mask_cursors =
       take.take<MaskCursor>(of.mask_lists > 0 ? MaskWalk::most_cursors(of.block_q, of.group) : Size(0));
+  KeyInterval* runs = take.take<KeyInterval>(of.lists ? of.block_kv : 0);
 };
 
 struct BackwardCallPieces {
@@ -185,6 +189,9 @@ struct BackwardCallPieces {
   int64_t* mask_tile_ends = take.take<int64_t>(Size(of.mask_lists) * (of.tiles + 2));
   int64_t* mask_tiles = take.take<int64_t>(of.mask_pairs);
   int64_t* mask_blocks = take.take<int64_t>(of.mask_pairs);
+  // Of sparse indices: list_gradients.h.
+  Turn* list_turns = take.take<Turn>(of.lists ? heads_of(p) : 0);
+  void* list_sums = take.numbers(of.problem.key_rows, of.sizes.acc_stride + of.sizes.value_acc_stride);
 };
 
 // Numbers in the accumulator type of a product, float, or double for f64, outside the kernels.

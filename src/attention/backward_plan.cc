@@ -45,7 +45,8 @@ AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& pr
   const AttentionProblem& p = problem.forward;
   AttentionBackwardPlan plan;
   const auto is_count = [](int64_t n) { return n >= 0 && n <= kMaxBytes; };
-  if (attention::without_plan(p) != nullptr || !is_count(problem.num_blocks) || !is_count(problem.shared_blocks)) {
+  if (attention::without_plan(p) != nullptr || !is_count(problem.num_blocks) || !is_count(problem.shared_blocks) ||
+      !is_count(problem.key_rows)) {
     return plan;
   }
   plan.product = attention::choose_product(p, machine);
@@ -60,9 +61,11 @@ AttentionBackwardPlan plan_attention_backward(const AttentionBackwardProblem& pr
   plan.block_q = p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, plan.block_kv);
   if (rows > 0) plan.block_q = attention::fit_masked_rows(p, plan.block_q, rows, g.tile_rows);
   plan.block_q = std::clamp<int64_t>(plan.block_q, 1, std::max<int64_t>(rows, 1));
-  plan.num_tasks = (Size(heads) * ceil_div(p.kv_len, plan.block_kv)).value();
+  const bool lists = p.sparse_indices && rows > 0;
+  if (lists) plan.block_q = attention::part_of_group(p.num_heads / p.num_kv_heads, plan.block_q);
 
   const attention::BackwardLayout layout = {problem, g, plan.block_q, plan.block_kv};
+  plan.num_tasks = (Size(heads) * (lists ? layout.blocks : layout.tiles)).value();
   plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.head_bytes, 1), 1, heads);
   plan.scratch_bytes_shared = layout.shared_bytes(heads, plan.heads_per_wave);
   plan.scratch_bytes_per_worker = layout.worker_bytes;

@@ -9,6 +9,7 @@
 
 #include "attention/kernels.h"
 #include "attention/kv_blocks.h"
+#include "attention/selected_keys.h"
 #include "attention/sequences.h"
 #include "opst/attention.h"
 
@@ -39,7 +40,17 @@ struct KvRows {
       for (const int64_t end = i + run(first + i, count - i); i < end; ++i, at += row_bytes) rows[i] = at;
     }
   }
+  // Of runs of keys, one after the other.
+  void locate(std::span<const KeyInterval> runs, const void** rows) const {
+    for (const KeyInterval& keys : runs) {
+      locate(keys.begin, keys.end - keys.begin, rows);
+      rows += keys.end - keys.begin;
+    }
+  }
 };
+
+// Elements between the scales (or offsets) of a row's groups: of panel32 pages, a row has one.
+inline int64_t groups_stride(const ConstTensor& scales) { return scales.rank == 4 ? scales.strides[3] : 0; }
 
 struct CallHeads {
   const AttentionInputs& in;
@@ -69,6 +80,14 @@ struct CallHeads {
     if (sizes.heads == p.num_heads && group > 1) of.heads = group, of.head_stride = offsets.strides[1];
     of.offset += kv_head(head) * of.heads * offsets.strides[1];
     return of;
+  }
+
+  // The list of a query, where the call has sparse indices.
+  IndexList index_list(int64_t head, int64_t query) const {
+    const ConstTensor& t = in.sparse_indices.indices;
+    const int64_t b = batch(head), row = sequences.query_start(b) + query;
+    const int64_t offset = b * t.strides[0] + kv_head(head) * t.strides[1] + row * t.strides[2];
+    return {static_cast<const int32_t*>(t.data) + offset, t.strides[3], t.shape[3], in.sparse_indices.block_size};
   }
 
   // Rows of key or value, or of a tensor of the shape of one.

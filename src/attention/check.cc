@@ -8,6 +8,7 @@
 
 #include "attention/call_rules.h"
 #include "attention/layout.h"
+#include "attention/selected_keys.h"
 #include "attention/sequences.h"
 #include "core/guarded.h"
 #include "core/int_math.h"
@@ -156,7 +157,7 @@ void check_broadcast(ShapeCheck& check, const char* name, const ConstTensor& t, 
 }  // namespace
 
 Size multiply_adds(const AttentionProblem& p) {
-  return Size(p.batch) * p.num_heads * p.query_len * p.kv_len * (p.head_dim + p.value_head_dim);
+  return Size(p.batch) * p.num_heads * p.query_len * keys_read(p) * (p.head_dim + p.value_head_dim);
 }
 
 CallDims call_dims(const AttentionInputs& in) {
@@ -181,13 +182,17 @@ CallDims call_dims(const AttentionInputs& in) {
 
 namespace {
 
-// Norm pages of eight bits, and scales of any call: those of i8 alone have them, one to a row.
-void bind_byte_pages(ShapeCheck& check, const AttentionInputs& in) {
-  kv_cache::check_cache(check, kPageNames, pages_of(in), kv_cache::CacheUse::read);
-  check.require(in.key.dtype != DType::u8, "key is u8, but attention reads no pages of u8");
-  if (in.key.dtype != DType::i8) return;
+// Pages of eight bits, and scales of any call: those of integers alone have them. In panel32 the product takes 32 keys
+// at a time, whose dot products are scaled when they are finished, and a row of values at a time.
+void bind_byte_pages(ShapeCheck& check, const AttentionInputs& in, PageLayout layout) {
+  kv_cache::check_cache(check, kPageNames, pages_of(in, layout), kv_cache::CacheUse::read);
+  if (layout != PageLayout::panel32 || !kv_cache::holds_integers(in.key.dtype)) return;
+  check.require(in.key.dtype != DType::u8, "key is panel32 pages of u8, but attention reads u8 in norm pages only");
+  check.require(!is_given(in.key_offsets),
+                "key_offsets is given, but of panel32 pages attention reads i8 without offsets only");
   for (const char* const groups : {"key_groups", "value_groups"}) {
-    check.require(check[groups] == 1, groups, " is ", check[groups], ", but attention reads one scale to a row");
+    check.require(check[groups] == 1, groups, " is ", check[groups],
+                  ", but of panel32 pages attention reads i8 with one scale to a row only");
   }
 }
 
@@ -201,18 +206,17 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   const CallDims dims = call_dims(in);
   check.tensor("query", in.query).dtype(kFloats).dims(dims.query);
   if (in.cu_seqlens_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
-  const bool norm_pages = in.block_table && page_layout == PageLayout::norm, scales = has_scales(in);
-  if (norm_pages && (size_bytes(in.key.dtype) == 1 || scales)) {
-    bind_byte_pages(check, in);
+  const bool scales = has_scales(in);
+  if (in.block_table && (size_bytes(in.key.dtype) == 1 || scales)) {
+    bind_byte_pages(check, in, page_layout);
   } else if (panels(in, page_layout)) {
     kv_cache::check_pages(check, page_layout, "key", in.key, "value", in.value);
   } else {
     check.tensor("key", in.key).dtype(kFloats).dims(dims.key);
     check.tensor("value", in.value).dtype(kFloats).dims(dims.value);
   }
-  check.require(norm_pages || !scales,
-                "key_scales, value_scales, key_offsets or value_offsets is given, but key is no "
-                "norm pages of i8");
+  check.require(in.block_table || !scales,
+                "key_scales, value_scales, key_offsets or value_offsets is given, but key is no pages of i8 or u8");
   if (in.cu_seqlens_k) bind_offsets(check, "cu_seqlens_k", in.cu_seqlens_k);
   if (in.block_table) {
     check.tensor("block_table", in.block_table).dtype(kIntegers).dims({"batch", "max_blocks"});
@@ -236,6 +240,7 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   if (in.sinks) check.tensor("sinks", in.sinks).dtype({real}).dims({"num_heads"});
   if (in.drop_mask) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
   bind_block_mask(check, in.block_mask);
+  bind_sparse_indices(check, in);
 }
 
 namespace {
@@ -255,6 +260,8 @@ AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& i
           .value_head_dim = check["value_head_dim"],
           .paged = paged,
           .block_size = check["block_size"],  // 0: dense
+          .key_groups = check["key_groups"],
+          .value_groups = check["value_groups"],
           .unit_stride_kv = unit_stride(in.key) && unit_stride(in.value),
           .options = options,
           .varlen_q = varlen_q,
@@ -271,7 +278,7 @@ void check_heads(ShapeCheck& check, const AttentionProblem& p) {
   const auto require_dim = [&](const char* name, int64_t d) {
     check.require(d >= 1 && d <= kMaxHeadDim, name, " is ", d, ", must be 1 to ", kMaxHeadDim);
   };
-  require_dim("head_dim", p.head_dim);
+  require_dim(p.rope_dim > 0 ? "head_dim + rope_dim" : "head_dim", p.head_dim);
   require_dim("value_head_dim", p.value_head_dim);
   check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0, "num_heads is ", p.num_heads,
                 ", not a multiple of num_kv_heads = ", p.num_kv_heads);
@@ -306,8 +313,10 @@ void check_drop_mask(ShapeCheck& check, const AttentionInputs& in, const Attenti
 Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& in, const AttentionOptions& options) {
   if (!check.ok()) return check.status();
   AttentionProblem p = describe_call(check, in, options);
+  describe_sparse_indices(check, in, p);
   check_options(check, in, options, p.num_heads);
   check_heads(check, p);
+  check_sparse_sizes(check, in, p);
   if (size_bytes(p.kv_dtype) == 1) {
     check.require(p.unit_stride_kv, "key and value of ", to_string(p.kv_dtype), " must have unit stride in dim 3");
     check.require(options.path != AttentionPath::standard, "path = standard does not read pages of ",

@@ -24,12 +24,12 @@ CallDims call_dims(const AttentionInputs& inputs);
 // Pages as the kv_cache room checks them, and their names in messages.
 inline constexpr kv_cache::CacheNames kPageNames = {"key",          "value",       "key_scales",
                                                     "value_scales", "key_offsets", "value_offsets"};
-inline kv_cache::CacheTensors pages_of(const AttentionInputs& in) {
-  return {PageLayout::norm, in.key, in.value, {in.key_scales, in.value_scales, in.key_offsets, in.value_offsets}};
+inline kv_cache::CacheTensors pages_of(const AttentionInputs& in, PageLayout layout) {
+  return {layout, in.key, in.value, {in.key_scales, in.value_scales, in.key_offsets, in.value_offsets}};
 }
 bool has_scales(const AttentionInputs& inputs);
 
-// The scales and offsets of the keys that a checked call may read (i8 pages): >= 0 and not NaN, finite.
+// The scales and offsets of the keys that a checked call may read (i8 and u8 pages): >= 0 and not NaN, finite.
 Status check_scales(const char* operator_name, const AttentionInputs& inputs, const AttentionProblem& problem,
                     ThreadPool& pool);
 
@@ -44,6 +44,16 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
 void bind_block_mask(ShapeCheck& check, const BlockMask& mask);
 BlockMaskSizes check_block_mask(ShapeCheck& check, const BlockMask& mask, const AttentionProblem& problem,
                                 int64_t query_len, int64_t width);
+
+// The same for sparse indices and a rope apart: shapes; what a plan depends on (the rope joins head_dim, which is that of
+// query before); what does not go together. Every entry of the lists: check_indices, of tensors of uniform_shapes, with
+// index_check_bytes of scratch memory.
+void bind_sparse_indices(ShapeCheck& check, const AttentionInputs& inputs);
+void describe_sparse_indices(const ShapeCheck& check, const AttentionInputs& inputs, AttentionProblem& problem);
+void check_sparse_sizes(ShapeCheck& check, const AttentionInputs& inputs, const AttentionProblem& problem);
+int64_t index_check_bytes(const AttentionProblem& problem, int num_threads);
+Status check_indices(const char* operator_name, const AttentionInputs& inputs, const AttentionProblem& problem,
+                     ThreadPool& pool, void* scratch);
 
 // The problem that inputs and outputs of flash_attention_forward pose, or why they are refused.
 Result<AttentionProblem> check_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,

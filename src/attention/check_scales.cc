@@ -1,5 +1,6 @@
-// The numbers in the scales of i8 pages, before anything is written: all threads look at those of keys that a query may
-// see. They are as many bytes as a hundredth to a thirtieth of the keys, and are read again at once.
+// The numbers in the scales of pages of integers, before anything is written: all threads look at those of keys that a
+// query may see. With a scale to a row of i8 they are as many bytes as a hundredth to a thirtieth of the keys, with a scale
+// to 32 numbers of u8 a quarter; they are read again at once.
 #include <atomic>
 
 #include "attention/call_heads.h"
@@ -19,14 +20,17 @@ int64_t first_visible(const CallHeads& call, int64_t head) {
   return visible.prefix > 0 ? 0 : std::max<int64_t>(visible.first_key(0), 0);
 }
 
-// Whether a list holds for keys [begin, end) of a head. Scales: x >= 0 (also +inf); offsets: finite.
-bool holds(const KvRows& rows, int64_t begin, int64_t end, bool scales) {
+// Whether a list holds for keys [begin, end) of a head. Scales: x >= 0 (also +inf); offsets: finite. A row has `groups`
+// of them, `stride` apart.
+bool holds(const KvRows& rows, int64_t begin, int64_t end, int64_t groups, int64_t stride, bool scales) {
   bool good = true;
   for (int64_t key = begin; key < end;) {
     const char* at = rows.row(key);
     for (const int64_t stop = key + rows.run(key, end - key); key < stop; ++key, at += rows.row_bytes) {
-      const float x = *reinterpret_cast<const float*>(at);
-      good &= scales ? x >= 0 : x - x == 0;
+      for (int64_t group = 0; group < groups; ++group) {
+        const float x = reinterpret_cast<const float*>(at)[group * stride];
+        good &= scales ? x >= 0 : x - x == 0;
+      }
     }
   }
   return good;
@@ -40,8 +44,9 @@ Status describe(const char* operator_name, const AttentionInputs& in, const Atte
     const int64_t b = call.batch(head);
     if (call.sequences.query_len(b) == 0) continue;
     for (int64_t key = first_visible(call, head); key < call.sequences.kv_len(b) && check.ok(); ++key) {
-      kv_cache::check_row_scales(check, kPageNames, pages_of(in), index_at(in.block_table, b, key / p.block_size),
-                                 key % p.block_size, call.kv_head(head), false);
+      kv_cache::check_row_scales(check, kPageNames, pages_of(in, p.options.page_layout),
+                                 index_at(in.block_table, b, key / p.block_size), key % p.block_size,
+                                 call.kv_head(head), false);
     }
   }
   return check.status();
@@ -58,12 +63,15 @@ Status check_scales(const char* operator_name, const AttentionInputs& in, const 
     if (call.sequences.query_len(b) == 0) return;
     const int64_t begin = std::max(task % chunks * kTaskKeys, first_visible(call, head));
     const int64_t end = std::min((task % chunks + 1) * kTaskKeys, call.sequences.kv_len(b));
-    for (const auto& [list, scales] : {std::pair{&in.key_scales, true},
-                                       {&in.value_scales, true},
-                                       {&in.key_offsets, false},
-                                       {&in.value_offsets, false}}) {
-      if (*list && !holds(call.kv_rows(*list, head), begin, end, scales)) good = false;
-    }
+    const auto look_at = [&](const ConstTensor& list, int64_t groups, bool scales) {
+      if (!list) return;
+      const int64_t stride = groups_stride(list);
+      if (!holds(call.kv_rows(list, head), begin, end, groups, stride, scales)) good = false;
+    };
+    look_at(in.key_scales, p.key_groups, true);
+    look_at(in.value_scales, p.value_groups, true);
+    look_at(in.key_offsets, p.key_groups, false);
+    look_at(in.value_offsets, p.value_groups, false);
   });
   if (good) return {};
   return describe(operator_name, in, p);

@@ -1,19 +1,23 @@
-// InPlaceSource: keys and values are read where they are, for at most one register tile of query rows (decode: the
-// query heads of one KV head).
+// InPlaceSource: keys and values are read where they are, for few query rows (decode: the query heads of one KV head).
 //
-// Shapes     Q [rows <= kTileRows, head_dim] f32 words; keys and values as row pointers of T (f32, bf16, f16, f64, or of
-//            eight bits: i8, f8_e4m3, f8_e5m2); of i8 a scale and an offset for each row: a number is
-//            (q + offset) * scale
+// Shapes     Q [rows, head_dim] f32 words; keys and values as row pointers of T: f32, bf16, f16, f64, f8_e4m3,
+//            f8_e5m2, or integers: int8_t, or uint8_t for two of four bits. These have a scale and an offset for each
+//            row or, with kGroups, for each group of a row (KvTile): a number is (q + offset) * scale
 // Loop nest  score: for each 4 rows (or the 1 to 3 that are left), for each few keys: dot products over head_dim,
 //              kLanes accumulators, reduced together       prefetches the key rows of the next tile
 //            weigh: for each 4 rows, each 4 vectors of columns: O += p V row by row
 //                                                          prefetches the values of the next tile
 // Memory     scores [rows][tile] in L1; everything else is the stream of K and V: 2 flops per byte and row, so the loop
 //            is bound by memory and the prefetches decide (none: half the rate of plain reading). K is fetched while K
-//            is read, V while V is read: with both in the first phase the second starves.
+//            is read, V while V is read: with both in the first phase the second starves. Of several register tiles of
+//            rows the first one fetches, the others find the tile in L2; so does V where values are columns of the
+//            keys' rows (value_rows = key_rows), and nothing is fetched for it.
 // Numerics   each dot product in one partial sum per lane. Of a partial tile each row sums over its own visible keys
 //            only, so a hidden non-finite value cannot reach it. With rules, whether values are finite is looked up.
-//            Of i8, q + offset is exact; a key's scale multiplies the finished dot product, a value's the weight.
+//            Of i8, q + offset is exact; a key's scale multiplies the finished dot product, a value's the weight. In
+//            groups each number is multiplied with its scale as it is read, rounded to f32. Groups that end within a
+//            vector (of fewer numbers than it has lanes, or of a number that these do not divide) are slow: a vector's
+//            scales are fetched lane by lane.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -22,7 +26,7 @@
 
 namespace opst::OPST_ISA_NS::attention {
 
-template <class P, class T>
+template <class P, class T, bool kGroups = false>
 class InPlaceSource {
  public:
   using Product = P;
@@ -31,7 +35,7 @@ class InPlaceSource {
   static constexpr int kLanes = V::kLanes;
   static constexpr int kMaxGroup = kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;  // rows that share one read of a key
   static constexpr int kColumns = 4;                                       // vectors of O per row held in registers
-  static constexpr bool kScaled = __is_same(T, int8_t);
+  static constexpr bool kScaled = __is_same(T, int8_t) && !kGroups;        // a scale for each row
 
   OPST_INLINE InPlaceSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t) : q_(q), tile_(tiles[t]) {}
 
@@ -44,9 +48,10 @@ class InPlaceSource {
   template <bool kRules>
   OPST_INLINE void score(const Scores<S>& s, S* row_max) const {
     for (int i = 0; i < s.rt.rows; i += kMaxGroup) {
-      for_group(s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(i, s.row(i), s.stride); });
+      for_group(s.rt.rows - i,
+                [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
     }
-    if constexpr (kScaled) scale_scores(s);
+    if constexpr (kScaled) OnlineSoftmax<P>::scale_columns(s, tile_.key_scales, tile_.count);
     if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max);
   }
 
@@ -54,10 +59,11 @@ class InPlaceSource {
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
     static_assert(!Sink::kOnly, "adds to what is there");
     const bool by_row = tile_.partial && q_.rules == nullptr;
+    const bool fetches = s.rt.first == 0 && tile_.value_rows != tile_.key_rows;
     for (int i = 0; i < s.rt.rows; i += by_row ? 1 : kMaxGroup) {
-      const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(i) : RowKeys{0, tile_.count};
+      const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(s.rt.first + i) : RowKeys{0, tile_.count};
       for_group(by_row ? 1 : s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA {
-        weigh_rows<rows>(s.row(i), s.stride, alpha + i, keys, out + i * out_stride, out_stride, i == 0);
+        weigh_rows<rows>(s.row(i), s.stride, alpha + i, keys, out + i * out_stride, out_stride, fetches && i == 0);
       });
     }
   }
@@ -72,8 +78,12 @@ class InPlaceSource {
   }
   OPST_INLINE V value(int64_t key, int64_t column) const {
     const int64_t n = simd::clamp_lanes<V>(q_.value_head_dim - column);
-    const V v = simd::load_stored_n<V>(at(tile_.value_rows, key) + column, n);
-    if constexpr (kScaled)
+    const V v = simd::load_stored_n<V>(simd::number_at(at(tile_.value_rows, key), column), n);
+    if constexpr (kGroups) {
+      const RowGroups& groups = tile_.value_groups;
+      if (n < kLanes || !share_scales(groups, q_.value_head_dim)) return scaled(v, groups, key, column, n);
+      return in_group(v, groups, key, static_cast<int>(column) / static_cast<int>(groups.size));
+    } else if constexpr (kScaled)
       return (v + V::set1(tile_.value_offsets[key])) * V::set1(tile_.value_scales[key]);
     else
       return v;
@@ -83,21 +93,34 @@ class InPlaceSource {
   static OPST_INLINE const T* at(const void* const* rows, int64_t i) { return static_cast<const T*>(rows[i]); }
   static OPST_INLINE void prefetch(const T* row, int64_t length) {
     const char* p = reinterpret_cast<const char*>(row);
-    const int64_t bytes = length * static_cast<int64_t>(sizeof(T));
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b);
+    for (int64_t b = 0; b < simd::stored_bytes<T>(length); b += 64) __builtin_prefetch(p + b);
   }
 
-  // Scores were made of q + offset.
-  OPST_NOINLINE void scale_scores(const Scores<S>& s) const {
-    for (int64_t j = 0; j < s.span.width; j += kLanes) {
-      const V scale = V::load_n(tile_.key_scales + j, simd::clamp_lanes<V>(tile_.count - j));
-      for (int i = 0; i < s.rt.rows; ++i) (V::load(s.row(i) + j) * scale).store(s.row(i) + j);
+  // Whether the lanes of a vector of a row's numbers share a scale.
+  static OPST_INLINE bool share_scales(const RowGroups& groups, int64_t length) {
+    return groups.size % kLanes == 0 || groups.size >= length;
+  }
+  static OPST_INLINE S number_of(const GroupList& list, int64_t j, int64_t group) {
+    return static_cast<const float*>(list.rows[j])[group * list.stride];
+  }
+  static OPST_INLINE V in_group(V q, const RowGroups& groups, int64_t j, int64_t group) {
+    return (q + V::set1(number_of(groups.offsets, j, group))) * V::set1(number_of(groups.scales, j, group));
+  }
+  // Numbers [first, first + n) of row j, whatever the groups; other lanes are 0.
+  static OPST_NOINLINE V scaled(V q, const RowGroups& groups, int64_t j, int64_t first, int64_t n) {
+    S scales[kLanes] = {}, offsets[kLanes] = {};
+    int64_t group = first / groups.size, left = (group + 1) * groups.size - first;
+    for (int64_t i = 0; i < n; ++i) {
+      scales[i] = number_of(groups.scales, j, group);
+      offsets[i] = number_of(groups.offsets, j, group);
+      if (--left == 0) ++group, left = groups.size;
     }
+    return (q + V::load(offsets)) * V::load(scales);
   }
   OPST_NOINLINE bool bytes_finite() const {
     V not_finite = V::zero();  // 0 * x is NaN where x is Inf or NaN, and 0 elsewhere
     for (int64_t key = 0; key < tile_.count; ++key) {
-      const int64_t columns = kScaled ? 1 : q_.value_head_dim;  // one scale tells of all
+      const int64_t columns = kScaled ? 1 : q_.value_head_dim;  // of i8 one scale tells of all
       for (int64_t d = 0; d < columns; d += kLanes) not_finite = simd::fma(value(key, d), V::zero(), not_finite);
     }
     return simd::hsum(not_finite) == 0;
@@ -111,7 +134,7 @@ class InPlaceSource {
 
   // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.
   template <int R>
-  OPST_NOINLINE void score_rows(int first, S* scores, int64_t stride) const {
+  OPST_NOINLINE void score_rows(int64_t first, S* scores, int64_t stride) const {
     constexpr int kKeys = kLanes / (R == 3 ? 4 : R);
     const int64_t head_dim = q_.head_dim, q_stride = q_.query_stride, count = tile_.count;
     const void* const* key_rows = tile_.key_rows;
@@ -129,19 +152,43 @@ class InPlaceSource {
       }
       V acc[kLanes];
       OPST_UNROLL for (int a = 0; a < kLanes; ++a) acc[a] = V::zero();
-      const auto add = [&](int64_t d, const auto& load) OPST_INLINE_LAMBDA {
+      // Numbers from d on of each key, in groups those of group g; scale(k, c, d, g): key c's numbers as floats.
+      const auto add = [&](int64_t d, int64_t g, const auto& load, const auto& scale) OPST_INLINE_LAMBDA {
         V rows[R];
         OPST_UNROLL for (int i = 0; i < R; ++i) rows[i] = load(q + i * q_stride + d);
         OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
-          V k = load(keys[c] + d);
-          if constexpr (kScaled) k = k + V::set1(offsets[c]);
+          const V k = scale(load(simd::number_at(keys[c], d)), c, d, g);
           OPST_UNROLL for (int i = 0; i < R; ++i) acc[i * kKeys + c] = simd::fma(rows[i], k, acc[i * kKeys + c]);
         }
       };
-      for (int64_t d = 0; d < whole; d += kLanes) {
-        add(d, [](const auto* p) OPST_INLINE_LAMBDA { return simd::load_stored<V>(p); });
+      const auto load_all = [](const auto* p) OPST_INLINE_LAMBDA { return simd::load_stored<V>(p); };
+      const auto load_rest = [&](const auto* p) OPST_INLINE_LAMBDA { return simd::load_stored_n<V>(p, rest); };
+      const auto add_all = [&](int64_t group_size, const auto& scale, const auto& scale_rest) OPST_INLINE_LAMBDA {
+        for (int64_t d = 0, g = 0; d < whole; ++g) {
+          const int64_t end = whole - d > group_size ? d + group_size : whole;
+          for (; d < end; d += kLanes) add(d, g, load_all, scale);
+        }
+        if (rest > 0) add(whole, 0, load_rest, scale_rest);
+      };
+      if constexpr (kGroups) {
+        const RowGroups& groups = tile_.key_groups;
+        const auto row = [&](int c) OPST_INLINE_LAMBDA { return j + c < count ? j + c : count - 1; };
+        const auto by_lane = [&](V k, int c, int64_t d, int64_t) OPST_INLINE_LAMBDA {
+          return scaled(k, groups, row(c), d, simd::clamp_lanes<V>(head_dim - d));
+        };
+        const auto by_group = [&](V k, int c, int64_t, int64_t g)
+                                  OPST_INLINE_LAMBDA { return in_group(k, groups, row(c), g); };
+        if (share_scales(groups, head_dim))
+          add_all(groups.size, by_group, by_lane);
+        else
+          add_all(head_dim, by_lane, by_lane);
+      } else {
+        const auto by_row = [&](V k, int c, int64_t, int64_t) OPST_INLINE_LAMBDA {
+          if constexpr (kScaled) return k + V::set1(offsets[c]);
+          return k;
+        };
+        add_all(head_dim, by_row, by_row);
       }
-      if (rest > 0) add(whole, [&](const auto* p) OPST_INLINE_LAMBDA { return simd::load_stored_n<V>(p, rest); });
       S dots[kLanes];
       simd::hsum_each(acc).store(dots);
       OPST_UNROLL for (int i = 0; i < R; ++i) {
@@ -156,7 +203,8 @@ class InPlaceSource {
                                 bool ahead) const {
     const int64_t length = q_.value_head_dim, limit = ahead ? tile_.count + tile_.rows_ahead : 0;
     int64_t column = 0;
-    for (; length - column >= kColumns * kLanes; column += kColumns * kLanes) {
+    const bool lane_by_lane = kGroups && !share_scales(tile_.value_groups, length);
+    for (; !lane_by_lane && length - column >= kColumns * kLanes; column += kColumns * kLanes) {
       weigh_columns<R, kColumns>(p, stride, alpha, keys, column, kLanes, out + column, out_stride, limit);
     }
     for (; column < length; column += kLanes) {
@@ -175,13 +223,23 @@ class InPlaceSource {
       OPST_UNROLL for (int c = 0; c < C; ++c) acc[i][c] =
           V::load(out + i * out_stride + c * kLanes) * V::set1(alpha[i]);
     }
+    int64_t group[C];  // of each vector; not of those that groups cut
+    if constexpr (kGroups) {
+      for (int c = 0; c < C; ++c) group[c] = (column + c * kLanes) / tile_.value_groups.size;
+    }
     for (int64_t j = keys.begin; j < keys.end; ++j) {
-      const T* values = at(value_rows, j) + column;
-      if (j + count < limit) prefetch(at(value_rows, j + count) + column, C * kLanes);
+      const T* values = simd::number_at(at(value_rows, j), column);
+      if (j + count < limit) prefetch(simd::number_at(at(value_rows, j + count), column), C * kLanes);
       V v[C];
       OPST_UNROLL for (int c = 0; c < C; ++c) {
-        v[c] = C > 1 ? simd::load_stored<V>(values + c * kLanes) : simd::load_stored_n<V>(values, n);
+        v[c] = C > 1 ? simd::load_stored<V>(simd::number_at(values, c * kLanes)) : simd::load_stored_n<V>(values, n);
         if constexpr (kScaled) v[c] = v[c] + V::set1(tile_.value_offsets[j]);
+        if constexpr (kGroups) {
+          // Several vectors at a time come only where lanes share scales.
+          const bool lane_by_lane = C == 1 && !share_scales(tile_.value_groups, q_.value_head_dim);
+          v[c] = lane_by_lane ? scaled(v[c], tile_.value_groups, j, column, n)
+                              : in_group(v[c], tile_.value_groups, j, group[c]);
+        }
       }
       S scale = 1;
       if constexpr (kScaled) scale = tile_.value_scales[j];

@@ -108,6 +108,17 @@ struct QueryBlock {
   const ScoreRules* rules;  // null: scores are used as they are
 };
 
+// A number of f32 for each group of each row of a tile: that of group g of row j is the element g * stride of rows[j].
+struct GroupList {
+  const void* const* rows = nullptr;
+  int64_t stride = 0;
+};
+// Groups of `size` neighbours in a row of integers: number d is (q + offset) * scale with those of group d / size.
+struct RowGroups {
+  int64_t size = 0;
+  GroupList scales, offsets;  // offsets that are not there are 0
+};
+
 struct KvTile {
   int64_t first_key;
   int64_t count;
@@ -119,7 +130,7 @@ struct KvTile {
   const void* keys = nullptr;
   const void* values = nullptr;
   // In place: a pointer per row, whose dimensions are next to each other, or per 32 keys of panel32 pages; rows_ahead
-  // more rows follow that may be prefetched.
+  // more rows follow that may be prefetched. Values that are columns of the keys' rows: value_rows = key_rows.
   const void* const* key_rows = nullptr;
   const void* const* value_rows = nullptr;
   int64_t rows_ahead = 0;
@@ -129,11 +140,13 @@ struct KvTile {
   // Keys that row r of the block may see, within the tile, in the place of the block's intervals; null: those.
   const int64_t* visible_begin = nullptr;
   const int64_t* visible_end = nullptr;
-  // Of rows of integers in place: [count] each, offsets 0 where the cache has none.
+  // Of rows of integers in place, and of panel32 pages: [count] each, offsets 0 where the cache has none.
   const float* key_scales = nullptr;
   const float* value_scales = nullptr;
   const float* key_offsets = nullptr;
   const float* value_offsets = nullptr;
+  // Of rows of integers whose groups have scales of their own.
+  RowGroups key_groups = {}, value_groups = {};
 };
 
 struct FinishRows {
@@ -174,11 +187,14 @@ struct Kernels {
   void (*pack_keys)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t head_dim, void* out);
   bool (*pack_values)(const void* const* rows, int64_t dim_stride, int64_t count, int64_t value_head_dim, void* out);
 
+  // Keys (values) of a tile as floats, a row behind the other: for rows of eight bits, whose pack_keys packs f32.
+  void (*widen_rows)(const KvTile& tile, bool keys, int64_t dim, float* out) = nullptr;
+
   // Whether values, dimensions next to each other, are finite.
   bool (*values_finite)(const void* const* rows, int64_t count, int64_t value_head_dim);
 
   void (*attend)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles);  // packed tiles
-  // At most tile_rows rows; panel32 pages.
+  // Rows where they are; panel32 pages.
   void (*attend_in_place)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
   void (*attend_pages)(const QueryBlock& block, const KvTile* tiles, int64_t num_tiles) = nullptr;
   // Writes outputs and statistics, straight from the registers that hold them; block.state is scratch. Wants one
@@ -193,13 +209,14 @@ struct Kernels {
 // The kernels of a level, by product and storage type of keys and values; null where the level has none.
 template <class K>
 struct TableOf {
-  K f32_product[3];      // keys stored as f32, bf16, f16
-  K eight_bits[3] = {};  // keys stored as i8, f8_e4m3, f8_e5m2: in place alone
-  K bf16_dot = {};       // keys and queries stored as bf16
-  K f64_product = {};    // at the generic level only
+  K f32_product[3];              // keys stored as f32, bf16, f16
+  K eight_bits[3] = {};          // keys stored as i8 with a scale to a row, f8_e4m3, f8_e5m2
+  K integers_in_groups[2] = {};  // keys stored as i8, u8 (two numbers each)
+  K bf16_dot = {};               // keys and queries stored as bf16
+  K f64_product = {};            // at the generic level only
 };
 // attend_in_place and attend_at_once are null for the bf16 dot product (few rows are bound by memory: the f32 kernels
-// read bf16 as well), attend_pages for what panel32 cannot hold.
+// read bf16 as well), attend_pages for what panel32 cannot hold and for integers in groups.
 using KernelTable = TableOf<Kernels>;
 
 // The standard form (options.path). Takes all packed tiles that a block sees, once; finish_rows follows. `matrix`

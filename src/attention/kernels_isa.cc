@@ -7,6 +7,7 @@
 #include "attention/in_place_source.h"
 #include "attention/packed_source.h"
 #include "attention/pages_source.h"
+#include "attention/widen_rows.h"
 #include "tile/pack.h"
 
 namespace opst::OPST_ISA_NS::attention {
@@ -45,13 +46,14 @@ constexpr Kernels kernels() {
   return k;
 }
 
-// Rows of T of eight bits, read where they are.
-template <class P, class T>
-constexpr Kernels in_place_kernels() {
-  Kernels k = kernels<P, float, void>();
-  k.pack_keys = nullptr, k.pack_values = nullptr, k.values_finite = nullptr;
-  k.attend = nullptr, k.attend_at_once = nullptr;
-  k.attend_in_place = attend<InPlaceSource<P, T>>;
+// Rows of T of eight bits: read where they are, or packed as floats. Without groups, panels of them too.
+template <class T, bool kGroups = false>
+constexpr Kernels byte_kernels() {
+  Kernels k = kernels<tile::ProductF32, float, void>();
+  k.widen_rows = widen_rows<T, kGroups>;
+  k.values_finite = nullptr;
+  k.attend_in_place = attend<InPlaceSource<tile::ProductF32, T, kGroups>>;
+  if constexpr (!kGroups) k.attend_pages = attend<PagesSource<tile::ProductOfBytes<T>>>;
   return k;
 }
 
@@ -59,8 +61,8 @@ extern const KernelTable kTable;
 constinit const KernelTable kTable = {
     .f32_product = {kernels<tile::ProductF32, float, tile::ProductF32>(),
                     kernels<tile::ProductF32, bf16, tile::ProductWiden>(), kernels<tile::ProductF32, f16, void>()},
-    .eight_bits = {in_place_kernels<tile::ProductF32, int8_t>(), in_place_kernels<tile::ProductF32, f8_e4m3>(),
-                   in_place_kernels<tile::ProductF32, f8_e5m2>()},
+    .eight_bits = {byte_kernels<int8_t>(), byte_kernels<f8_e4m3>(), byte_kernels<f8_e5m2>()},
+    .integers_in_groups = {byte_kernels<int8_t, true>(), byte_kernels<uint8_t, true>()},
 #if defined(__AVX512BF16__)
     .bf16_dot = kernels<tile::ProductBf16Dot, bf16, tile::ProductBf16Dot>(),
 #endif

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 
 #include "attention/kernels.h"
 #include "attention/mask_walk.h"
@@ -112,6 +113,11 @@ class KvBlocks {
     next_ += block_kv_;
     return true;
   }
+  // The keys of a tile, as runs of neighbouring ones: one run.
+  std::span<const KeyInterval> runs_of(const KvTile& tile) {
+    keys_of_tile_ = {tile.first_key, tile.first_key + tile.count};
+    return {&keys_of_tile_, 1};
+  }
 
  private:
   // The next tile that some row sees by the block mask.
@@ -159,6 +165,7 @@ class KvBlocks {
   // What is left: the tiles of keys [next_, run_end_), first of the prefix, and those of the last run.
   int64_t next_ = 0, run_end_ = 0;
   KeyInterval last_run_;
+  KeyInterval keys_of_tile_;
   // With a block mask:
   MaskWalk walk_;
   KeyInterval tile_;  // the tile at hand

@@ -16,6 +16,7 @@
 
 #include "attention/kernels.h"
 #include "attention/mask_walk.h"
+#include "attention/selected_keys.h"
 #include "core/int_math.h"
 #include "machine/workspace.h"
 #include "opst/attention.h"
@@ -25,8 +26,8 @@ namespace opst::attention {
 
 // The kernels for a product and a storage type of keys and values, and the standard form over tiles packed by them, at
 // the highest compiled level up to `isa` (f64: the generic level). A build for another architecture has fewer levels: a
-// plan for an invented machine counts in the tiles of the highest.
-const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype);
+// plan for an invented machine counts in the tiles of the highest. in_groups: see below.
+const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype, bool in_groups = false);
 AttendStandard standard_for(Isa isa, AttentionProduct product);
 // What the kernels count in, the same for every storage type.
 const Geometry& geometry_of(Isa isa, AttentionProduct product);
@@ -48,6 +49,11 @@ const char* without_plan(const AttentionProblem& problem);
 inline int64_t heads_of(const AttentionProblem& p) { return (Size(p.batch) * p.num_kv_heads).value(); }
 inline int64_t rows_of(const AttentionProblem& p) {
   return p.num_kv_heads == 0 ? 0 : (Size(p.query_len) * (p.num_heads / p.num_kv_heads)).value();
+}
+
+// Whether keys and values are integers that may have several scales to a row.
+inline bool in_groups(const AttentionProblem& p) {
+  return p.kv_dtype == DType::u8 || (p.kv_dtype == DType::i8 && (p.key_groups > 1 || p.value_groups > 1));
 }
 
 // Whether scores are more than products that a structure hides.
@@ -83,14 +89,19 @@ struct Layout {
     RowRules* rules;          // [block_q], where an option needs them
     const void** key_rows;    // [pointers_per_call]
     const void** value_rows;  // as many
-    float* scales;            // [scale_lists][pointers_per_call]
-    KvTile* tiles;            // [tiles_per_task]
-    RowState state;           // kv_splits = 1
-    char* packed;             // [tiles_per_task][panels of K, panels of V]; packed_per_task
-    // With a block mask:
-    MaskCursor* cursors;
-    int64_t* own_begin;  // [tiles_per_task][block_q], intervals of tiles
+    // Keys whose rope lies apart, beside it: [block_kv][head_dim] of key's dtype, and pointers to the tensor's ropes.
+    char* key_copies;
+    const void** rope_rows;
+    float* scales;        // [scale_lists][keys_per_call]
+    const void** groups;  // [group_lists][keys_per_call]
+    float* floats;        // [widened_rows][the larger of head_dim and value_head_dim]
+    KvTile* tiles;        // [tiles_per_task]
+    RowState state;       // kv_splits = 1
+    char* packed;         // [tiles_per_task][panels of K, panels of V]; packed_per_task
+    MaskCursor* cursors;  // with a block mask
+    int64_t* own_begin;   // [tiles_per_task][own_rows], intervals of tiles
     int64_t* own_end;
+    KeyInterval* runs;  // [block_kv], with sparse indices
   };
 
   const AttentionProblem& p;
@@ -126,16 +137,25 @@ struct Layout {
   const int64_t pointers_per_call = plan.kv_access == KvAccess::panel_pages ? plan.block_kv / kPanelRows * kTilesPerCall
                                     : plan.kv_access == KvAccess::in_place  ? plan.block_kv * kTilesPerCall
                                                                             : plan.block_kv;
-  // Of pages of integers: scales of keys and of values, offsets of keys and of values.
-  const int64_t scale_lists = p.kv_dtype == DType::i8 ? 4 : 0;
+  // Of pages of integers, for scales of keys and of values, offsets of keys and of values: copies, or in groups pointers.
+  const int64_t scale_lists = p.kv_dtype == DType::i8 && !in_groups(p) ? 4 : 0;
+  const int64_t group_lists = in_groups(p) ? 4 : 0;
+  const bool packs = plan.kv_access == KvAccess::packed_per_task || plan.kv_access == KvAccess::packed_shared;
+  const int64_t keys_per_call = packs ? plan.block_kv : plan.block_kv * kTilesPerCall;
+  // A tile's rows of bytes, on their way to packed floats.
+  const int64_t widened_rows = packs && size_bytes(p.kv_dtype) == 1 ? plan.block_kv : 0;
   // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
-  const int64_t tiles_per_task = standard                                      ? most_tiles
-                                 : plan.kv_access == KvAccess::packed_per_task ? 1
-                                                                               : kTilesPerCall;
+  const bool one_tile =
+      plan.kv_access == KvAccess::packed_per_task || (plan.kv_access == KvAccess::in_place && p.copies_keys);
+  const int64_t tiles_per_task = standard ? most_tiles : one_tile ? 1 : kTilesPerCall;
   const Size mask_cursors = p.block_mask ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
-  const Size own_intervals = p.block_mask ? Size(tiles_per_task) * plan.block_q : 0;
+  const bool own_intervals = p.block_mask || (p.sparse_indices && plan.kv_access == KvAccess::panel_pages);
+  const int64_t own_rows = own_intervals ? plan.block_q : 0;
+  const int64_t copied_keys = p.copies_keys ? plan.block_kv : 0;
   const bool marks_seen = p.block_mask && plan.kv_access == KvAccess::packed_shared;
   const int64_t worker_bytes = bytes_of([&](auto& from) { take_worker(from); });
+
+  Size copied_bytes() const { return Size(copied_keys) * p.head_dim * size_bytes(p.kv_dtype); }
 
   // Two waves are in flight at a time, if there are two.
   int64_t wave_bytes() const { return (Size(std::min(heads, 2 * plan.heads_per_wave)) * shared_head_bytes).value(); }
@@ -148,7 +168,7 @@ struct Layout {
   // The pieces, taken from an Arena or counted.
   template <class From>
   Worker take_worker(From& from) const {
-    const bool packs = plan.kv_access == KvAccess::packed_per_task;
+    const int64_t own_tiles = plan.kv_access == KvAccess::packed_per_task ? tiles_per_task : 0;
     return {.query = from.take_bytes(query_bytes),
             .scores = from.take_bytes(scores_bytes),
             .visible_begin = from.template take<int64_t>(plan.block_q),
@@ -156,13 +176,18 @@ struct Layout {
             .rules = from.template take<RowRules>(row_rules),
             .key_rows = from.template take<const void*>(pointers_per_call),
             .value_rows = from.template take<const void*>(pointers_per_call),
-            .scales = from.template take<float>(Size(scale_lists) * pointers_per_call),
+            .key_copies = static_cast<char*>(from.take_bytes(Arena::round_up(copied_bytes()))),
+            .rope_rows = from.template take<const void*>(copied_keys),
+            .scales = from.template take<float>(Size(scale_lists) * keys_per_call),
+            .groups = from.template take<const void*>(Size(group_lists) * keys_per_call),
+            .floats = from.template take<float>(Size(widened_rows) * std::max(p.head_dim, p.value_head_dim)),
             .tiles = from.template take<KvTile>(tiles_per_task),
             .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
-            .packed = static_cast<char*>(from.take_bytes(packs ? Size(tile_bytes) * tiles_per_task : 0)),
+            .packed = static_cast<char*>(from.take_bytes(Size(tile_bytes) * own_tiles)),
             .cursors = from.template take<MaskCursor>(mask_cursors),
-            .own_begin = from.template take<int64_t>(own_intervals),
-            .own_end = from.template take<int64_t>(own_intervals)};
+            .own_begin = from.template take<int64_t>(Size(tiles_per_task) * own_rows),
+            .own_end = from.template take<int64_t>(Size(tiles_per_task) * own_rows),
+            .runs = from.template take<KeyInterval>(p.sparse_indices ? plan.block_kv : 0)};
   }
   template <class From>
   RowState take_state(From& from) const {

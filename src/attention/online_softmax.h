@@ -64,12 +64,21 @@ struct OnlineSoftmax {
     }
   }
 
-  // row_max[r] = the maximum of row r's first `width` scores in each lane.
-  static OPST_INLINE void take_maxima(const Scores<S>& s, int64_t width, S* row_max) {
+  // row_max[r] = the maximum of row r's first `width` scores, or of those from `begin` on, in each lane.
+  static OPST_INLINE void take_maxima(const Scores<S>& s, int64_t width, S* row_max, int64_t begin = 0) {
     for (int i = 0; i < s.rt.rows; ++i) {
       V top = V::set1(-__builtin_inff());
-      for (int64_t j = 0; j < width; j += kLanes) top = simd::max(top, V::load(s.row(i) + j));
+      for (int64_t j = begin; j < width; j += kLanes) top = simd::max(top, V::load(s.row(i) + j));
       top.store(row_max + i * kLanes);
+    }
+  }
+
+  // The number (score or weight) of each key times the key's factor, of which a tile has `count`; padding times 0.
+  static OPST_NOINLINE void scale_columns(const Scores<S>& s, const float* factors, int64_t count) {
+    for (int64_t j = 0; j < s.span.width; j += kLanes) {
+      const int64_t key = s.span.begin + j;
+      const V factor = V::load_n(factors + key, simd::clamp_lanes<V>(count - key));
+      for (int i = 0; i < s.rt.rows; ++i) (V::load(s.row(i) + j) * factor).store(s.row(i) + j);
     }
   }
 

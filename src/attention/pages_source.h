@@ -1,15 +1,17 @@
 // PagesSource: panel32 pages, whose keys and values are multiplied where they are, for any number of query rows.
 //
 // Shapes     a tile's keys in stretches of 32 (`group` in names), each somewhere in a page (opst/page_layout.h):
-//              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32) or 2 (bf16)
-//              value_rows[g]  [32 / e][value_head_dim] words
+//              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32, eight bits) or 2
+//              value_rows[g]  [32 / e][value_head_dim] words     (bf16)
+//            of i8 a scale for each key, and for each value
 // Loop nest  as packed tiles. Values of stretches that follow one another in memory (in a page) are multiplied as one
 // Memory     nothing is packed. Up to four rows the products are bound by the stream of pages: a tile's keys, stretch
 //            by stretch, its values, the next tile's keys. While a stretch is read, the stretch 8 KB or more ahead is
 //            fetched (tile/gemm_tile.h), whichever page holds it
 // Numerics   What lies in a page beyond the context never counts: its keys are hidden, its values are not multiplied,
 //            and half a pair is taken from a copy whose other half is 0. Whether the values of a tile are finite is
-//            looked up where some may be hidden, since no packing has seen them.
+//            looked up where some may be hidden, since no packing has seen them. Of i8 a key's scale multiplies the
+//            finished dot product, a value's the weight.
 #pragma once
 
 #include "attention/online_softmax.h"
@@ -31,6 +33,7 @@ class PagesSource {
   static constexpr int kPanel = kTileVecs * kLanes;
   static constexpr int64_t kGroup = kPanelRows;
   static constexpr int64_t kElements = P::kStep * P::kParts;  // of a stored word
+  static constexpr bool kScaled = __is_same(Stored, int8_t);
 
   OPST_INLINE PagesSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t)
       : q_(q),
@@ -43,7 +46,9 @@ class PagesSource {
   OPST_INLINE void score(const Scores<S>& s, S* row_max) const {
     const int64_t depth = q_.head_dim / kElements, distance = groups_ahead(q_.head_dim);
     const Word* a = static_cast<const Word*>(q_.query) + s.rt.first * q_.query_stride;
-    OnlineSoftmax<P>::for_panels(s, row_max, [&](int64_t j, bool wide, S* maxima) OPST_INLINE_LAMBDA {
+    alignas(64) S unscaled[kScaled ? kTileRows * kLanes : 1];  // maxima of no use
+    S* const tops = kScaled ? unscaled : row_max;
+    OnlineSoftmax<P>::for_panels(s, tops, [&](int64_t j, bool wide, S* maxima) OPST_INLINE_LAMBDA {
       const int64_t key = s.span.begin + j;
       const Stored* b = group(tile_.key_rows, key) + key % kGroup;
       if (s.rt.rows <= tile::kStreamRows) {
@@ -57,11 +62,16 @@ class PagesSource {
         product(depth, a, q_.query_stride, b, kGroup, s.data + j, s.stride, maxima, reinterpret_cast<const char*>(b));
       }
     });
+    if constexpr (kScaled) {
+      OnlineSoftmax<P>::scale_columns(s, tile_.key_scales, tile_.count);
+      if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max, s.span.whole_begin);
+    }
   }
 
   template <class Sink>
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
     static_assert(!Sink::kOnly, "adds to what is there");
+    if constexpr (kScaled) OnlineSoftmax<P>::scale_columns(s, tile_.value_scales, tile_.count);
     S ones[kTileRows];
     for (S& one : ones) one = 1;
     const int64_t row_words = q_.value_head_dim, distance = groups_ahead(q_.value_head_dim);
@@ -159,7 +169,8 @@ class PagesSource {
 
   static OPST_INLINE V value_of(const KvTile& tile, int64_t key, int64_t column, int64_t columns) {
     const Stored* words = group(tile.value_rows, key) + key % kGroup / kElements * columns + column;
-    return tile::element_of_words<V, kElements>(words, simd::clamp_lanes<V>(columns - column), key);
+    const V v = tile::element_of_words<V, kElements>(words, simd::clamp_lanes<V>(columns - column), key);
+    return kScaled ? v * V::set1(tile.value_scales[key]) : v;
   }
   static OPST_NOINLINE bool all_finite(const KvTile& tile, int64_t columns) {
     V not_finite = V::zero();  // 0 * x is NaN where x is Inf or NaN, and 0 elsewhere

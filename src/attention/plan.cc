@@ -6,6 +6,7 @@
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
 #include "attention/mask_plan.h"
+#include "attention/selected_keys.h"
 #include "core/elements.h"
 #include "core/int_math.h"
 #include "core/text.h"
@@ -20,9 +21,10 @@ OPST_KERNELS_BY_LEVEL(OPST_BF16_LEVELS, attention, StandardTable, kStandardTable
 
 namespace attention {
 
-const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype) {
+const Kernels& kernels_for(Isa isa, AttentionProduct product, DType kv_dtype, bool in_groups) {
   if (product == AttentionProduct::f64) return kernel_table(Isa::generic).f64_product;
   const KernelTable& table = kernel_table(isa);
+  if (in_groups) return table.integers_in_groups[kv_dtype == DType::i8 ? 0 : 1];
   if (size_bytes(kv_dtype) == 1)
     return table.eight_bits[kv_dtype == DType::i8 ? 0 : kv_dtype == DType::f8_e4m3 ? 1 : 2];
   const bool dot = product == AttentionProduct::bf16_dot && table.bf16_dot.attend != nullptr;
@@ -42,7 +44,8 @@ AttendStandard standard_for(Isa isa, AttentionProduct product) {
 AttentionProduct choose_product(const AttentionProblem& p, const Machine& m) {
   if (p.query_dtype == DType::f64) return AttentionProduct::f64;
   const bool bf16 = p.query_dtype == DType::bf16 && p.kv_dtype == DType::bf16;
-  const bool dot = includes(m.isa, Isa::avx512_bf16) && m.bf16_product == Bf16Product::dot;
+  const bool pairs = p.rope_dim == 0 || (p.head_dim - p.rope_dim) % 2 == 0;  // none of a query's and its rope's
+  const bool dot = pairs && includes(m.isa, Isa::avx512_bf16) && m.bf16_product == Bf16Product::dot;
   return bf16 && dot ? AttentionProduct::bf16_dot : AttentionProduct::f32;
 }
 
@@ -63,7 +66,10 @@ namespace {
 // Keys below which a split is not worth its merge: in place, a split reads at least as much as its state is large.
 constexpr int64_t kMinSplitKeysInPlace = 512;
 constexpr int64_t kMinSplitKeysPacked = 1024;
-constexpr int64_t kMostWholeRows = 256;  // of one head that may be one task
+constexpr int64_t kMostWholeRows = 256;  // of one head, or of a query's group with a list, that may be one task
+// With a list, rows for which keys are read in place: packing them, for one query alone, costs as much as multiplying
+// them with a dozen rows, and reading them again from L2, a register tile of rows at a time, less (estimated).
+constexpr int64_t kListRowsInPlace = 24;
 // Packed keys and values of a wave of heads, to stay in cache (8 MB: 1 to 2 points slower at 2048 keys, head_dim 128).
 constexpr int64_t kWaveBytes = 2 << 20;
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
@@ -78,7 +84,8 @@ int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geome
   const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;
   const int64_t by_l1 = m.cache.l1d_bytes * 6 / 5 / (g.tile_rows * g.accumulator_bytes);
   const int64_t keys = std::min(by_l2, by_l1) / g.panel * g.panel;
-  return std::min(std::clamp<int64_t>(keys, g.panel, 1024), round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
+  const int64_t read = std::max<int64_t>(attention::keys_read(p), 1);
+  return std::min(std::clamp<int64_t>(keys, g.panel, 1024), round_up(read, g.panel));
 }
 
 // Rows per task: enough that reading a tile from L2 or L3 costs little beside multiplying it (96 rows: 384 cycles of
@@ -117,6 +124,7 @@ void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_
     keys = attention::Visibility::most_keys(p.options, p.query_len, p.kv_len, queries);
     keys = std::min(p.kv_len, keys + plan.block_kv - 1);
   }
+  if (p.sparse_indices) keys = attention::listed_keys(p).value();
   if (p.block_mask) {
     const Size seen = attention::tiles_seen(p, plan.block_q, plan.block_kv) * plan.block_kv;
     keys = std::min(keys, seen.value());
@@ -135,13 +143,17 @@ void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_
 
 const char* attention::without_plan(const AttentionProblem& p) {
   for (const int64_t size : {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim,
-                             p.block_size, p.block_mask.block_q, p.block_mask.block_kv, p.block_mask.batch,
+                             p.block_size, p.key_groups, p.value_groups, p.rope_dim, p.sparse_indices.block_size,
+                             p.sparse_indices.count, p.block_mask.block_q, p.block_mask.block_kv, p.block_mask.batch,
                              p.block_mask.heads, p.block_mask.row_blocks, p.block_mask.entries}) {
     if (size < 0) return "a size is negative";
     if (size > kMaxBytes) return "a size is beyond 2^56";
   }
   if (p.head_dim == 0 || p.value_head_dim == 0) return "head_dim or value_head_dim is 0";
   if (p.block_mask && p.block_mask.block_kv == 0) return "block_mask.block_kv is 0";
+  if (p.rope_dim >= p.head_dim) return "rope_dim is not less than head_dim";
+  if (p.sparse_indices && p.block_mask) return "sparse_indices and block_mask";
+  if (p.sparse_indices && p.options.path == AttentionPath::standard) return "sparse_indices with path = standard";
   const AttentionOptions& o = p.options;
   if (o.block_q < 0 || o.block_q > kMaxBlock || o.block_kv < 0 || o.block_kv > kMaxBlock) {
     return "block_q or block_kv is not 0 to 4096";
@@ -164,10 +176,12 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   // Access: packing a key costs about as much as multiplying it with a dozen rows.
   Geometry g = geometry_of(machine.isa, plan.product);
   const bool pages = p.paged && p.options.page_layout == PageLayout::panel32;
-  const bool eight_bits = size_bytes(p.kv_dtype) == 1;  // nothing packs them
-  const bool few_rows = !pages && rows <= g.tile_rows && p.unit_stride_kv &&
+  // Rows that see the same keys: with a list for each query, its group.
+  const bool lists(p.sparse_indices);
+  const int64_t group = p.num_heads / p.num_kv_heads, rows_of_list = lists ? group : rows;
+  const bool few_rows = !pages && rows_of_list <= (lists ? kListRowsInPlace : g.tile_rows) && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
-                        (p.options.block_q == 0 || p.options.block_q >= rows);
+                        (p.options.block_q == 0 || p.options.block_q >= rows_of_list);
   if (few_rows) {
     if (plan.product == AttentionProduct::bf16_dot) plan.product = AttentionProduct::f32;  // bound by memory anyway
     g = geometry_of(machine.isa, plan.product);
@@ -177,7 +191,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.block_q =
       std::min(rows, p.options.block_q > 0 ? p.options.block_q : choose_block_q(p, machine, g, rows, plan.block_kv));
   plan.block_q = attention::fit_masked_rows(p, plan.block_q, rows, g.tile_rows);
-  if (eight_bits) plan.block_q = std::min(plan.block_q, g.tile_rows);  // attend_in_place takes no more
+  if (lists) plan.block_q = attention::part_of_group(group, p.options.block_q > 0 ? p.options.block_q : kMostWholeRows);
   const int64_t blocks = ceil_div(rows, plan.block_q);
   plan.tile_rows = g.tile_rows;
 
@@ -187,16 +201,17 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   if (pages) {
     plan.kv_access = KvAccess::panel_pages;
     plan.reason = "the cache's pages are packed";
-  } else if (few_rows || eight_bits) {
+  } else if (few_rows) {
     plan.kv_access = KvAccess::in_place;
-    plan.reason = few_rows ? "few query rows share a KV head: keys and values are read once, in place"
-                           : "pages of eight bits are read in place, by a register tile of rows at a time";
+    plan.reason = lists ? "few query heads share a list of keys, which are read in place"
+                        : "few query rows share a KV head: keys and values are read once, in place";
     // A tile is what is prefetched ahead: 64 keys of each kind.
     if (p.options.block_kv == 0)
-      plan.block_kv = std::min<int64_t>(64, round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
-  } else if (blocks == 1) {
+      plan.block_kv = std::min<int64_t>(64, round_up(std::max<int64_t>(attention::keys_read(p), 1), g.panel));
+  } else if (blocks == 1 || lists) {
     plan.kv_access = KvAccess::packed_per_task;
-    plan.reason = "one block of rows per KV head: each tile is packed when used";
+    plan.reason = lists ? "many query heads share a list of keys: each tile of it is packed when used"
+                        : "one block of rows per KV head: each tile is packed when used";
   } else {
     plan.kv_access = KvAccess::packed_shared;
     plan.reason = "several blocks of rows share packed keys and values";
@@ -210,10 +225,10 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   const int64_t query_bytes = size_bytes(p.query_dtype), kv_bytes = size_bytes(p.kv_dtype);
   const Size row_and_key_bytes = Size(rows) * query_bytes + Size(p.kv_len) * kv_bytes;
   const Size tensor_bytes = row_and_key_bytes * heads * (Size(p.head_dim) + p.value_head_dim);
-  plan.fetch_ahead =
-      plan.kv_access == KvAccess::packed_per_task && tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
+  plan.fetch_ahead = plan.kv_access == KvAccess::packed_per_task && !lists &&
+                     tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  split_keys(p, rows <= g.tile_rows && (few_rows || pages || eight_bits), heads, blocks, plan);
+  split_keys(p, rows_of_list <= g.tile_rows && (few_rows || pages), heads, blocks, plan);
 
   // Memory.
   const attention::Layout layout = {p, plan, g};

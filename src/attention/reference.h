@@ -121,7 +121,25 @@ inline bool in_visible_blocks(const AttentionInputs& in, int64_t b, int64_t h, i
   return false;
 }
 
-// Whether query i sees key j, by structure, bool mask and block mask.
+inline int64_t num_kv_heads(const AttentionInputs& in) {
+  return in.block_table.data != nullptr ? in.key.shape[2] : in.key.shape[1];
+}
+
+// Whether the list of query i has the block of key j.
+inline bool is_listed(const AttentionInputs& in, const Place& place, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const ConstTensor& t = in.sparse_indices.indices;
+  const int64_t kv_head = h / (in.query.shape[1] / num_kv_heads(in)), last = t.rank - 1;
+  int64_t at = kv_head * t.strides[last - 1];
+  at += t.rank == 3 ? (place.query_start + i) * t.strides[0] : b * t.strides[0] + i * t.strides[1];
+  for (int64_t n = 0; n < t.shape[last]; ++n) {
+    const double block = number_at(t, at + n * t.strides[last]);
+    if (block < 0) return false;
+    if (block == std::floor(static_cast<double>(j) / static_cast<double>(in.sparse_indices.block_size))) return true;
+  }
+  return false;
+}
+
+// Whether query i sees key j, by structure, bool mask, block mask and list.
 inline bool sees(const AttentionInputs& in, const AttentionOptions& options, const Place& place, int64_t b, int64_t h,
                  int64_t i, int64_t j) {
   const int64_t distance = j - (i + diagonal(place, options));  // to the right of the diagonal
@@ -132,6 +150,7 @@ inline bool sees(const AttentionInputs& in, const AttentionOptions& options, con
   if (in.prefix.data != nullptr && j < integer(in.prefix, b)) shown = true;
   if (in.mask.data != nullptr && broadcast_at(in.mask, b, h, i, j) == 0) shown = false;
   if (shown && in.block_mask) shown = in_visible_blocks(in, b, h, i, j);
+  if (shown && in.sparse_indices) shown = is_listed(in, place, b, h, i, j);
   return shown;
 }
 
@@ -204,10 +223,6 @@ inline int64_t query_offset(const AttentionInputs& in, const ConstTensor& t, int
   return b * t.strides[0] + h * t.strides[1] + i * t.strides[2];
 }
 
-inline int64_t num_kv_heads(const AttentionInputs& in) {
-  return in.block_table.data != nullptr ? in.key.shape[2] : in.key.shape[1];
-}
-
 // One row of the softmax.
 template <class Real>
 struct Softmax {
@@ -228,8 +243,11 @@ Softmax<Real> softmax(const AttentionInputs& in, const AttentionOptions& options
   const Place place = place_of(in, b);
   const int64_t kv_head = h / (in.query.shape[1] / num_kv_heads(in));
   const int64_t head_dim = in.query.shape[in.query.rank - 1];
-  const Real scale = options.softmax_scale ? static_cast<Real>(*options.softmax_scale)
-                                           : static_cast<Real>(1 / std::sqrt(static_cast<long double>(head_dim)));
+  const bool rope = in.query_rope.data != nullptr && in.key_rope.data != nullptr;
+  const int64_t rope_dim = rope ? in.query_rope.shape[in.query_rope.rank - 1] : 0;
+  const Real scale = options.softmax_scale
+                         ? static_cast<Real>(*options.softmax_scale)
+                         : static_cast<Real>(1 / std::sqrt(static_cast<long double>(head_dim + rope_dim)));
   const int64_t query = query_offset(in, in.query, b, h, i);
   const int64_t query_step = in.query.strides[in.query.rank - 1], key_step = in.key.strides[in.key.rank - 1];
   const Real infinity = std::numeric_limits<Real>::infinity();
@@ -244,11 +262,18 @@ Softmax<Real> softmax(const AttentionInputs& in, const AttentionOptions& options
     if (!sees(in, options, place, b, h, i, j)) continue;
     const int64_t key = row_offset(in, in.key, b, kv_head, j);
     Real dot = 0, parts = 0;
-    for (int64_t d = 0; d < head_dim; ++d) {
-      const Real product = static_cast<Real>(number_at(in.query, query + d * query_step)) *
-                           static_cast<Real>(number_at(in.key, key + d * key_step));
+    const auto add = [&](double of_query, double of_key) {
+      const Real product = static_cast<Real>(of_query) * static_cast<Real>(of_key);
       dot += product;
       parts += std::abs(product);
+    };
+    for (int64_t d = 0; d < head_dim; ++d) {
+      add(number_at(in.query, query + d * query_step), number_at(in.key, key + d * key_step));
+    }
+    for (int64_t d = 0; d < rope_dim; ++d) {
+      const ConstTensor &q = in.query_rope, &k = in.key_rope;
+      add(number_at(q, query_offset(in, q, b, h, i) + d * q.strides[q.rank - 1]),
+          number_at(k, row_offset(in, k, b, kv_head, j) + d * k.strides[k.rank - 1]));
     }
     row.largest_parts = std::max(row.largest_parts, parts * std::abs(scale));
     Real score = rounded_to(storage, dot * scale);

@@ -61,7 +61,8 @@ struct SequenceGroups {
 inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const AttentionProblem& problem,
                                       int64_t few_rows) {
   SequenceGroups groups;
-  if (!problem.varlen_q || problem.num_heads == 0) {
+  // With a list for each query all are read alike.
+  if (!problem.varlen_q || problem.num_heads == 0 || problem.sparse_indices) {
     groups.group[groups.count++] = {problem};
     return groups;
   }
@@ -100,11 +101,24 @@ T uniform_if_there(const T& t, bool varlen) {
   return t ? uniform_shape(t, varlen) : T{};
 }
 
+// Whether rows of two tensors of a rank, whose other sizes are equal, are as far apart.
+inline bool same_rows(const ConstTensor& a, const ConstTensor& b) {
+  for (int d = 0; d + 1 < a.rank; ++d) {
+    if (a.shape[d] > 1 && a.strides[d] != b.strides[d]) return false;
+  }
+  return true;
+}
+
 // Masks and arrays of integers stay: they are read through strides of dimensions that have several indices only.
 inline AttentionInputs uniform_shapes(AttentionInputs in, const AttentionProblem& p) {
   in.query = uniform_shape(in.query, p.varlen_q);
   in.key = uniform_shape(in.key, p.varlen_k);
   in.value = uniform_shape(in.value, p.varlen_k);
+  in.query_rope = uniform_if_there(in.query_rope, p.varlen_q);
+  in.key_rope = uniform_if_there(in.key_rope, p.varlen_k);
+  // [batch, num_kv_heads, query_len, count], as queries have it.
+  ConstTensor& indices = in.sparse_indices.indices;
+  if (in.sparse_indices) indices = p.varlen_q ? uniform_shape(indices, true) : normal_strides(indices).transposed(1, 2);
   for (ConstTensor* const t : {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets}) {
     *t = uniform_if_there(*t, false);
   }

@@ -109,7 +109,7 @@ TEST(CacheNodes, AttentionOverPagesAndRows) {
   EXPECT_EQ(std::vector<float>(values.begin(), values.begin() + kDim), std::vector<float>(k.begin(), k.begin() + kDim));
 }
 
-// Caches of two blocks, written and read in any layout, against the calls themselves.
+// Caches of two blocks, written and read in any layout and format, against the calls themselves.
 TEST(CacheNodes, PagesInAnyLayout) {
   Context context = make_context();
   constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 8, kValueDim = 6, kTokens = 40;
@@ -125,27 +125,50 @@ TEST(CacheNodes, PagesInAnyLayout) {
   const ConstTensor slot_mapping = ConstTensor::contiguous(DType::i64, {kTokens}, slots);
   const ConstTensor table = ConstTensor::contiguous(DType::i64, {1, 2}, blocks);
   const ConstTensor lengths = ConstTensor::contiguous(DType::i64, {1}, &length);
-  for (const auto& [layout, dtype] :
-       {std::pair(PageLayout::norm, DType::f16), std::pair(PageLayout::panel32, DType::f32),
-        std::pair(PageLayout::panel32, DType::bf16)}) {
-    const std::string what = std::string(to_string(layout)) + " " + to_string(dtype);
-    Buffer memory[4];
+  constexpr auto kNorm = PageLayout::norm, kPanel32 = PageLayout::panel32;
+  for (const auto& [layout, name] :
+       {std::pair(kNorm, "f16"), std::pair(kPanel32, "f32"), std::pair(kPanel32, "bf16"), std::pair(kNorm, "int8"),
+        std::pair(kPanel32, "int8"), std::pair(kNorm, "int8_offset"), std::pair(kNorm, "int4"),
+        std::pair(kNorm, "int4_offset"), std::pair(kNorm, "f8_e4m3"), std::pair(kPanel32, "f8_e5m2")}) {
+    const std::string what = std::string(to_string(layout)) + " " + name;
+    KvFormat format = kv_format(name, kDim, kValueDim).value();
+    if (format.dtype == DType::u8) format.key_groups = 2, format.value_groups = 3;
+    const DType dtype = format.dtype;
+    const bool scaled = format.key_groups > 0;
+    Buffer memory[4], scale_memory[8];
     Tensor pages[4];  // keys and values of the graph, then of the calls
+    Tensor lists[8];  // scales of keys and of values, offsets of both, likewise
     for (int i = 0; i < 4; ++i) {
       memory[i] = std::move(Buffer::allocate(1 << 13).value());
       std::fill_n(static_cast<char*>(memory[i].data()), memory[i].size_bytes(), '\0');
       pages[i] = (i % 2 == 0 ? key_pages : value_pages)(layout, dtype, sizes, memory[i].data());
     }
+    for (int i = 0; i < 8; ++i) {
+      if (!scaled || (i % 4 >= 2 && !format.has_offsets)) continue;
+      scale_memory[i] = std::move(Buffer::allocate(1 << 13).value());
+      std::fill_n(static_cast<char*>(scale_memory[i].data()), scale_memory[i].size_bytes(), '\0');
+      lists[i] = i % 2 == 0 ? key_scale_pages(layout, sizes, format.key_groups, scale_memory[i].data())
+                            : value_scale_pages(layout, sizes, format.value_groups, scale_memory[i].data());
+    }
+    const PageScales scales = {lists[4], lists[5], lists[6], lists[7]};
     Graph graph = make_graph();
     const Value keys = graph.cache("keys", dtype, Shape(pages[0])),
                 values = graph.cache("values", dtype, Shape(pages[1]));
+    ScaleValues of_graph;
+    Value* const values_of[] = {&of_graph.key, &of_graph.value, &of_graph.key_offsets, &of_graph.value_offsets};
+    for (int i = 0; i < 4; ++i) {
+      if (!lists[i]) continue;
+      *values_of[i] = graph.cache("list" + std::to_string(i), DType::f32, Shape(lists[i]));
+      ASSERT_OK(graph.bind("list" + std::to_string(i), lists[i]));
+    }
     graph.scatter_pa_kv_cache("write", graph.input("key", DType::f32, Shape(key)),
                               graph.input("value", DType::f32, Shape(value)),
-                              graph.input("slots", DType::i64, {kTokens}), keys, values, {.layout = layout});
+                              graph.input("slots", DType::i64, {kTokens}), keys, values, {.layout = layout}, of_graph);
     graph.output("out", graph.paged_attention("attend", graph.input("query", DType::f32, Shape(query)), keys, values,
                                               {.block_table = graph.input("table", DType::i64, {1, 2}),
                                                .kv_lengths = graph.input("lengths", DType::i64, {1}),
-                                               .kv_len = kTokens},
+                                               .kv_len = kTokens,
+                                               .scales = of_graph},
                                               {.causal = true, .page_layout = layout}));
     std::vector<float> out(kTokens * kHeads * kValueDim), expected(out.size());
     ASSERT_OK(graph.bind("keys", pages[0]));
@@ -160,15 +183,26 @@ TEST(CacheNodes, PagesInAnyLayout) {
     ASSERT_OK(graph.setup(context.machine()));
     ASSERT_OK(graph.execute(context));
 
-    ASSERT_OK(scatter_pa_kv_cache(context, key, value, slot_mapping, pages[2], pages[3], {.layout = layout}));
-    ASSERT_OK(flash_attention_forward(
-        context,
-        {.query = as_batch(query), .key = pages[2], .value = pages[3], .block_table = table, .kv_lengths = lengths},
-        {.out = as_batch(view(expected, {kTokens, kHeads, kValueDim}))}, {.causal = true, .page_layout = layout}));
+    ASSERT_OK(scatter_pa_kv_cache(context, key, value, slot_mapping, pages[2], pages[3], {layout, scales}));
+    ASSERT_OK(flash_attention_forward(context,
+                                      {.query = as_batch(query),
+                                       .key = pages[2],
+                                       .value = pages[3],
+                                       .block_table = table,
+                                       .kv_lengths = lengths,
+                                       .key_scales = scales.key,
+                                       .value_scales = scales.value,
+                                       .key_offsets = scales.key_offsets,
+                                       .value_offsets = scales.value_offsets},
+                                      {.out = as_batch(view(expected, {kTokens, kHeads, kValueDim}))},
+                                      {.causal = true, .page_layout = layout}));
     EXPECT_EQ(out, expected) << what;
     EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float x) { return x != 0; })) << what;
     const NodeInfo attend = info_of(graph, 1);
-    EXPECT_EQ(attend.cost.cache_bytes, kTokens * kKvHeads * (kDim + kValueDim) * size_bytes(dtype)) << what;
+    const int64_t of_scales = (format.key_groups + format.value_groups) * 4 * (format.has_offsets ? 2 : 1);
+    const int64_t row = (kDim + kValueDim) * size_bytes(dtype) / (dtype == DType::u8 ? 2 : 1) + of_scales;
+    EXPECT_EQ(attend.cost.cache_bytes, kTokens * kKvHeads * row) << what;
+    EXPECT_EQ(info_of(graph, 0).cost.cache_bytes, kTokens * kKvHeads * row) << what;
     EXPECT_EQ(attend.cost.flops, 2.0 * (kDim + kValueDim) * kHeads * kTokens * (kTokens + 1) / 2) << what;
     EXPECT_EQ(attend.plan.find("panel_pages") != std::string::npos, layout == PageLayout::panel32) << attend.plan;
   }

@@ -116,6 +116,36 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
   EXPECT_EQ(write_panels(DType::f16, {3, 2, 2, 8, 32}, {3, 2, 64, 8}),
             "graph test: write (scatter_pa_kv_cache): page layout panel32: dtype is f16, but must be f32, bf16, i8, "
             "u8, f8_e4m3 or f8_e5m2");
+  const auto write_integers = [](DType dtype, int64_t groups, bool are_caches, const ScatterOptions& options = {}) {
+    return setup_message([&](Graph& g, Dim rows) {
+      const Value k = g.input("k", DType::f32, {rows, 2, 8});
+      const Shape pages = {3, 4, 2, dtype == DType::u8 ? 4 : 8}, lists = {3, 4, 2, groups};
+      ScaleValues scales;
+      const auto list = [&](const char* name) {
+        return are_caches ? g.cache(name, DType::f32, lists) : g.input(name, DType::f32, lists);
+      };
+      if (groups > 0) scales = {list("ks"), list("vs")};
+      g.scatter_pa_kv_cache("write", k, k, g.input("s", DType::i64, {rows}), g.cache("keys", dtype, pages),
+                            g.cache("values", dtype, pages), options, scales);
+    });
+  };
+  EXPECT_EQ(write_integers(DType::i8, 0, true),
+            "graph test: write (scatter_pa_kv_cache): key_scales is absent, but key_cache 'keys' is i8: integers to be "
+            "multiplied with scales");
+  EXPECT_EQ(write_integers(DType::f32, 1, true),
+            "graph test: write (scatter_pa_kv_cache): key_scales 'ks' is given, but key_cache 'keys' is f32, and only "
+            "i8 and u8 have any");
+  EXPECT_EQ(write_integers(DType::i8, 1, false),
+            "graph test: write (scatter_pa_kv_cache): key_scales 'ks' is written, but is no cache");
+  EXPECT_EQ(write_integers(DType::u8, 3, true),
+            "graph test: write (scatter_pa_kv_cache): key_scales 'ks' has 3 groups (key_groups), which do not divide "
+            "head_dim = 8");
+  EXPECT_EQ(write_integers(DType::u8, 8, true),
+            "graph test: write (scatter_pa_kv_cache): key_scales 'ks' has groups of 1 numbers, but those of u8 must "
+            "fill whole bytes");
+  EXPECT_EQ(write_integers(DType::i8, 1, true, {.scales_given = true}),
+            "graph test: write (scatter_pa_kv_cache): options.scales or scales_given is set, but a node's scales are "
+            "values");
   EXPECT_EQ(setup_message([](Graph& g, Dim rows) {
               g.input("x", DType::f32, {rows});
               g.input("x", DType::f32, {rows});

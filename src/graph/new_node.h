@@ -38,8 +38,16 @@ class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
   }
   // Of any rank from 1, which is that of the node's first such input: dim_0, dim_1, .., `last`.
   ShapeCheck::TensorCheck rows(const char* role, Value value, const char* last = "features");
-  // The two tensors of a cache, `written` or only read. Binds the names of PageSizes.
-  void pages(PageLayout layout, Value key_cache, Value value_cache, bool written);
+  // The tensors of a cache, `written` or only read: keys, values, and the scales and offsets that are there. Binds the
+  // names of PageSizes, and of groups where there are scales.
+  struct ScaleInputs {  // -1: absent
+    int8_t key = -1, value = -1, key_offsets = -1, value_offsets = -1;
+
+    PageScales of(const NodeTensors& t) const {
+      return {t.input(key), t.input(value), t.input(key_offsets), t.input(value_offsets)};
+    }
+  };
+  ScaleInputs pages(PageLayout layout, Value key_cache, Value value_cache, const ScaleValues& scales, bool written);
 
   // The next result, of the node's name and `suffix`.
   ShapeCheck::TensorCheck result(DType dtype, const Shape& shape, const char* suffix = "");

@@ -86,23 +86,42 @@ ShapeCheck::TensorCheck NewNode::rows(const char* role, Value value, const char*
   return check.ok() ? of_rows.leading_dims(rank_ - 1, last) : of_rows;
 }
 
-void NewNode::pages(PageLayout layout, Value key_cache, Value value_cache, bool written) {
-  const auto side = [&](PageSide key_or_value, const char* role, Value cache) {
+NewNode::ScaleInputs NewNode::pages(PageLayout layout, Value key_cache, Value value_cache, const ScaleValues& scales,
+                                    bool written) {
+  const auto integers = [&](Value cache) {
+    return graph_.has(cache) && kv_cache::holds_integers(graph_.at(cache).dtype);
+  };
+  const bool in_groups = integers(key_cache) || integers(value_cache);
+  const auto side = [&](PageSide which, const char* role, Value cache, const char*& known_as) -> ConstTensor {
     input(role, cache, Counted::not_all);
-    const char* const known_as = named(role, cache);
-    if (!check.ok()) return std::pair(known_as, ConstTensor());
+    known_as = named(role, cache);
+    if (!check.ok()) return {};
     const ValueData& data = graph_.at(cache);
     check.require(!written || data.kind == Kind::cache, known_as, " is written, but is no cache");
     ConstTensor tensor = declared(data.dtype, data.shape);
-    // What lies in one piece of a page is counted with: a named size is its bound.
-    const PageFormat& format = page_format(layout, tensor.dtype, key_or_value);
-    for (int i = format.contiguous_from; i < tensor.rank; ++i) tensor.shape[i] = dim(tensor.shape[i]).bound();
+    // What lies in one piece of a page is counted with, and so are numbers in groups: a named size is its bound.
+    const PageFormat& format = page_format(layout, tensor.dtype, which);
+    const int counted_from = in_groups ? std::min(format.contiguous_from, 3) : format.contiguous_from;
+    for (int i = counted_from; i < tensor.rank; ++i) tensor.shape[i] = dim(tensor.shape[i]).bound();
     make_contiguous(tensor);
-    return std::pair(known_as, tensor);
+    return tensor;
   };
-  const auto [key_name, key] = side(PageSide::key, "key_cache", key_cache);
-  const auto [value_name, value] = side(PageSide::value, "value_cache", value_cache);
-  kv_cache::check_pages(check, layout, key_name, key, value_name, value);
+  kv_cache::CacheNames names = kv_cache::kCacheNames;
+  kv_cache::CacheTensors cache = {layout, side(PageSide::key, names.key, key_cache, names.key), {}, {}};
+  cache.value = side(PageSide::value, names.value, value_cache, names.value);
+  ScaleInputs found;
+  const auto list = [&](PageSide which, const char*& known_as, Value value, int8_t& index, ConstTensor& tensor) {
+    if (!value.exists()) return;
+    tensor = side(which, known_as, value, known_as);
+    index = static_cast<int8_t>(inputs.size() - 1);
+  };
+  list(PageSide::key_scales, names.key_scales, scales.key, found.key, cache.scales.key);
+  list(PageSide::value_scales, names.value_scales, scales.value, found.value, cache.scales.value);
+  list(PageSide::key_scales, names.key_offsets, scales.key_offsets, found.key_offsets, cache.scales.key_offsets);
+  list(PageSide::value_scales, names.value_offsets, scales.value_offsets, found.value_offsets,
+       cache.scales.value_offsets);
+  if (check.ok()) kv_cache::check_cache(check, names, cache, kv_cache::CacheUse::read);
+  return found;
 }
 
 ShapeCheck::TensorCheck NewNode::result(DType dtype, const Shape& shape, const char* suffix) {

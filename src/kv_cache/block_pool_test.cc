@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -218,50 +219,76 @@ TEST(BlockPool, RandomisedAgainstAModel) {
   EXPECT_GT(num_refused, 1000);
 }
 
-// The header's example, with a cache: two sequences share a block until one of them writes.
+// The header's example, with a cache in each format: two sequences share a block until one of them writes.
 TEST(BlockPool, CopyOnWriteOfACache) {
   Context& context = test::contexts_with_threads(2).back().context;
   const PageSizes sizes = {.num_blocks = 4, .block_size = 32, .num_kv_heads = 1, .head_dim = 2, .value_head_dim = 2};
-  std::vector<float> keys(4 * 32 * 2), values(keys.size());
-  const Tensor k = key_pages(PageLayout::panel32, DType::f32, sizes, keys.data());
-  const Tensor v = value_pages(PageLayout::panel32, DType::f32, sizes, values.data());
-  const auto write = [&](int64_t block, int64_t row, float x) {
-    const float token[2] = {x, -x};
-    const int64_t slot = block * 32 + row;
-    const ConstTensor tokens = ConstTensor::contiguous(DType::f32, {1, 1, 2}, token);
-    return scatter_pa_kv_cache(context, tokens, tokens, ConstTensor::contiguous(DType::i64, {1}, &slot), k, v,
-                               {.layout = PageLayout::panel32})
-        .ok();
-  };
-  const auto read = [&](int64_t block) {
-    std::vector<float> out(4), out_values(4);
-    const int32_t length = 2;
-    EXPECT_TRUE(gather_pa_kv_cache(context, k, v, ConstTensor::contiguous(DType::i64, {1, 1}, &block),
-                                   ConstTensor::contiguous(DType::i32, {1}, &length),
-                                   Tensor::contiguous(DType::f32, {2, 1, 2}, out.data()),
-                                   Tensor::contiguous(DType::f32, {2, 1, 2}, out_values.data()),
-                                   {.layout = PageLayout::panel32})
-                    .ok());
-    EXPECT_EQ(out, out_values);
-    return out;
-  };
-  BlockPool pool = make(4);
-  Blocks first(1);
-  ASSERT_TRUE(pool.allocate(first).ok());
-  ASSERT_TRUE(write(first[0], 0, 1) && write(first[0], 1, 2));
-  ASSERT_TRUE(pool.fork(first).ok());
-  Blocks second = first;
-  Result<BlockWrite> prepared = pool.prepare_write(second[0]);
-  ASSERT_TRUE(prepared.ok() && prepared.value().copy_from >= 0);
-  const auto block = [](const Tensor& tensor, int64_t b) { return tensor.narrowed(0, b, 1); };
-  const int64_t from = prepared.value().copy_from, to = prepared.value().block;
-  ASSERT_TRUE(convert_pages(context, block(k, from), block(v, from), block(k, to), block(v, to),
-                            {.from = PageLayout::panel32, .to = PageLayout::panel32})
-                  .ok());
-  second[0] = to;
-  ASSERT_TRUE(write(second[0], 1, 5));
-  EXPECT_EQ(read(first[0]), (std::vector<float>{1, -1, 2, -2}));
-  EXPECT_EQ(read(second[0]), (std::vector<float>{1, -1, 5, -5}));
+  constexpr PageLayout kLayout = PageLayout::panel32;
+  for (const char* const name : {"f32", "bf16", "int8", "int8_offset", "int4", "int4_offset", "f8_e4m3"}) {
+    SCOPED_TRACE(name);
+    const KvFormat format = kv_format(name, 2, 2).value();
+    std::vector<float> memory[6];
+    for (std::vector<float>& numbers : memory) numbers.assign(4 * 32 * 2, 0.0f);
+    const Tensor k = key_pages(kLayout, format.dtype, sizes, memory[0].data());
+    const Tensor v = value_pages(kLayout, format.dtype, sizes, memory[1].data());
+    PageScales scales;
+    if (format.key_groups > 0) {
+      scales = {key_scale_pages(kLayout, sizes, 1, memory[2].data()),
+                value_scale_pages(kLayout, sizes, 1, memory[3].data())};
+    }
+    if (format.has_offsets) {
+      scales.key_offsets = key_scale_pages(kLayout, sizes, 1, memory[4].data());
+      scales.value_offsets = value_scale_pages(kLayout, sizes, 1, memory[5].data());
+    }
+    const auto write = [&](int64_t block, int64_t row, float x) {
+      const float token[2] = {x, -x};
+      const int64_t slot = block * 32 + row;
+      const ConstTensor tokens = ConstTensor::contiguous(DType::f32, {1, 1, 2}, token);
+      return scatter_pa_kv_cache(context, tokens, tokens, ConstTensor::contiguous(DType::i64, {1}, &slot), k, v,
+                                 {.layout = kLayout, .scales = scales})
+          .ok();
+    };
+    const auto read = [&](int64_t block) {
+      std::vector<float> out(4), out_values(4);
+      const int32_t length = 2;
+      EXPECT_TRUE(gather_pa_kv_cache(context, k, v, ConstTensor::contiguous(DType::i64, {1, 1}, &block),
+                                     ConstTensor::contiguous(DType::i32, {1}, &length),
+                                     Tensor::contiguous(DType::f32, {2, 1, 2}, out.data()),
+                                     Tensor::contiguous(DType::f32, {2, 1, 2}, out_values.data()),
+                                     {.layout = kLayout, .scales = scales})
+                      .ok());
+      EXPECT_EQ(out, out_values);
+      return out;
+    };
+    BlockPool pool = make(4);
+    Blocks first(1);
+    ASSERT_TRUE(pool.allocate(first).ok());
+    ASSERT_TRUE(write(first[0], 0, 1) && write(first[0], 1, 2));
+    const std::vector<float> shared = read(first[0]);
+    ASSERT_TRUE(pool.fork(first).ok());
+    Blocks second = first;
+    Result<BlockWrite> prepared = pool.prepare_write(second[0]);
+    ASSERT_TRUE(prepared.ok() && prepared.value().copy_from >= 0);
+    const auto block = [](const Tensor& tensor, int64_t b) { return tensor.narrowed(0, b, 1); };
+    const int64_t from = prepared.value().copy_from, to = prepared.value().block;
+    ASSERT_TRUE(
+        convert_pages(
+            context, block(k, from), block(v, from), block(k, to), block(v, to),
+            {.from = kLayout, .to = kLayout, .from_scales = scales.blocks(from), .to_scales = scales.blocks(to)})
+            .ok());
+    second[0] = to;
+    ASSERT_TRUE(write(second[0], 1, 5));
+    const std::vector<float> of_first = read(first[0]), of_second = read(second[0]);
+    EXPECT_EQ(of_first, shared);
+    const float expected[] = {1, -1, 5, -5};
+    for (size_t i = 0; i < 4; ++i) {
+      EXPECT_NEAR(of_second[i], expected[i], 0.1 * std::abs(expected[i]));
+      if (i < 2) {
+        EXPECT_EQ(of_second[i], shared[i]);
+      }
+      EXPECT_NEAR(shared[i], i < 2 ? expected[i] : expected[i] * 2 / 5, 0.2);
+    }
+  }
 }
 
 }  // namespace

@@ -123,6 +123,11 @@ Tensor value_scale_pages(PageLayout layout, const PageSizes& sizes, int64_t grou
   return pages(layout, DType::f32, PageSide::value_scales, sizes, groups, data);
 }
 
+PageScales PageScales::blocks(int64_t first, int64_t count) const {
+  const auto some = [&](const Tensor& t) { return t.rank > 0 ? t.narrowed(0, first, count) : t; };
+  return {some(key), some(value), some(key_offsets), some(value_offsets)};
+}
+
 Result<KvFormat> kv_format(std::string_view name, int64_t head_dim, int64_t value_head_dim) {
   return guarded([&]() -> Result<KvFormat> {
     for (const DType dtype : kv_cache::kPageTypes) {

@@ -125,13 +125,10 @@ TEST(QuantPagesConvert, CopiesABlockWithItsScales) {
     const QuantCache cache(layout, format_of("int4_offset"), kSizes, true, random);
     const std::vector<double> before = cache.all_bytes();
     const auto block = [](const Tensor& tensor, int64_t b) { return tensor.narrowed(0, b, 1); };
-    const auto scales = [&](int64_t b) {
-      return PageScales{block(cache.scales.key, b), block(cache.scales.value, b), block(cache.scales.key_offsets, b),
-                        block(cache.scales.value_offsets, b)};
-    };
     const Status status = convert_pages(
         contexts_with_threads(2).back().context, block(cache.key, 2), block(cache.value, 2), block(cache.key, 0),
-        block(cache.value, 0), {.from = layout, .to = layout, .from_scales = scales(2), .to_scales = scales(0)});
+        block(cache.value, 0),
+        {.from = layout, .to = layout, .from_scales = cache.scales.blocks(2), .to_scales = cache.scales.blocks(0)});
     ASSERT_TRUE(status.ok()) << status.message();
     const QuantSide keys = cache.keys(), values = cache.values();
     for (const QuantSide* const side : {&keys, &values}) {

@@ -12,6 +12,15 @@ namespace {
 
 std::string str(int64_t value) { return std::to_string(value); }
 
+Result<KvFormat> format_of(DType dtype, int64_t head_dim) {
+  std::string known;
+  for (const KvType& type : kKvTypes) {
+    if (type.dtype == dtype) return kv_format(type.format, head_dim, head_dim);
+    known += std::string(known.empty() ? "" : ", ") + to_string(type.dtype);
+  }
+  return Status::invalid_argument(std::string("kv_dtype is ") + to_string(dtype) + ", must be one of " + known);
+}
+
 }  // namespace
 
 Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& model,
@@ -27,10 +36,8 @@ Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& mo
     return Status::invalid_argument("context is " + str(options.context) + ", but the model's is " +
                                     str(model.config().max_context));
   }
-  if (options.kv_dtype != DType::f32 && options.kv_dtype != DType::bf16 && options.kv_dtype != DType::f16) {
-    return Status::invalid_argument(std::string("kv_dtype is ") + to_string(options.kv_dtype) +
-                                    ", must be f32, bf16 or f16");
-  }
+  const Result<KvFormat> format = format_of(options.kv_dtype, model.config().head_dim);
+  if (!format.ok()) return format.status();
   Result<Graph> layers = Graph::create("layers");
   if (!layers.ok()) return layers.status();
   Result<Graph> head = Graph::create("logits");
@@ -39,6 +46,7 @@ Result<LlamaSession> LlamaSession::create(Context& context, const LlamaModel& mo
   session.options_.prefill_chunk = std::min(options.prefill_chunk, options.context);
   session.options_.block_size = std::min(options.block_size, options.context);
   session.options_.logit_rows = std::min(options.logit_rows, session.options_.prefill_chunk);
+  session.format_ = format.value();
   OPST_TRY(session.build_layers());
   OPST_TRY(session.build_head());
   return session;
@@ -90,6 +98,58 @@ class Binder {
 
 }  // namespace
 
+Status LlamaSession::allocate_caches() {
+  const LlamaConfig& c = model_->config();
+  // Contiguous: one block that holds the whole context.
+  const int64_t whole = (options_.context + kPanelRows - 1) / kPanelRows * kPanelRows;
+  block_size_ = options_.cache == CacheKind::paged ? options_.block_size : whole;
+  num_blocks_ = (options_.context + block_size_ - 1) / block_size_;
+  // Panels, unless attention reads none of them: it reads no panels of u8.
+  const bool panels = supports(PageLayout::panel32, format_.dtype, block_size_, c.head_dim).ok();
+  page_layout_ = panels && format_.dtype != DType::u8 ? PageLayout::panel32 : PageLayout::norm;
+  OPST_TRY(supports(page_layout_, format_.dtype, block_size_, c.head_dim));
+  // One allocation for all layers: beyond 2 MiB it is whole huge pages, which come as they are touched.
+  const int64_t rows = num_blocks_ * block_size_ * c.num_kv_heads;
+  cache_elements_ = rows * c.head_dim / page_format(page_layout_, format_.dtype, PageSide::key).numbers;
+  scale_elements_ = rows * format_.key_groups;
+  OPST_TRY(allocate(format_.dtype, {2 * c.num_layers * cache_elements_}, cache_));
+  if (scale_elements_ > 0) OPST_TRY(allocate(DType::f32, {2 * c.num_layers * scale_elements_}, scales_));
+  kv_cache_bytes_ =
+      2 * c.num_layers * (cache_elements_ * size_bytes(format_.dtype) + scale_elements_ * size_bytes(DType::f32));
+  OPST_TRY(allocate(DType::i64, {1, num_blocks_}, block_table_));
+  OPST_TRY(allocate(DType::i64, {1}, kv_lengths_));
+  // The sequence takes blocks from the end of the pool, so that its order is not memory's.
+  for (int64_t i = 0; i < num_blocks_; ++i) static_cast<int64_t*>(block_table_.data)[i] = num_blocks_ - 1 - i;
+  return {};
+}
+
+Status LlamaSession::add_caches(int64_t index, Value (&caches)[2], ScaleValues& scales) {
+  const LlamaConfig& c = model_->config();
+  const PageSizes sizes{num_blocks_, block_size_, c.num_kv_heads, c.head_dim, c.head_dim};
+  Binder binder(layers_);
+  const auto part_of = [&](const Tensor& all, int64_t elements, int64_t side) {
+    return all.narrowed(0, (2 * index + side) * elements, elements).data;
+  };
+  const auto cache = [&](const char* name, const Tensor& pages) {
+    return binder.bound(layers_.cache("blk." + str(index) + "." + name, pages.dtype, Shape(pages)), pages);
+  };
+  caches[0] = cache("key_cache", key_pages(page_layout_, format_.dtype, sizes, part_of(cache_, cache_elements_, 0)));
+  caches[1] =
+      cache("value_cache", value_pages(page_layout_, format_.dtype, sizes, part_of(cache_, cache_elements_, 1)));
+  if (scale_elements_ == 0) return binder.status();
+  const auto scale_pages = [&](int64_t side) {
+    void* const data = part_of(scales_, scale_elements_, side);
+    // Attention reads those of a head after one another: in norm, whose strides are free, they lie so.
+    const Tensor by_head =
+        Tensor::contiguous(DType::f32, {num_blocks_, c.num_kv_heads, block_size_, format_.key_groups}, data);
+    if (page_layout_ == PageLayout::norm) return by_head.transposed(1, 2);
+    return (side == 0 ? key_scale_pages : value_scale_pages)(page_layout_, sizes, format_.key_groups, data);
+  };
+  scales.key = cache("key_scales", scale_pages(0));
+  scales.value = cache("value_scales", scale_pages(1));
+  return binder.status();
+}
+
 Status LlamaSession::build_layers() {
   const LlamaConfig& c = model_->config();
   const int64_t chunk = options_.prefill_chunk;
@@ -105,22 +165,7 @@ Status LlamaSession::build_layers() {
   const Value positions = binder.bound(g.input("positions", DType::i64, {rows_}), positions_);
   step.slots = binder.bound(g.input("slots", DType::i64, {rows_}), slots_);
 
-  // Contiguous: one block that holds the whole context.
-  constexpr int64_t kPanel = 32;
-  const bool paged = options_.cache == CacheKind::paged;
-  block_size_ = paged ? options_.block_size : (options_.context + kPanel - 1) / kPanel * kPanel;
-  num_blocks_ = (options_.context + block_size_ - 1) / block_size_;
-  page_layout_ = supports(PageLayout::panel32, options_.kv_dtype, block_size_, c.head_dim).ok() ? PageLayout::panel32
-                                                                                                : PageLayout::norm;
-  // One allocation for all layers: what is beyond 2 MiB is rounded up to whole huge pages, which come as they are
-  // touched.
-  cache_elements_ = num_blocks_ * block_size_ * c.num_kv_heads * c.head_dim;
-  OPST_TRY(allocate(options_.kv_dtype, {2 * c.num_layers * cache_elements_}, cache_));
-  kv_cache_bytes_ = cache_.num_elements() * size_bytes(cache_.dtype);
-  OPST_TRY(allocate(DType::i64, {1, num_blocks_}, block_table_));
-  OPST_TRY(allocate(DType::i64, {1}, kv_lengths_));
-  // The sequence takes blocks from the end of the pool, so that its order is not memory's.
-  for (int64_t i = 0; i < num_blocks_; ++i) static_cast<int64_t*>(block_table_.data)[i] = num_blocks_ - 1 - i;
+  OPST_TRY(allocate_caches());
   step.pages = {binder.bound(g.input("block_table", DType::i64, {1, num_blocks_}), block_table_),
                 binder.bound(g.input("kv_lengths", DType::i64, {1}), kv_lengths_), kv_len_};
 
@@ -166,17 +211,12 @@ Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hid
   }
 
   Value caches[2];
-  const PageSizes sizes{num_blocks_, block_size_, c.num_kv_heads, c.head_dim, c.head_dim};
-  for (int i = 0; i < 2; ++i) {
-    const Tensor memory = cache_.narrowed(0, (2 * index + i) * cache_elements_, cache_elements_);
-    const Tensor cache = i == 0 ? key_pages(page_layout_, memory.dtype, sizes, memory.data)
-                                : value_pages(page_layout_, memory.dtype, sizes, memory.data);
-    caches[i] = binder.bound(g.cache(name + (i == 0 ? "key_cache" : "value_cache"), cache.dtype, Shape(cache)), cache);
-  }
+  Graph::Pages pages = step.pages;
+  OPST_TRY(add_caches(index, caches, pages.scales));
   query = g.rope_scatter_pa_kv_cache(
       name + "rope_write", {.query = query, .key = key, .value = value, .table = step.rope, .slots = step.slots},
-      caches[0], caches[1], {.layout = page_layout_, .style = RopeStyle::pairs});
-  Value attended = g.paged_attention(name + "attention", query, caches[0], caches[1], step.pages,
+      caches[0], caches[1], {.layout = page_layout_, .style = RopeStyle::pairs}, pages.scales);
+  Value attended = g.paged_attention(name + "attention", query, caches[0], caches[1], pages,
                                      {.causal = true, .page_layout = page_layout_});
   attended = g.view(attended, {rows_, c.num_heads * c.head_dim});
   hidden = project("attn_output", attended, layer.attention_output, {.residual = hidden});

@@ -88,13 +88,26 @@ enum class CacheKind : uint8_t {
   paged,       // blocks of block_size positions, found through a block table
 };
 
+// What a session's cache may hold: the names that users give, dtypes of pages, formats of kv_format (opst/kv_cache.h).
+struct KvType {
+  const char* name;
+  DType dtype;
+  const char* format;
+};
+inline constexpr KvType kKvTypes[] = {
+    {"f32", DType::f32, "f32"},         {"bf16", DType::bf16, "bf16"},
+    {"f16", DType::f16, "f16"},         {"int8", DType::i8, "int8"},  // a scale for each token and head
+    {"int4", DType::u8, "int4"},  // a scale for each 32 numbers of those, where 32 divides head_dim
+    {"fp8", DType::f8_e4m3, "f8_e4m3"},
+};
+
 struct SessionOptions {
   int64_t context = 4096;       // positions, at most the model's max_context
-  DType kv_dtype = DType::f32;  // f32, bf16 or f16
+  DType kv_dtype = DType::f32;  // one of kKvTypes
   // int8: rounded where they meet quantised weights (opst/matmul.h).
   ActivationType activations = ActivationType::exact;
   CacheKind cache = CacheKind::contiguous;
-  // Of a paged cache. Multiples of 32 are read fastest (f32 and bf16): the layout is then panel32, else norm.
+  // Of a paged cache. Multiples of 32 are read fastest (all but f16 and int4): the layout is then panel32, else norm.
   int64_t block_size = 32;
   int64_t prefill_chunk = 512;  // tokens that go through the layers together
   int64_t logit_rows = 1;       // positions whose logits feed_all computes together
@@ -126,7 +139,7 @@ class LlamaSession {
   int64_t position() const { return position_; }
   int64_t context() const { return options_.context; }
   const LlamaConfig& config() const { return model_->config(); }
-  int64_t kv_cache_bytes() const { return kv_cache_bytes_; }
+  int64_t kv_cache_bytes() const { return kv_cache_bytes_; }  // scales counted
   // Starts an empty sequence.
   void reset() { position_ = 0; }
   // Forgets the tokens from `position` on; position <= position().
@@ -148,6 +161,10 @@ class LlamaSession {
 
   Status allocate(DType dtype, std::initializer_list<int64_t> shape, Tensor& tensor);
   Status build_layers();
+  // Block table, keys and values, and the scales of integers, for all layers.
+  Status allocate_caches();
+  // The parts of layer `index`, as values of the graph.
+  Status add_caches(int64_t index, Value (&caches)[2], ScaleValues& scales);
   // The decoder layer on `hidden`, which becomes its result.
   Status add_layer(int64_t index, const struct StepValues& step, Value& hidden);
   Status build_head();
@@ -172,8 +189,10 @@ class LlamaSession {
   Value head_hidden_;
 
   std::vector<Buffer> buffers_;
-  int64_t num_blocks_ = 1, block_size_ = 0, cache_elements_ = 0, kv_cache_bytes_ = 0;
+  int64_t num_blocks_ = 1, block_size_ = 0, cache_elements_ = 0, scale_elements_ = 0, kv_cache_bytes_ = 0;
+  KvFormat format_;
   Tensor cache_;                       // keys and values of all layers, cache_elements_ each
+  Tensor scales_;                      // f32, of integers: scales of the same, scale_elements_ each
   Tensor hidden_;                      // f32 [prefill_chunk, width]
   Tensor logits_;                      // f32 [logit_rows, vocab_size]
   Tensor tokens_, positions_, slots_;  // i64 [prefill_chunk]

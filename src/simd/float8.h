@@ -4,7 +4,9 @@
 //   load_f8(p), load_f8_n(p, n)        kLanes numbers, or n of them and zeros: exact
 //   store_f8(x, p), store_f8_n(x, p, n)  rounded to nearest even; numbers that are too large saturate
 //
-//   load_stored<V>(p), load_stored_n<V>(p, n)  the same of any storage type, int8_t too
+//   load_stored<V>(p), load_stored_n<V>(p, n)  the same of any storage type: also int8_t, and uint8_t for two numbers of
+//                                              four bits in a byte, of which n is even
+//   number_at(p, i), stored_bytes<T>(n)        where number i lies, an even one in uint8_t; bytes of n numbers
 //
 // Widening: the bits of a magnitude, moved to where f32 has exponent and mantissa, are its value times a power of two,
 // subnormals included. Narrowing: above the smallest normal number the exponent is moved and the bits that go are
@@ -93,6 +95,15 @@ OPST_INLINE void store_f8(F32 x, T* p) {
 #endif
 }
 
+template <class T>
+OPST_INLINE const T* number_at(const T* p, int64_t i) {
+  return p + (__is_same(T, uint8_t) ? i / 2 : i);
+}
+template <class T>
+OPST_INLINE int64_t stored_bytes(int64_t n) {
+  return __is_same(T, uint8_t) ? (n + 1) / 2 : n * static_cast<int64_t>(sizeof(T));
+}
+
 // kLanes numbers of any type that is stored, or n of them and zeros: V::load knows those of 16 bits and more.
 template <class T>
 inline constexpr bool kIsFloat8 = __is_same(T, f8_e4m3) || __is_same(T, f8_e5m2);
@@ -102,17 +113,22 @@ OPST_INLINE V load_stored(const T* p) {
     return load_f8(p);
   else if constexpr (__is_same(T, int8_t))
     return load_i8(p);
+  else if constexpr (__is_same(T, uint8_t))
+    return load_i4(p);
   else
     return V::load(p);
 }
 template <class V, class T>
 OPST_INLINE V load_stored_n(const T* p, int64_t n) {
+  if constexpr (sizeof(T) == 1) {
+    if (n == V::kLanes) return load_stored<V>(p);  // below, byte by byte
+  }
   if constexpr (kIsFloat8<T>) {
     return load_f8_n(p, n);
-  } else if constexpr (__is_same(T, int8_t)) {
-    int8_t lanes[V::kLanes] = {};
-    for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
-    return load_i8(lanes);
+  } else if constexpr (__is_same(T, int8_t) || __is_same(T, uint8_t)) {
+    T lanes[V::kLanes] = {};
+    for (int64_t i = 0; i < stored_bytes<T>(n); ++i) lanes[i] = p[i];
+    return load_stored<V>(lanes);
   } else {
     return V::load_n(p, n);
   }

@@ -473,6 +473,25 @@ TEST(SmallInts, UnpackEveryField) {
   });
 }
 
+TEST(SmallInts, TwoNumbersOfAByteInOrder) {
+  for_each_level([](const LevelTables& level) {
+    const auto lanes = static_cast<size_t>(level.f32.lanes);
+    std::vector<float> out(lanes);
+    for (size_t n = 2; n <= lanes; n += 2) {
+      const GuardedBuffer memory(static_cast<int64_t>(n / 2));
+      auto* const p = static_cast<uint8_t*>(memory.data());
+      for (int base = 0; base < 256; ++base) {
+        for (size_t i = 0; i < n / 2; ++i) p[i] = static_cast<uint8_t>(base + 37 * static_cast<int>(i));
+        level.storage.load_i4(p, static_cast<int64_t>(n), out.data());
+        for (size_t i = 0; i < lanes; ++i) {
+          const int bits = i >= n ? 0 : i % 2 == 0 ? p[i / 2] & 15 : p[i / 2] >> 4;
+          ASSERT_EQ(out[i], static_cast<float>(bits < 8 ? bits : bits - 16)) << base << ", number " << i << " of " << n;
+        }
+      }
+    }
+  });
+}
+
 // ---- numbers of eight bits
 
 template <class T, class Load, class Store>

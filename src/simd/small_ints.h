@@ -17,6 +17,7 @@
 //   field6<M>(words, high, i)   0..63: likewise, the upper two bits are the lowest two of the 4-bit field i of high
 //   signed_byte(words, i)       byte i of the lane's word, signed (no M)
 //   load_i8(p)                  p[lane] (no M)
+//   load_i4(p)                  number `lane` of kLanes / 2 bytes of two signed numbers each, the lower half first (no M)
 #pragma once
 
 #include "simd/vec.h"
@@ -83,6 +84,31 @@ OPST_INLINE F32 to_f32(I32 a) { return {__builtin_convertvector(a.v, F32::Raw)};
 OPST_INLINE I32 load_ints(const int8_t* p) { return {I32::Register{p[0], p[1], p[2], p[3]}}; }
 #endif
 OPST_INLINE F32 load_i8(const int8_t* p) { return to_f32(load_ints(p)); }
+
+// Four bytes hold the numbers of eight lanes (at the generic level, two of four): each lane moves its own to the top of
+// its word, whence it comes down with its sign.
+OPST_INLINE F32 load_i4(const uint8_t* p) {
+  constexpr Words::Register kLift =
+#if defined(__AVX512F__)
+      {28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0};
+  uint32_t low, high;
+  __builtin_memcpy(&low, p, 4);
+  __builtin_memcpy(&high, p + 4, 4);
+  const Words words = {(Words::Register)_mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(low)), 0xff00,
+                                                               static_cast<int>(high))};
+#elif defined(__AVX2__)
+      {28, 24, 20, 16, 12, 8, 4, 0};
+  uint32_t bits;
+  __builtin_memcpy(&bits, p, 4);
+  const Words words = words_of(bits);
+#else
+      {28, 24, 20, 16};
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+  const Words words = words_of(bits);
+#endif
+  return to_f32({as_ints(Words{words.v << kLift}).v >> 28});
+}
 
 #if defined(__AVX512F__)
 // Bits 0..3: a field of words; above them: bits of high, of whose field the lowest goes to bit 4.

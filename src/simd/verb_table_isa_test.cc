@@ -166,6 +166,9 @@ void signed_bytes(const uint32_t* words, float* out) {
   OPST_UNROLL for (int i = 0; i < 4; ++i) simd::signed_byte(w, i).store(out + i * F32::kLanes);
 }
 void load_i8(const int8_t* p, float* out) { simd::load_i8(p).store(out); }
+void load_i4(const uint8_t* p, int64_t n, float* out) {
+  (n == F32::kLanes ? simd::load_stored<F32>(p) : simd::load_stored_n<F32>(p, n)).store(out);
+}
 template <class T>
 void load_f8(const T* p, int64_t n, float* out) {
   (n == F32::kLanes ? simd::load_f8(p) : simd::load_f8_n(p, n)).store(out);
@@ -216,11 +219,11 @@ void philox_words(const uint32_t* key, const uint32_t* counter, uint32_t c0, uin
 constexpr BitTable bit_table() { return {select_bits, bits_of_bytes, philox_bits, philox_words}; }
 
 constexpr StorageTable storage_table() {
-  StorageTable t = {
-      load_bf16,         load_n_bf16,  store_bf16,   store_n_bf16,     load_f16,         load_n_f16,
-      store_f16,         store_n_f16,  nibbles,      nibbles_minus_8,  fields5_minus_16, fields6_minus_32,
-      shifted_nibbles,   signed_bytes, load_i8,      load_f8<f8_e4m3>, load_f8<f8_e5m2>, store_f8<f8_e4m3>,
-      store_f8<f8_e5m2>, load_words,   load_n_words, nullptr,          nullptr,          nullptr};
+  StorageTable t = {load_bf16,        load_n_bf16,      store_bf16,       store_n_bf16,      load_f16,
+                    load_n_f16,       store_f16,        store_n_f16,      nibbles,           nibbles_minus_8,
+                    fields5_minus_16, fields6_minus_32, shifted_nibbles,  signed_bytes,      load_i8,
+                    load_i4,          load_f8<f8_e4m3>, load_f8<f8_e5m2>, store_f8<f8_e4m3>, store_f8<f8_e5m2>,
+                    load_words,       load_n_words,     nullptr,          nullptr,           nullptr};
 #if defined(__AVX512F__)
   t.interleave_words = interleave_words;
 #endif

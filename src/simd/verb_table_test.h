@@ -68,6 +68,7 @@ struct StorageTable {
   void (*shifted_nibbles)(const uint32_t* words, float* out);  // of words >> 4 * i: field 0
   void (*signed_bytes)(const uint32_t* words, float* out);     // [4][lanes]
   void (*load_i8)(const int8_t* p, float* out);
+  void (*load_i4)(const uint8_t* p, int64_t n, float* out);    // n lanes, an even number, or all
   void (*load_e4m3)(const f8_e4m3* p, int64_t n, float* out);  // n lanes, or all
   void (*load_e5m2)(const f8_e5m2* p, int64_t n, float* out);
   void (*store_e4m3)(const float* x, int64_t n, f8_e4m3* p);

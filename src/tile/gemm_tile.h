@@ -19,7 +19,7 @@
 //            summand, so that splitting the depth over several calls adds in the same order
 //
 // A word is one lane of the product instruction's operand: a float, a double, or a pair of bf16 (k, k + 1). Where B is
-// narrower than A (ProductWiden), a word of B goes with kParts words of A.
+// narrower than A (ProductWiden, ProductOfBytes), a word of B goes with kParts words of A.
 //
 // MR x NV: 12 x 2 on 32 registers (24 accumulators hide the latency of two FMA units; loads per FMA 0.58), 6 x 2 on 16.
 // Each instantiation is a function of its own: inlined into a larger loop, g++ keeps that loop's constants in registers
@@ -28,6 +28,7 @@
 
 #include <type_traits>
 
+#include "simd/float8.h"
 #include "simd/vec.h"
 
 namespace opst::OPST_ISA_NS::tile {
@@ -90,7 +91,7 @@ OPST_INLINE int64_t words(int64_t elements) {
 template <class V, int64_t kStep, class Word>
 OPST_INLINE V element_of_words(const Word* words, int64_t n, int64_t key) {
   if constexpr (kStep == 1) {
-    return V::load_n(words, n);
+    return simd::load_stored_n<V>(words, n);
   } else {
     const simd::Bf16Words pairs = simd::Bf16Words::load_n(words, n);
     return key % 2 == 0 ? pairs.low() : pairs.high();
@@ -123,6 +124,17 @@ struct ProductWiden : ProductF32 {
   static OPST_INLINE V multiply_add(Operand a, OperandB b, int part, V c) {
     return simd::fma(a, part == 0 ? b.low() : b.high(), c);
   }
+};
+
+// f32 times numbers of eight bits (int8_t, f8_e4m3, f8_e5m2), which are widened in registers.
+template <class T>
+struct ProductOfBytes : ProductF32 {
+  using WordB = T;
+  struct OperandB {
+    V v;
+    static OPST_INLINE OperandB load(const T* p) { return {simd::load_stored<V>(p)}; }
+  };
+  static OPST_INLINE V multiply_add(Operand a, OperandB b, int, V c) { return simd::fma(a, b.v, c); }
 };
 
 #if defined(__AVX512BF16__)

@@ -202,9 +202,7 @@ void run(const Options& options) {
     usage_error(std::to_string(session.context) + " tokens are asked for, but the model's context is " +
                 std::to_string(config.max_context));
   }
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    if (options.kv_dtype == to_string(dtype)) session.kv_dtype = dtype;
-  }
+  session.kv_dtype = kv_dtype_of(options.kv_dtype);
   session.activations = activation_type(options.activations);
   const model::LlamaModel model = value_or_fail(model::LlamaModel::load(context, file));
   Bench bench(context, model, session);
@@ -273,10 +271,7 @@ void add_bench_model(CLI::App& bench) {
   add_list(*command, "--context", options->contexts, "Keys that a decoded token sees, separated by commas", at_least(1))
       ->type_name("N");
   add_threads_option(*command, options->num_threads);
-  command->add_option("--kv-dtype", options->kv_dtype, "How keys and values are cached")
-      ->check(one_of({"f32", "bf16", "f16"}))
-      ->type_name("f32|bf16|f16")
-      ->capture_default_str();
+  add_kv_dtype_option(*command, options->kv_dtype);
   add_activations_option(*command, options->activations);
   command->add_flag("--json", options->json, "Print one JSON object");
   command->callback([options] { run(*options); });

@@ -47,12 +47,32 @@ ActivationType activation_type(const std::string& activations) {
   return activations == "int8" ? ActivationType::int8 : ActivationType::exact;
 }
 
+void add_kv_dtype_option(CLI::App& command, std::string& name) {
+  std::vector<std::string> names;
+  std::string all;
+  for (const model::KvType& type : model::kKvTypes) {
+    names.push_back(type.name);
+    all += (all.empty() ? "" : "|") + names.back();
+  }
+  command
+      .add_option("--kv-dtype", name,
+                  "How keys and values are cached. int8: with a scale for each token and head; int4: with one for each "
+                  "32 numbers; fp8: three bits of mantissa")
+      ->check(one_of(names))
+      ->type_name(all)
+      ->capture_default_str();
+}
+
+DType kv_dtype_of(const std::string& name) {
+  for (const model::KvType& type : model::kKvTypes) {
+    if (name == type.name) return type.dtype;
+  }
+  return DType::f32;
+}
+
 void SessionArguments::add_to(CLI::App& command, const std::string& context_help, int64_t least_context) {
   command.add_option("-c,--context", context_, context_help)->check(at_least(least_context))->type_name("N");
-  command.add_option("--kv-dtype", kv_dtype_, "How keys and values are cached")
-      ->check(one_of({"f32", "bf16", "f16"}))
-      ->type_name("f32|bf16|f16")
-      ->capture_default_str();
+  add_kv_dtype_option(command, kv_dtype_);
   add_activations_option(command, activations_);
 }
 
@@ -63,13 +83,6 @@ int64_t SessionArguments::context(const model::LlamaConfig& config, int64_t defa
                 std::to_string(config.max_context));
   }
   return context;
-}
-
-DType SessionArguments::kv_dtype() const {
-  for (const DType dtype : {DType::bf16, DType::f16}) {
-    if (kv_dtype_ == to_string(dtype)) return dtype;
-  }
-  return DType::f32;
 }
 
 }  // namespace opst::tools

@@ -30,13 +30,18 @@ class SamplingArguments {
 void add_activations_option(CLI::App& command, std::string& activations);
 ActivationType activation_type(const std::string& activations);
 
+// --kv-dtype, one of model::kKvTypes by name, and the dtype of pages that it means.
+void add_kv_dtype_option(CLI::App& command, std::string& name);
+DType kv_dtype_of(const std::string& name);
+
 // --context, --kv-dtype, --activations
 class SessionArguments {
  public:
   void add_to(CLI::App& command, const std::string& context_help, int64_t least_context = 1);
   // What was given, else the default or, where that is less, the model's. More than the model's is a usage error.
   int64_t context(const model::LlamaConfig& config, int64_t default_context) const;
-  DType kv_dtype() const;
+  DType kv_dtype() const { return kv_dtype_of(kv_dtype_); }
+  const std::string& kv_dtype_name() const { return kv_dtype_; }
   ActivationType activations() const { return activation_type(activations_); }
 
  private:

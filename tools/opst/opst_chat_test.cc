@@ -264,7 +264,9 @@ TEST_F(OpstChat, OptionsReachTheModel) {
   EXPECT_NE(out({"-s", "5"}), out({"-s", "6"}));
   EXPECT_NE(out({"--system", "x"}), out({}));
   EXPECT_NE(out({"--system", ""}), out({"--system", "x"}));
-  EXPECT_EQ(out({"--kv-dtype", "bf16"}).empty(), false);
+  for (const char* dtype : {"bf16", "int8", "int4", "fp8"}) {
+    EXPECT_EQ(out({"--kv-dtype", dtype}).empty(), false) << dtype;
+  }
 }
 
 TEST_F(OpstChat, WrongUsageIsExitCode2) {

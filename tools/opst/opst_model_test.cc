@@ -46,6 +46,24 @@ TEST_F(OpstModel, PlanCountsNodesBytesAndFlops) {
   EXPECT_EQ(plan["bytes_per_token"], (plan["weight_bytes"].get<int64_t>() + plan["cache_bytes"].get<int64_t>()) / 4);
 }
 
+// A token of one head: numbers and scales, read and written.
+TEST_F(OpstModel, PlanCountsScales) {
+  for (const auto& [dtype, bytes] : {std::pair("int8", 32 + 4), {"int4", 16 + 4}, {"fp8", 32}}) {
+    const nlohmann::json plan = json_of({"plan", "model", "--context", "100", "--kv-dtype", dtype});
+    EXPECT_EQ(plan["kv_cache_bytes"], 128 * 3 * 2 * bytes) << dtype;  // 100 positions in panels of 32
+    for (const nlohmann::json& node : plan["graphs"][0]["nodes"]) {
+      if (node["name"] == "blk.1.attention") {
+        EXPECT_EQ(node["cache_bytes"], 100 * 2 * bytes) << dtype;
+      } else if (node["name"] == "blk.1.rope_write") {
+        EXPECT_EQ(node["cache_bytes"], 2 * bytes) << dtype;
+      }
+    }
+    const Outcome text = run_program({"plan", "model", "-m", model_, "--context", "100", "--kv-dtype", dtype});
+    EXPECT_NE(text.out.find("The cache of 100 positions as " + std::string(dtype) + " takes 0.0"), std::string::npos)
+        << text.out;
+  }
+}
+
 TEST_F(OpstModel, PlanPrintsTheFirstLayerOrAll) {
   const Outcome first = run_program({"plan", "model", "-m", model_});
   EXPECT_EQ(first.exit_code, 0) << first.err;

@@ -90,7 +90,8 @@ TEST_F(Opst, WrongUsageIsExitCode2) {
   refused(with_model("generate", {"-p", "x", "-t", "0"}), "--threads");
   refused(with_model("generate", {"-p", "x", "-b", "0"}), "--prefill-chunk");
   refused(with_model("generate", {"-p", "x", "--block-size", "-1"}), "--block-size");
-  refused(with_model("generate", {"-p", "x", "--kv-dtype", "i8"}), "--kv-dtype");
+  refused(with_model("generate", {"-p", "x", "--kv-dtype", "i8"}),
+          "--kv-dtype: 'i8' is none of f32, bf16, f16, int8, int4, fp8");
   refused(with_model("generate", {"-p", "x", "--activations", "f16"}), "--activations");
   refused(with_model("generate", {"-p", "x", "--cache", "heap"}), "--cache");
   refused(with_model("generate", {"-p", "x", "--greedy", "--top-k", "3"}), "--greedy");
@@ -195,11 +196,21 @@ TEST_F(Opst, CachesAndChunksDoNotMatter) {
     variant.insert(variant.end(), base.begin(), base.end());
     EXPECT_EQ(generate_json(variant)["tokens"], expected["tokens"]) << variant[0] << variant[1];
   }
-  for (const char* dtype : {"bf16", "f16"}) {
-    std::vector<std::string> arguments = base;
-    arguments.insert(arguments.end(), {"--kv-dtype", dtype});
-    EXPECT_EQ(generate_json(arguments)["kv_cache_bytes"].get<int64_t>() * 2, expected["kv_cache_bytes"].get<int64_t>());
+}
+
+// Bytes of a token, for its one head in two layers.
+TEST_F(Opst, CachesOfEveryTypeTakeTheirMemory) {
+  for (const auto& [dtype, bytes] :
+       {std::pair("f32", 128), {"bf16", 64}, {"f16", 64}, {"int8", 32 + 4}, {"int4", 16 + 4}, {"fp8", 32}}) {
+    for (const char* cache : {"contiguous", "paged"}) {
+      const nlohmann::json json = generate_json(
+          {"-p", "The quick brown fox", "-n", "20", "--ignore-eos", "--kv-dtype", dtype, "--cache", cache});
+      EXPECT_EQ(json["kv_cache_bytes"], 512 * 2 * 2 * bytes) << dtype << ", " << cache;
+      EXPECT_EQ(json["tokens"].size(), 20u) << dtype << ", " << cache;
+    }
   }
+  const Outcome help = run_program({"generate", "--help"});
+  EXPECT_NE(help.out.find("f32|bf16|f16|int8|int4|fp8"), std::string::npos) << help.out;
 }
 
 TEST_F(Opst, FinishReasons) {

@@ -90,14 +90,16 @@ void run(const Options& options) {
     write_json(json);
     return;
   }
-  char totals[400];
+  char totals[500];
   std::snprintf(
       totals, sizeof(totals),
       "\nA step of %lld token(s), the last of which sees %lld keys: weights %.2f MB, cached keys and values %.2f "
-      "MB,\nthat is %.2f MB per token; products and attention %.1f MFLOP\n",
+      "MB,\nthat is %.2f MB per token; products and attention %.1f MFLOP\nThe cache of %lld positions as %s takes %.2f "
+      "MB\n",
       static_cast<long long>(options.tokens), static_cast<long long>(keys),
       static_cast<double>(cost.weight_bytes) / 1e6, static_cast<double>(cost.cache_bytes) / 1e6,
-      static_cast<double>(per_token) / 1e6, cost.flops / 1e6);
+      static_cast<double>(per_token) / 1e6, cost.flops / 1e6, static_cast<long long>(keys),
+      options.session.kv_dtype_name().c_str(), static_cast<double>(session.kv_cache_bytes()) / 1e6);
   write_output(table(layers, config.num_layers, options.all) + "\n" + table(logits, 1, true) + totals);
 }
 

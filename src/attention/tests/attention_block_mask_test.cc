@@ -385,9 +385,15 @@ TEST(AttentionBlockMask, PlansCutRowsAndKeysWhereTheMaskIsCut) {
     EXPECT_EQ(plan_attention(long_problem(8192, 16, 0.1), machine).block_kv, 64);
     EXPECT_EQ(plan_attention(long_problem(8192, 40, 0.1), machine).block_kv, 80);
     EXPECT_GE(plan_attention(long_problem(8192, 2 * 1009, 0.1), machine).block_kv, 64);
-    // Pages of eight bits are read in place, by a register tile of rows at most, however small the mask's blocks are.
+    // Pages of eight bits are packed as floats are; few rows read them in place, a register tile at most, however small
+    // the mask's blocks are.
     AttentionProblem bytes = long_problem(8192, 16, 0.1);
-    bytes.kv_dtype = DType::i8, bytes.paged = true, bytes.block_size = 16;
+    const AttentionPlan of_floats = plan_attention(bytes, machine);
+    bytes.kv_dtype = DType::i8, bytes.paged = true, bytes.block_size = 16, bytes.key_groups = bytes.value_groups = 1;
+    const AttentionPlan packed = plan_attention(bytes, machine);
+    EXPECT_EQ(packed.kv_access, KvAccess::packed_shared);
+    EXPECT_EQ(packed.block_q, of_floats.block_q) << to_string(packed);
+    bytes.query_len = 1;
     const AttentionPlan in_place = plan_attention(bytes, machine);
     EXPECT_EQ(in_place.kv_access, KvAccess::in_place);
     EXPECT_LE(in_place.block_q, in_place.tile_rows) << to_string(in_place);

@@ -31,6 +31,11 @@ struct Draw {
   // Sizes of row_offsets' first dimensions and of blocks; mask_heads 0: no block mask.
   int64_t mask_batch = 1, mask_heads = 0, mask_block_q = 1, mask_block_kv = 1;
   bool non_finite = false;  // one element of key or value
+  // Of draw_for_forward alone: blocks of sparse indices (0: there are none) and the entries of a list; columns of a rope
+  // apart, in one tensor with the keys or not; values that are the first columns of the keys.
+  bool for_forward = false;
+  int64_t index_block = 0, index_count = 0, rope_dim = 0;
+  bool rope_beside = false, values_of_keys = false;
   AttentionOptions options;
 
   int64_t batch() const { return static_cast<int64_t>(query_lens.size()); }
@@ -66,6 +71,10 @@ inline std::map<std::string, bool> options_of(const Draw& d) {
       {"standard path", o.path == AttentionPath::standard},
       {"half precision", d.query_dtype == DType::bf16 || d.query_dtype == DType::f16},
   };
+  if (!d.for_forward) return on;
+  on["sparse indices"] = d.index_block > 0;
+  on["rope apart"] = d.rope_dim > 0;
+  on["values of keys"] = d.values_of_keys;
   return on;
 }
 
@@ -111,6 +120,8 @@ inline std::string to_string(const Draw& d) {
   s.append(" ").append(to_string(d.bias_dtype));
   number("block mask", d.mask_batch);
   for (const int64_t x : {d.mask_heads, d.mask_block_q, d.mask_block_kv}) number("", x);
+  number("indices", d.index_block);
+  for (const int64_t x : {d.index_count, d.rope_dim, int64_t{d.rope_beside}}) number("", x);
   number("ranks", d.mask_rank);
   number("", d.bias_rank);
   if (d.non_finite) s += ", one element not finite";
@@ -219,6 +230,31 @@ inline Draw draw(Random& random) {
   }
   d.share_pages = random.chance(0.6);
   d.non_finite = random.chance(0.12);
+  return d;
+}
+
+// With what backward does not take.
+inline Draw draw_for_forward(Random& random) {
+  Draw d = draw(random);
+  d.for_forward = true;
+  const bool panels = d.keys == Keys::panel_pages;
+  if (d.mask_heads == 0 && random.chance(0.45)) {
+    d.index_block = panels ? random.pick<int64_t>({32, 64}) : random.pick<int64_t>({1, 1, 2, 4, 8, 16, 64});
+    const int64_t blocks = ceil_div(d.longest_keys(), d.index_block);
+    d.index_count =
+        random.pick<int64_t>({0, 1, blocks, blocks + 2, random.integer(0, blocks), random.integer(0, blocks)});
+    d.options.path = AttentionPath::automatic;
+  } else if (!panels && random.chance(0.2)) {
+    d.options.path = AttentionPath::standard;
+  }
+  if (!panels && random.chance(0.4)) {
+    d.rope_dim = random.pick<int64_t>({1, 3, 8, 16});
+    d.rope_beside = random.chance(0.5);
+  }
+  if (!panels && random.chance(0.4)) {
+    d.values_of_keys = true;
+    d.value_head_dim = random.chance(0.4) ? d.head_dim : random.integer(1, d.head_dim);
+  }
   return d;
 }
 

@@ -56,7 +56,7 @@ AttentionProblem some_problem(Random& random) {
   AttentionProblem p;
   const int one_in = random.pick({2, 5, 100});
   for (int64_t* size : {&p.batch, &p.num_heads, &p.num_kv_heads, &p.query_len, &p.kv_len, &p.head_dim,
-                        &p.value_head_dim, &p.block_size}) {
+                        &p.value_head_dim, &p.block_size, &p.key_groups, &p.value_groups}) {
     *size = some_size(random, one_in);
   }
   if (random.chance(0.3)) {

@@ -1,0 +1,121 @@
+// Attention backward of sparse indices: against the float64 reference, bits of any number of threads, plans, and what is
+// refused.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+#include "attention/tests/attention_backward_call.h"
+
+namespace opst::test {
+namespace {
+
+// A draw with lists, without what asks for the positions of keys.
+Draw draw_lists(Random& random) {
+  Draw d = draw_for_backward(random);
+  d.mask = d.bias = d.alibi = d.drop_mask = false;
+  d.mask_heads = 0;
+  d.options.dropout = {};
+  d.options.path = AttentionPath::automatic;
+  d.index_block = random.pick<int64_t>({1, 1, 2, 4, 8, 16, 64});
+  const int64_t blocks = ceil_div(d.longest_keys(), d.index_block);
+  d.index_count =
+      random.pick<int64_t>({0, 1, blocks, blocks + 2, random.integer(0, blocks), random.integer(0, blocks)});
+  return d;
+}
+
+void expect_right(const Draw& d, const BackwardForm& form, Random& random, double& worst_ratio) {
+  DrawnCall call(d, random);
+  BackwardCallData data(call, form, random);
+  const TestContext& t =
+      contexts()[static_cast<size_t>(random.integer(0, static_cast<int64_t>(contexts().size()) - 1))];
+  const BackwardCallData::Outcome r = data.run(t.context);
+  ASSERT_EQ(data.judge(r, t.context, worst_ratio), "") << t.name;
+  const auto others = contexts_like(t);
+  const TestContext& other = *others[static_cast<size_t>(random.integer(0, static_cast<int64_t>(others.size()) - 1))];
+  ASSERT_EQ(data.run(other.context).differs_from(r), "")
+      << t.name << " against " << other.name << "\n  " << to_string(d);
+}
+
+TEST(AttentionBackwardLists, RandomListsAgreeWithTheReference) {
+  Random random(seed());
+  double worst_ratio = 0;
+  const int draws = exhaustive() ? 8000 : static_cast<int>(600 * (kThreadSanitizer ? kEffort / 5 : kEffort));
+  for (int n = 0; n < draws; ++n) {
+    const Draw d = draw_lists(random);
+    SCOPED_TRACE("draw " + std::to_string(n));
+    expect_right(d, draw_form(d, random), random, worst_ratio);
+    if (HasFatalFailure()) return;
+  }
+  std::printf("%d draws, worst error / bound %.2f\n", draws, worst_ratio);
+}
+
+// One latent KV head, whose values are the first 512 columns of its keys; groups of one block of rows and of several.
+TEST(AttentionBackwardLists, HeadsShareKeysAndValues) {
+  Random random(seed() + 1);
+  double worst_ratio = 0;
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const int64_t heads : {1, 16, 26}) {
+      Draw d;
+      d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
+      d.num_heads = heads, d.head_dim = 576, d.value_head_dim = 512, d.values_of_keys = true;
+      d.query_lens = {4}, d.kv_lens = {90};
+      d.index_block = 1, d.index_count = 50;
+      d.options.causal = true;
+      d.options.block_q = heads == 26 ? 20 : 0;
+      d.options.block_kv = 32;
+      expect_right(d, {}, random, worst_ratio);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// A task is a block of rows; its memory grows with the list, not with the keys.
+TEST(AttentionBackwardLists, PlansFollowTheList) {
+  AttentionBackwardProblem b = {.forward = {.num_heads = 16, .query_len = 100, .kv_len = 65536}};
+  b.forward.head_dim = b.forward.value_head_dim = 64;
+  b.forward.sparse_indices = {1, 2048};
+  b.key_rows = 65536;
+  for (const TestContext& t : contexts()) {
+    const Machine& m = t.context.machine();
+    const AttentionBackwardPlan plan = plan_attention_backward(b, m);
+    EXPECT_EQ(16 % plan.block_q, 0);
+    EXPECT_EQ(plan.num_tasks, 100 * 16 / plan.block_q);
+    AttentionBackwardProblem longer = b;
+    longer.forward.kv_len = longer.key_rows = 1 << 20;
+    EXPECT_EQ(plan_attention_backward(longer, m).scratch_bytes_per_worker, plan.scratch_bytes_per_worker);
+  }
+}
+
+TEST(AttentionBackwardLists, Refusals) {
+  Random random(seed() + 2);
+  Draw d;
+  d.head_dim = d.value_head_dim = 8, d.query_lens = {2}, d.kv_lens = {5};
+  d.index_block = 1, d.index_count = 3;
+  DrawnCall call(d, random);
+  BackwardCallData data(call, {}, random);
+  const TestContext& t = contexts().front();
+  BackwardCallData::Outcome r = data.run(t.context);
+  ASSERT_TRUE(r.status.ok()) << r.status.message();
+  const auto run = [&](const AttentionInputs& in, const AttentionOptions& options) {
+    return flash_attention_backward(t.context, in, data.saved(r.forward), r.tensors, options).message();
+  };
+  const auto listed = call.inputs.sparse_indices;
+  AttentionInputs rope = call.inputs;
+  rope.query_rope = rope.query, rope.key_rope = rope.key;
+  EXPECT_EQ(
+      run(rope, {}),
+      "flash_attention_backward: query_rope and key_rope have no gradients: query and key may hold their columns");
+  EXPECT_EQ(run(call.inputs, {.dropout = {.keep_prob = 0.5}}),
+            "flash_attention_backward: sparse_indices have gradients without mask, bias, alibi_slopes and dropout");
+  const std::vector<int32_t> bad = {0, 1, 2, 0, 1, 1};
+  AttentionInputs repeated = call.inputs;
+  repeated.sparse_indices = {ConstTensor::contiguous(DType::i32, {1, 2, 1, 3}, bad.data()), listed.block_size};
+  fill(r.tensors.grad_key, Fill::nan, random);
+  EXPECT_EQ(run(repeated, {}),
+            "flash_attention_backward: sparse_indices.indices[0][1][0][2] is 1, as is "
+            "sparse_indices.indices[0][1][0][1] of the same list");
+  EXPECT_TRUE(std::isnan(get(r.tensors.grad_key, 0)));
+}
+
+}  // namespace
+}  // namespace opst::test

@@ -1,0 +1,101 @@
+// TileRows: how a forward call brings keys and values to the kernels, wherever they lie: pointers to rows or panels, or
+// packed tiles. The keys of a tile come in runs of neighbouring ones (KvBlocks and SelectedKeys).
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "attention/call_memory.h"
+#include "attention/tile_scales.h"
+
+namespace opst::attention {
+
+struct TileRows : CallMemory {
+  using Worker = Layout::Worker;
+  using Runs = std::span<const KeyInterval>;
+
+  const Kernels& kernels;
+  const TileScales scales{*this, layout.keys_per_call};
+  // Values are the first columns of the keys' rows, in memory or in copies of them: their pointers are one list.
+  const bool values_are_keys = plan.kv_access == KvAccess::in_place && in.key.data == in.value.data &&
+                               p.value_head_dim <= p.head_dim - p.rope_dim && same_rows(in.key, in.value);
+
+  // Pointers to `count` keys of a head, in runs: rows of the tensor, or copies of them with their rope.
+  void locate_keys(int64_t head, Runs runs, int64_t count, const Worker& w, const void** pointers) const {
+    kv_rows(in.key, head).locate(runs, pointers);
+    if (!p.copies_keys) return;
+    kv_rows(in.key_rope, head).locate(runs, w.rope_rows);
+    const int64_t element = size_bytes(p.kv_dtype), key_dim = p.head_dim - p.rope_dim;
+    for (int64_t i = 0; i < count; ++i) {
+      char* copy = w.key_copies + i * p.head_dim * element;
+      copy_elements(pointers[i], in.key.strides[3], key_dim, element, copy);
+      copy_elements(w.rope_rows[i], in.key_rope.strides[3], p.rope_dim, element, copy + key_dim * element);
+      pointers[i] = copy;
+    }
+  }
+  // Where keys (values) are bytes, the pointers to `count` of them become pointers to floats.
+  bool widen(int64_t head, Runs runs, int64_t count, bool keys, const Worker& w) const {
+    if (kernels.widen_rows == nullptr) return false;
+    const void** const rows = keys ? w.key_rows : w.value_rows;
+    KvTile tile = {.first_key = 0, .count = count, .partial = false};
+    (keys ? tile.key_rows : tile.value_rows) = rows;
+    bring_scales(head, runs, 0, w, tile);
+    const int64_t dim = keys ? p.head_dim : p.value_head_dim;
+    kernels.widen_rows(tile, keys, dim, w.floats);
+    for (int64_t i = 0; i < count; ++i) rows[i] = w.floats + i * dim;
+    return true;
+  }
+  // Packs `count` keys of a head to `to`.
+  void pack_keys(int64_t head, Runs runs, int64_t count, const Worker& w, char* to) const {
+    locate_keys(head, runs, count, w, w.key_rows);
+    const bool copied = p.copies_keys || widen(head, runs, count, true, w);
+    kernels.pack_keys(w.key_rows, copied ? 1 : in.key.strides[3], count, p.head_dim, to);
+  }
+  // The values, behind the keys' place; true where they are finite.
+  bool pack_values(int64_t head, Runs runs, int64_t count, const Worker& w, char* to) const {
+    kv_rows(in.value, head).locate(runs, w.value_rows);
+    const int64_t dim_stride = widen(head, runs, count, false, w) ? 1 : in.value.strides[3];
+    return kernels.pack_values(w.value_rows, dim_stride, count, p.value_head_dim, to + layout.key_tile_bytes);
+  }
+
+  // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
+  // of a kernel's call are one array, so that it may look ahead from one tile to the next.
+  int64_t locate_rows(int64_t head, Runs runs, const Worker& w, int64_t pointers, KvTile& t) const {
+    const void **keys = w.key_rows + pointers, **values = values_are_keys ? keys : w.value_rows + pointers;
+    t.key_rows = keys;
+    t.value_rows = values;
+    if (plan.kv_access == KvAccess::in_place) {
+      locate_keys(head, runs, t.count, w, keys);
+      if (!values_are_keys) kv_rows(in.value, head).locate(runs, values);
+      return t.count;
+    }
+    const int64_t panels = ceil_div(t.count, kPanelRows);
+    const KvRows key_pages = kv_rows(in.key, head), value_pages = kv_rows(in.value, head);
+    for (int64_t i = 0; i < panels; ++i) {
+      keys[i] = key_pages.row(t.first_key + i * kPanelRows);
+      values[i] = value_pages.row(t.first_key + i * kPanelRows);
+    }
+    return panels;
+  }
+
+  // Scales and offsets of a tile's rows, entries `first` and on of a worker's lists; nothing where keys are no integers.
+  void bring_scales(int64_t head, Runs runs, int64_t first, const Worker& w, KvTile& t) const {
+    if (layout.scale_lists > 0) scales.copy(head, runs, w.scales + first, t);
+    if (layout.group_lists > 0) scales.locate(head, runs, w.groups + first, t);
+  }
+
+ private:
+  static void copy_elements(const void* row, int64_t stride, int64_t count, int64_t element_bytes, char* to) {
+    const char* from = static_cast<const char*>(row);
+    if (stride == 1) {
+      std::memcpy(to, from, static_cast<size_t>(count * element_bytes));
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(to + i * element_bytes, from + i * stride * element_bytes, static_cast<size_t>(element_bytes));
+    }
+  }
+};
+
+}  // namespace opst::attention
