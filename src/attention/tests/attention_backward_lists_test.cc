@@ -10,7 +10,7 @@ namespace opst::test {
 namespace {
 
 // A draw with lists, without what asks for the positions of keys.
-Draw draw_lists(Random& random) {
+Draw draw_with_lists(Random& random) {
   Draw d = draw_for_backward(random);
   d.mask = d.bias = d.alibi = d.drop_mask = false;
   d.mask_heads = 0;
@@ -41,7 +41,7 @@ TEST(AttentionBackwardLists, RandomListsAgreeWithTheReference) {
   double worst_ratio = 0;
   const int draws = exhaustive() ? 8000 : static_cast<int>(600 * (kThreadSanitizer ? kEffort / 5 : kEffort));
   for (int n = 0; n < draws; ++n) {
-    const Draw d = draw_lists(random);
+    const Draw d = draw_with_lists(random);
     SCOPED_TRACE("draw " + std::to_string(n));
     expect_right(d, draw_form(d, random), random, worst_ratio);
     if (HasFatalFailure()) return;

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <map>
+#include <numeric>
 
 #include "attention/tests/attention_problem.h"
 
@@ -256,6 +257,31 @@ inline Draw draw_for_forward(Random& random) {
     d.value_head_dim = random.chance(0.4) ? d.head_dim : random.integer(1, d.head_dim);
   }
   return d;
+}
+
+// Lists of blocks in any order, in t [batch, query_len, num_kv_heads, count] (varlen: [1, tokens, ...]). Rows that belong
+// to no query hold what would be refused.
+inline void draw_lists(const Draw& d, const Tensor& t, Random& random) {
+  for (int64_t i = 0; i < t.num_elements(); ++i) set(t, i, 123456789);
+  int64_t first = 0;  // row of the sequence's first query
+  for (size_t b = 0; b < d.query_lens.size(); ++b) {
+    const int64_t blocks = ceil_div(d.kv_lens[b], d.index_block);
+    for (int64_t i = 0; i < d.query_lens[b] * d.num_kv_heads; ++i) {
+      std::vector<int64_t> list(static_cast<size_t>(blocks));
+      std::iota(list.begin(), list.end(), 0);
+      for (size_t n = list.size(); n > 1; --n) {
+        std::swap(list[n - 1], list[static_cast<size_t>(random.integer(0, static_cast<int64_t>(n) - 1))]);
+      }
+      const int64_t most = std::min(blocks, d.index_count), used = random.chance(0.5) ? most : random.integer(0, most);
+      const Tensor row = t.selected(0, d.varlen_q ? 0 : static_cast<int64_t>(b))
+                             .selected(0, first + i / d.num_kv_heads)
+                             .selected(0, i % d.num_kv_heads);
+      for (int64_t n = 0; n < d.index_count; ++n) {
+        set(row, n, n < used ? static_cast<double>(list[static_cast<size_t>(n)]) : -1);
+      }
+    }
+    if (d.varlen_q) first += d.query_lens[b];
+  }
 }
 
 // How often each option was drawn.

@@ -20,9 +20,9 @@ class DrawnCall {
     const int64_t batch = d.batch();
     const std::vector<int64_t> q_ends = ends(d.query_lens), k_ends = ends(d.kv_lens);
     const auto queries = [&](int64_t dim) {
-      return d.varlen_q
-                 ? tokens(d.query_dtype, q_ends.back() + d.rows_behind, d.num_heads, dim, d.query_strides, random)
-                 : filled(d.query_dtype, batch, d.num_heads, d.query_lens[0], dim, d.query_strides, random);
+      const int64_t total = q_ends.back() + d.rows_behind;
+      return d.varlen_q ? tokens(d.query_dtype, total, d.num_heads, dim, d.query_strides, random)
+                        : filled(d.query_dtype, batch, d.num_heads, d.query_lens[0], dim, d.query_strides, random);
     };
     inputs.query = queries(d.head_dim);
     if (d.varlen_q) inputs.cu_seqlens_q = offsets(q_ends, random);
@@ -48,10 +48,11 @@ class DrawnCall {
     inputs.value = d.values_of_keys ? inputs.key.narrowed(last, 0, d.value_head_dim) : kv(d.value_head_dim);
     if (d.keys == Keys::varlen) {
       // Equal in length, whatever rows lie behind.
-      int64_t rows = std::min(inputs.key.shape[0], inputs.value.shape[0]);
-      if (d.rope_dim > 0) rows = std::min(rows, inputs.key_rope.shape[0]);
-      inputs.key = inputs.key.narrowed(0, 0, rows), inputs.value = inputs.value.narrowed(0, 0, rows);
-      if (d.rope_dim > 0) inputs.key_rope = inputs.key_rope.narrowed(0, 0, rows);
+      const ConstTensor& ropes = d.rope_dim > 0 ? inputs.key_rope : inputs.key;
+      const int64_t rows = std::min({inputs.key.shape[0], inputs.value.shape[0], ropes.shape[0]});
+      for (ConstTensor* t : {&inputs.key, &inputs.value, &inputs.key_rope}) {
+        if (t->rank > 0) *t = t->narrowed(0, 0, rows);
+      }
       inputs.cu_seqlens_k = offsets(k_ends, random);
     } else if (d.keys != Keys::dense || d.kv_lens != std::vector<int64_t>(d.kv_lens.size(), d.longest_keys())) {
       inputs.kv_lengths = integers(d.kv_lens, random);
@@ -264,33 +265,12 @@ class DrawnCall {
     inputs.block_mask.columns = write(of_columns, columns).selected(0, 0).selected(0, 0).selected(1, 0);
     inputs.block_mask.block_q = d_.mask_block_q, inputs.block_mask.block_kv = d_.mask_block_kv;
   }
-  // Lists in any order. Rows that belong to no query hold what would be refused.
   void make_indices(Random& random) {
     const int64_t len = d_.varlen_q ? ends(d_.query_lens).back() + d_.rows_behind : d_.query_lens[0];
     const Strides strides = random.pick({Strides::bnsd, Strides::bsnd, Strides::padded, Strides::transposed});
-    const Tensor t = keep(std::make_unique<View>(DType::i32, d_.varlen_q ? 1 : d_.batch(), len, d_.num_kv_heads,
-                                                 d_.index_count, strides))
-                         ->tensor();
-    for (int64_t i = 0; i < t.num_elements(); ++i) set(t, i, 123456789);
-    for (int64_t b = 0; b < d_.batch(); ++b) {
-      const int64_t first = d_.varlen_q ? ends(d_.query_lens)[static_cast<size_t>(b)] : 0;
-      const int64_t blocks = ceil_div(d_.kv_lens[static_cast<size_t>(b)], d_.index_block);
-      for (int64_t i = 0; i < d_.query_lens[static_cast<size_t>(b)] * d_.num_kv_heads; ++i) {
-        std::vector<int64_t> list(static_cast<size_t>(blocks));
-        std::iota(list.begin(), list.end(), 0);
-        for (size_t n = list.size(); n > 1; --n) {
-          std::swap(list[n - 1], list[static_cast<size_t>(random.integer(0, static_cast<int64_t>(n) - 1))]);
-        }
-        const int64_t most = std::min(blocks, d_.index_count),
-                      used = random.chance(0.5) ? most : random.integer(0, most);
-        const Tensor row = t.selected(0, d_.varlen_q ? 0 : b)
-                               .selected(0, first + i / d_.num_kv_heads)
-                               .selected(0, i % d_.num_kv_heads);
-        for (int64_t n = 0; n < d_.index_count; ++n) {
-          set(row, n, n < used ? static_cast<double>(list[static_cast<size_t>(n)]) : -1);
-        }
-      }
-    }
+    const int64_t batch = d_.varlen_q ? 1 : d_.batch(), heads = d_.num_kv_heads;
+    const Tensor t = keep(std::make_unique<View>(DType::i32, batch, len, heads, d_.index_count, strides))->tensor();
+    draw_lists(d_, t, random);
     inputs.sparse_indices = {d_.varlen_q ? t.selected(0, 0) : t, d_.index_block};
   }
   void make_table(Random& random) {
