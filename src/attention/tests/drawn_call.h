@@ -26,9 +26,10 @@ class DrawnCall {
     };
     inputs.query = queries(d.head_dim);
     if (d.varlen_q) inputs.cu_seqlens_q = offsets(q_ends, random);
+    const int64_t keys_behind = random.integer(0, 2);  // varlen: rows after the last sequence
     const auto kv = [&](int64_t dim) {
       if (d.keys == Keys::varlen) {
-        return tokens(d.kv_dtype, k_ends.back() + random.integer(0, 2), d.num_kv_heads, dim, d.kv_strides, random);
+        return tokens(d.kv_dtype, k_ends.back() + keys_behind, d.num_kv_heads, dim, d.kv_strides, random);
       }
       if (d.keys == Keys::dense) {
         const Tensor t = filled(d.kv_dtype, batch, d.num_kv_heads, d.longest_keys(), dim, d.kv_strides, random);
@@ -47,12 +48,6 @@ class DrawnCall {
     }
     inputs.value = d.values_of_keys ? inputs.key.narrowed(last, 0, d.value_head_dim) : kv(d.value_head_dim);
     if (d.keys == Keys::varlen) {
-      // Equal in length, whatever rows lie behind.
-      const ConstTensor& ropes = d.rope_dim > 0 ? inputs.key_rope : inputs.key;
-      const int64_t rows = std::min({inputs.key.shape[0], inputs.value.shape[0], ropes.shape[0]});
-      for (ConstTensor* t : {&inputs.key, &inputs.value, &inputs.key_rope}) {
-        if (t->rank > 0) *t = t->narrowed(0, 0, rows);
-      }
       inputs.cu_seqlens_k = offsets(k_ends, random);
     } else if (d.keys != Keys::dense || d.kv_lens != std::vector<int64_t>(d.kv_lens.size(), d.longest_keys())) {
       inputs.kv_lengths = integers(d.kv_lens, random);
