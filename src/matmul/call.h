@@ -34,7 +34,7 @@ struct Plan : MatmulPlan {
   int64_t m = 0, width = 0;  // of out
   bool two_halves = false;   // swiglu: column j of out needs columns j and width + j of the weight
   XForm x = XForm::in_place;
-  int64_t column_bytes = 0;  // of a packed weight, per output
+  int64_t column_bytes = 0;  // of a weight, per output, without scales beside it
   int64_t words = 0;         // of a row of x: floats or pairs, the filling up to the weight's last piece included
   int64_t run_words = 0;     // of the form words: of a row before the next row's follow
   int64_t x_stride = 0;      // from row to row, in elements of the form; 0: that of x itself
@@ -54,8 +54,10 @@ struct Plan : MatmulPlan {
 // As plan_matmul.
 Plan make_plan(const MatmulProblem& problem, const Machine& machine, int num_threads);
 
-// Columns of out per task of a product of few rows, where `column_bytes` of the weight make one of its outputs.
-int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int num_threads);
+// Columns of out per task of a product of few rows, a multiple of `unit`, where `column_bytes` of the weight make one of
+// its outputs. Products in blocks take kPieceColumns at once.
+inline constexpr int64_t kPieceColumns = 2 * kPanelColumns;
+int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int64_t unit, int num_threads);
 
 bool takes_two_halves(Activation activation);
 

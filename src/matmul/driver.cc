@@ -257,17 +257,18 @@ bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const
     Finish part = finish_part(o, row, column, rows, columns);
     // The sums of `count` columns of the weight from a panel's first one on.
     const auto multiply_columns = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride) {
-      ProductPart rectangle = {.x = x->data + row * x->stride * element_bytes(plan.x),
-                               .x_stride = x->stride,
-                               .x_block_stride = plan.m * x->stride,
-                               .rows = rows,
-                               .columns = count,
-                               .k = plan.words,
-                               .k_block = plan.k_block,
-                               .panels = static_cast<const char*>(o.panels) + first * plan.column_bytes,
-                               .scratch = own.decoded,
-                               .sums = sums,
-                               .sums_stride = sums_stride};
+      ProductPart rectangle = {
+          .x = x->data + row * x->stride * element_bytes(plan.x),
+          .x_stride = x->stride,
+          .x_block_stride = plan.m * x->stride,
+          .rows = rows,
+          .columns = count,
+          .k = plan.words,
+          .k_block = plan.k_block,
+          .panels = ints ? nullptr : static_cast<const char*>(o.panels) + first * plan.column_bytes,
+          .scratch = own.decoded,
+          .sums = sums,
+          .sums_stride = sums_stride};
       if (ints) {
         rectangle.ints = from_column(o.ints, first);
         if (x->sums != nullptr) rectangle.x_sums = x->sums + row * o.ints.groups;

@@ -110,8 +110,10 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
   const int threads = context.num_threads();
   if (threads == 1 || weight.size_bytes() == 0 || !is_known(activation)) return;
   const bool halves = takes_two_halves(activation);
-  const int64_t column_bytes = packed_column_bytes(weight.format(), weight.k());
-  const int64_t piece = column_bytes * columns_per_piece(weight.n() / (halves ? 2 : 1), halves, column_bytes, threads);
+  const int64_t column_bytes = packed_column_bytes(weight.format(), weight.k()), width = weight.n() / (halves ? 2 : 1);
+  const bool blocks = block_values(weight.format()) > 1;
+  const int64_t unit = blocks ? kPieceColumns : float_kernels(context.machine().isa).few_columns;
+  const int64_t piece = column_bytes * columns_per_piece(width, halves, column_bytes, unit, threads);
   context.impl().pool.read_ahead(weight.data(), piece, std::min(piece, kMostBytes));
 }
 

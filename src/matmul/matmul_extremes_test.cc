@@ -3,6 +3,7 @@
 
 #include <array>
 
+#include "core/convert.h"
 #include "opst/matmul.h"
 #include "testing/extremes.h"
 
@@ -179,6 +180,45 @@ TEST_F(MatmulExtremes, StridesThatMeanNothing) {
           matmul_backward(context_, view(one, 1, 1), view(x, 1, k), view(weight, 1, k), {.x = view(gradient, 1, k)})
               .ok());
       EXPECT_EQ(gradient[0], 2);
+
+      // Optional tensors of one element: f32 and bf16 bias; f64; i32 bias and x_scales of an int8 weight.
+      const auto one_of = [&](DType dtype, void* data) {
+        return with_stride(Tensor::contiguous(dtype, {1}, data), stride);
+      };
+      std::vector<float> bias = {7}, x_scales = {0.5f};
+      bf16 short_bias = to_bf16(7.0f);
+      for (const Tensor& b : {one_of(DType::f32, bias.data()), one_of(DType::bf16, &short_bias)}) {
+        ASSERT_TRUE(matmul(context_, view(x, 1, k), packed, result, {.bias = b}).ok());
+        EXPECT_EQ(out[0], 7 + expected);
+      }
+      std::vector<double> wide_x(x.begin(), x.end()), wide_weight(weight.begin(), weight.end()), wide = {0, 10, 7};
+      const auto wide_view = [&](double* data, int64_t columns) {
+        return with_stride(Tensor::contiguous(DType::f64, {1, columns}, data), stride);
+      };
+      ASSERT_TRUE(matmul(context_, wide_view(wide_x.data(), k), wide_view(wide_weight.data(), k),
+                         wide_view(&wide[0], 1),
+                         {.bias = one_of(DType::f64, &wide[2]), .residual = wide_view(&wide[1], 1)})
+                      .ok());
+      EXPECT_EQ(wide[0], 17 + double{expected});
+      std::vector<int8_t> int_x(x.begin(), x.end()), int_weight(weight.begin(), weight.end());
+      int32_t int_bias = 3;
+      const auto int_view = [&](std::vector<int8_t>& v) {
+        return with_stride(Tensor::contiguous(DType::i8, {1, k}, v.data()), stride);
+      };
+      const PackedIntWeight ints = std::move(PackedIntWeight::pack(context_, int_view(int_weight)).value());
+      ASSERT_TRUE(matmul(context_, int_view(int_x), ints, result,
+                         {.x_scales = one_of(DType::f32, x_scales.data()), .bias = one_of(DType::i32, &int_bias)})
+                      .ok());
+      EXPECT_EQ(out[0], (expected + 3) / 2);
+      // int8 out of an unpacked weight: one value is its own scale times 127.
+      int8_t byte = 0;
+      float scale = 0;
+      ASSERT_TRUE(matmul(context_, view(x, 1, k), view(weight, 1, k),
+                         with_stride(Tensor::contiguous(DType::i8, {1, 1}, &byte), stride),
+                         {.bias = one_of(DType::f32, bias.data()), .out_scales = one_of(DType::f32, &scale)})
+                      .ok());
+      EXPECT_EQ(byte, 127);
+      EXPECT_FLOAT_EQ(scale * 127, 7 + expected);
     }
   }
 }

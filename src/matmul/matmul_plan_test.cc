@@ -57,6 +57,7 @@ MatmulProblem random_problem(Random& random) {
 int64_t columns_at_once(MatmulPath path, Isa isa) {
   switch (path) {
     case MatmulPath::few_rows:
+    case MatmulPath::weights_int_floats_few_rows:
       return gemm::float_kernels(isa).few_columns;
     case MatmulPath::many_rows:
       return gemm::float_kernels(isa).many_columns;
@@ -66,8 +67,7 @@ int64_t columns_at_once(MatmulPath path, Isa isa) {
     case MatmulPath::activations_int8_many_rows:
       return gemm::byte_kernels(isa).many_columns;
     case MatmulPath::weights_int_few_rows:
-    case MatmulPath::weights_int_floats_few_rows:
-      return 16;
+      return 32;
     case MatmulPath::weights_int_many_rows:
     case MatmulPath::weights_int_floats_many_rows:
       return gemm::byte_kernels(isa).many_columns;
@@ -110,6 +110,16 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     if (std::string_view(to_string(plan.path)).find("few_rows") != std::string_view::npos) {
       ASSERT_EQ(plan.row_tasks, 1);
       ASSERT_LE(plan.sums_bytes_per_worker, 128 << 10);
+      // A task reads up to 1 MB (2 MB where there is one thread), or what the kernel takes at once.
+      const int64_t column_bytes = std::max<int64_t>(1, plan.column_bytes * (plan.two_halves ? 2 : 1));
+      const int64_t unit = columns_at_once(plan.path, machine.isa);
+      ASSERT_LE(plan.columns_per_task, std::max(unit, ((threads > 1 ? 1 : 2) << 20) / column_bytes + unit));
+      // Every thread has work where there is enough, and the busiest one at most a few columns more than its share.
+      if (plan.width / unit * unit * column_bytes >= threads * ((64 << 10) + 4 * unit * column_bytes)) {
+        const int64_t rounds = ceil_div(plan.column_tasks, threads), busiest = rounds * plan.columns_per_task;
+        ASSERT_GE(plan.column_tasks, std::min<int64_t>(threads, 2));
+        ASSERT_LE(busiest, ceil_div(plan.width, threads) * 5 / 4 + 4 * unit);
+      }
     }
     switch (plan.path) {
       case MatmulPath::few_rows:

@@ -55,13 +55,12 @@ constexpr int64_t kManyColumns = 128, kFewerColumns = 64, kWideEnough = 1024;
 constexpr int64_t kPadding = 16;  // words
 // Rows of x per packing task: columns that lie next to each other are read in runs of so many.
 constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
-// A piece is the weight's share of a task of few rows. Small products give each worker one piece. A worker reads ahead
-// within its own piece only: where two cores fetch the same lines, the lines wander between the cores. q4_1 of 1536 x
+// A piece is the weight's share of a task of few rows. Small products give each worker one piece. Products in blocks read
+// ahead within their own piece: where two cores fetch the same lines, the lines wander between the cores. q4_1 of 1536 x
 // 576, two threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one task each 14.
 constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
-// Columns of a piece: a multiple of what the kernel of two rows takes at once, and at most so many that sums of 8 rows
-// are 128 KB.
-constexpr int64_t kPieceColumns = 2 * kPanelColumns, kMostPieceColumns = 4096;
+// At most so many columns that sums of 8 rows are 128 KB.
+constexpr int64_t kMostPieceColumns = 4096;
 // activations_int8_many_rows: unpacking 64 columns costs as much as multiplying them with two or three rows.
 constexpr int64_t kInt8Rows = 192, kInt8Columns = 64;
 // Values of k unpacked at once: bytes and scales of two vectors of columns stay in L1.
@@ -87,8 +86,9 @@ void pack_as(const MatmulProblem& p, XForm form, int64_t runs, int64_t stride, i
 using enum MatmulPath;
 
 // Each function decides tasks, the form of x, and the scratch that the kernel decodes into, of a plan that takes all
-// rows and all inputs at once. It returns the columns that the kernel takes at once; rows of sums are multiples.
-using Cut = int64_t(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan);
+// rows and all inputs at once; where it decides no columns, they are cut in pieces. It returns the columns that the
+// kernel takes at once; rows of sums are multiples.
+using Cut = int64_t(const MatmulProblem& p, const Machine& machine, Plan& plan);
 
 // Whole rows of x as words: in place, or packed.
 void use_words(const MatmulProblem& p, Plan& plan) {
@@ -97,15 +97,12 @@ void use_words(const MatmulProblem& p, Plan& plan) {
   pack_as(p, XForm::words, 1, plan.k_block, kPackRows, plan);
 }
 
-int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan) {
-  const int few_columns = float_kernels(machine.isa).few_columns;
-  plan.columns_per_task =
-      round_up(columns_per_piece(plan.width, plan.two_halves, plan.column_bytes, num_threads), few_columns);
+int64_t cut_few_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
   use_words(p, plan);
-  return few_columns;
+  return float_kernels(machine.isa).few_columns;
 }
 
-int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
+int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
   const int many_columns = float_kernels(machine.isa).many_columns;
   const int64_t block = std::max<int64_t>(32, block_values(p.format));
   plan.rows_per_task = balanced(p.m, kManyRows, 1);
@@ -124,13 +121,12 @@ void use_blocks(const MatmulProblem& p, XForm form, Plan& plan) {
   plan.widened_bytes_per_worker = float_bytes(Size(rows) * p.k);
 }
 
-int64_t cut_few_blocks(const MatmulProblem& p, const Machine&, int num_threads, Plan& plan) {
-  plan.columns_per_task = columns_per_piece(plan.width, plan.two_halves, plan.column_bytes, num_threads);
+int64_t cut_few_blocks(const MatmulProblem& p, const Machine&, Plan& plan) {
   use_blocks(p, plan.path == activations_fixed ? XForm::fixed_blocks : XForm::int8_blocks, plan);
-  return kPanelColumns;
+  return kPieceColumns;
 }
 
-int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
+int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
   const int64_t columns = byte_kernels(machine.isa).many_columns;
   plan.rows_per_task = balanced(p.m, kInt8Rows, 1);
   plan.columns_per_task = kInt8Columns;
@@ -141,7 +137,7 @@ int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, int, 
   return columns;
 }
 
-int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int num_threads, Plan& plan) {
+int64_t cut_integers(const MatmulProblem& p, const Machine& machine, Plan& plan) {
   const int64_t columns = byte_kernels(machine.isa).many_columns;
   const int values = 32 / p.bits;
   const int64_t group_words = ceil_div(p.k / p.groups, values);
@@ -149,11 +145,7 @@ int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int num_thr
   const Size stride = Size(round_up((Size(p.groups) * plan.group_bytes).value(), 64)) + 4 * kPadding;
   pack_as(p, XForm::bytes, 1, stride.value(), kQuantiseRows, plan);
   plan.x_sums_bytes = (Size(p.m) * p.groups * int64_t{sizeof(int32_t)}).value();
-  if (plan.path == weights_int_few_rows) {
-    plan.columns_per_task =
-        columns_per_piece(plan.width, plan.two_halves, Size(4) * group_words * p.groups, num_threads);
-    return kPanelColumns;
-  }
+  if (plan.path == weights_int_few_rows) return kPieceColumns;
   plan.rows_per_task = balanced(p.m, std::clamp(kIntTaskRowBytes / plan.x_stride, kLeastIntTaskRows, kIntTaskRows), 1);
   plan.columns_per_task = kIntTaskColumns;
   plan.k_block = p.groups == 1 ? std::min(p.k, 4 * kIntFours) : p.k / p.groups;
@@ -162,13 +154,7 @@ int64_t cut_integers(const MatmulProblem& p, const Machine& machine, int num_thr
   return columns;
 }
 
-int64_t cut_int_floats_few_rows(const MatmulProblem& p, const Machine&, int num_threads, Plan& plan) {
-  plan.columns_per_task = columns_per_piece(plan.width, plan.two_halves, p.k * p.bits / 8, num_threads);
-  use_words(p, plan);
-  return kPanelColumns;
-}
-
-int64_t cut_int_floats_many_rows(const MatmulProblem& p, const Machine& machine, int, Plan& plan) {
+int64_t cut_int_floats_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan) {
   const int64_t columns = byte_kernels(machine.isa).many_columns;
   plan.rows_per_task = balanced(p.m, kIntTaskRows, 1);
   plan.columns_per_task = kIntTaskColumns;
@@ -177,12 +163,6 @@ int64_t cut_int_floats_many_rows(const MatmulProblem& p, const Machine& machine,
   pack_as(p, XForm::words, 1, p.k + kPadding, kQuantiseRows, plan);
   plan.decoded_bytes_per_worker = float_bytes(kIntDecoded * columns);
   return columns;
-}
-
-int64_t cut_f64(const MatmulProblem&, const Machine&, int, Plan& plan) {
-  plan.rows_per_task = 1;
-  plan.columns_per_task = plan.width;
-  return 1;
 }
 
 // ---- Which kernel multiplies
@@ -205,8 +185,8 @@ Choice choose_integers(const MatmulProblem& p, const ByteKernels& bytes) {
   const bool few = p.m <= kMaxFewRows;
   if (p.x_dtype != DType::i8) {
     if (few) {
-      return {weights_int_floats_few_rows, MatmulProduct::f32, bytes.weights_int_floats_few_rows[i],
-              cut_int_floats_few_rows, "floats, up to 8 rows: weights are decoded in registers"};
+      return {weights_int_floats_few_rows, MatmulProduct::f32, bytes.weights_int_floats_few_rows[i], cut_few_rows,
+              "floats, up to 8 rows: weights are decoded in registers"};
     }
     return {weights_int_floats_many_rows, MatmulProduct::f32, bytes.weights_int_floats_many_rows[i],
             cut_int_floats_many_rows, "floats, more than 8 rows: weights are decoded once per task"};
@@ -265,7 +245,7 @@ Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
 
 Choice choose(const MatmulProblem& p, const Machine& machine) {
   if (p.x_dtype == DType::f64) {
-    return {f64, MatmulProduct::f64, nullptr, cut_f64, "f64 is for gradient checks: plain loops"};
+    return {f64, MatmulProduct::f64, nullptr, nullptr, "f64 is for gradient checks: plain loops"};
   }
   return p.weight == MatmulWeight::integers ? choose_integers(p, byte_kernels(machine.isa)) : choose_floats(p, machine);
 }
@@ -283,12 +263,22 @@ bool takes_two_halves(Activation activation) {
   return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
 }
 
-int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int num_threads) {
+int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int64_t unit, int num_threads) {
   const int64_t bytes = std::max<int64_t>(1, (Size(two_halves ? 2 : 1) * column_bytes).value());
-  const int64_t most = num_threads > 1 ? kMaxPieceBytes : kMaxLonePieceBytes;
-  const Size pieces = Size(ceil_div((Size(width) * bytes).value(), num_threads * most)) * num_threads;
-  const int64_t columns = std::max(ceil_div(width, std::max<int64_t>(1, pieces.value())), kMinPieceBytes / bytes);
-  return std::min(round_up(columns, kPieceColumns), kMostPieceColumns);
+  const int64_t units = ceil_div(width, unit), limit = kMostPieceColumns / unit;
+  const int64_t least = std::min(ceil_div(kMinPieceBytes / bytes, unit), limit);
+  if (units <= least) return units * unit;
+  const Size most = Size(num_threads) * (num_threads > 1 ? kMaxPieceBytes : kMaxLonePieceBytes);
+  const int64_t rounds = std::max(ceil_div((Size(width) * bytes).value(), most.value()),
+                                  ceil_div(units, (Size(num_threads) * limit).value()));
+  // Of one to four rounds more than must be, those in which the busiest thread has the fewest columns.
+  int64_t best = 0, fewest = INT64_MAX;
+  for (int64_t r = rounds; r < rounds + (num_threads > 1 ? 4 : 1); ++r) {
+    const int64_t share = std::max(ceil_div(units, (Size(r) * num_threads).value()), least);
+    const Size busiest = Size(ceil_div(ceil_div(units, share), num_threads)) * share;
+    if (busiest < fewest) best = share, fewest = busiest.value();
+  }
+  return best * unit;
 }
 
 Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) {
@@ -307,8 +297,15 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
   plan.rows_per_task = p.m;
   plan.words = product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
   plan.k_block = p.k;
-  if (p.weight != MatmulWeight::integers) plan.column_bytes = packed_column_bytes(p.format, p.k);
-  const int64_t unit = cut(p, machine, std::max(1, num_threads), plan);
+  plan.column_bytes = p.weight == MatmulWeight::integers
+                          ? (Size(4) * ceil_div(p.k / p.groups, 32 / p.bits) * p.groups).value()
+                          : packed_column_bytes(p.format, p.k);
+  const int64_t unit = cut == nullptr ? 1 : cut(p, machine, plan);
+  if (plan.path == f64) plan.rows_per_task = 1, plan.columns_per_task = plan.width;
+  if (plan.columns_per_task == 0) {
+    plan.columns_per_task =
+        columns_per_piece(plan.width, plan.two_halves, plan.column_bytes, unit, std::max(1, num_threads));
+  }
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
   if (plan.path == f64) return plan;

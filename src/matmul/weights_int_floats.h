@@ -33,6 +33,7 @@ struct IntDecoder {
             (group * weight.group_words + first / Word::kValues) * kIntPanelColumns;
   }
   OPST_INLINE void next() {
+    __builtin_prefetch(words + kPrefetchBytes / 4);
     word = Words::load(words);
     words += kIntPanelColumns;
   }
@@ -88,10 +89,7 @@ OPST_NOINLINE void int_floats_group(const ProductPart& part, int64_t first_row, 
     IntDecoder<Word> decoder[NV] = {
         {part, column, g}, {part, column + kLanes, g}, {part, column + 2 * kLanes, g}, {part, column + 3 * kLanes, g}};
     for (int64_t t = 0; t < count;) {
-      OPST_UNROLL for (int v = 0; v < NV; ++v) {
-        __builtin_prefetch(reinterpret_cast<const char*>(decoder[v].words) + kPrefetchBytes);
-        decoder[v].next();
-      }
+      OPST_UNROLL for (int v = 0; v < NV; ++v) decoder[v].next();
       OPST_UNROLL for (int i = 0; i < Word::kValues && t < count; ++i, ++t, ++x) {
         OPST_UNROLL for (int v = 0; v < NV; ++v) {
           const F32 w = decoder[v].value(i);

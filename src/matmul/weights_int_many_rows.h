@@ -75,7 +75,7 @@ OPST_NOINLINE void int_accumulate(const IntTile& block, const int8_t* a, int64_t
     OPST_UNROLL for (int j = 0; j < kTileVecs; ++j) {
       if (kGroups || block.begins) {
         acc[i][j] = correction<Word>(block.zeros[j], block.x_sums[i * block.x_sums_stride]);
-        if (block.bias[j] != nullptr) acc[i][j] = acc[i][j] + I32::load(block.bias[j]);
+        if (!kGroups && block.bias[j] != nullptr) acc[i][j] = acc[i][j] + I32::load(block.bias[j]);
       } else {
         acc[i][j] = I32::load(totals + i * sums_stride + j * F32::kLanes);
       }
