@@ -54,17 +54,15 @@ struct Plan : MatmulPlan {
 // As plan_matmul.
 Plan make_plan(const MatmulProblem& problem, const Machine& machine, int num_threads);
 
-// Columns of out per task of a product of few rows, a multiple of `unit`, where `column_bytes` of the weight make one of
-// its outputs. Products in blocks take kPieceColumns at once.
-inline constexpr int64_t kPieceColumns = 2 * kPanelColumns;
-int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int64_t unit, int num_threads);
-
 bool takes_two_halves(Activation activation);
 
 // Inputs of a packed weight, the filling included; the bytes of one output's inputs, and of the whole.
 int64_t packed_inputs(QuantFormat format, int64_t k);
 int64_t packed_column_bytes(QuantFormat format, int64_t k);
 Size packed_bytes(QuantFormat format, int64_t n, int64_t k);
+
+// Words of 32 bits that a group of an int8 or int4 weight fills.
+inline int64_t int_group_words(int64_t group_values, int bits) { return ceil_div(group_values, 32 / bits); }
 
 // ---- packed_weight.cc
 

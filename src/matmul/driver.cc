@@ -185,7 +185,7 @@ IntWeightPart from_column(IntWeightPart ints, int64_t column) {
 const float* plain_floats(const FloatKernels& floats, const ConstTensor* tensor, char* copy) {
   if (tensor == nullptr) return nullptr;
   const int64_t n = tensor->shape[0], stride = tensor->strides[0];
-  if (tensor->dtype == DType::f32 && (stride == 1 || n == 1)) return static_cast<const float*>(tensor->data);
+  if (tensor->dtype == DType::f32 && stride == 1) return static_cast<const float*>(tensor->data);
   auto* const to = reinterpret_cast<float*>(copy);
   // One row, or as many rows of one element.
   const int64_t rows = stride == 1 ? 1 : n;

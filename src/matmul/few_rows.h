@@ -1,9 +1,9 @@
 // Computes   sums[i, j] = sum_t x[i, t] * weight[j, t] for a few rows: decoding, bound by reading the weight
 // Shapes     x [rows, k] words; weight: packed panels (packed_layout.h); sums [rows, columns]
 // Loop nest  for each kFewVecs vectors of columns
-//              for each kFewMaxRows rows
+//              for each kRowsAtOnce rows
 //                over k: decode a vector of weights in registers, then one multiply-add per row
-// Memory     weights stream once per kFewMaxRows rows, kFewColumns / 16 panels side by side; x stays in L1
+// Memory     weights stream once per kRowsAtOnce rows, kFewColumns / 16 panels side by side; x stays in L1
 // Numerics   one sum per output, k ascending, f32: the bits of many_rows.h
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace opst::OPST_ISA_NS::gemm {
 
 // Vectors of columns at once: enough independent sums to hide the latency of the multiply-add, as far as registers go.
-inline constexpr int kFewVecs = 4, kFewMaxRows = F32::kLanes == 16 ? 4 : 2;
+inline constexpr int kFewVecs = 4, kRowsAtOnce = F32::kLanes == 16 ? 4 : 2;
 inline constexpr int kFewColumns = kFewVecs * F32::kLanes;
 
 // How many bytes ahead in each panel's stream are fetched.
@@ -78,9 +78,9 @@ OPST_NOINLINE void few_rows_group(const ProductPart& part, int64_t first_row, in
 template <class Get>
 OPST_INLINE void for_groups(const ProductPart& part, const Get& get) {
   for (int64_t column = 0; column < part.columns; column += kFewColumns) {
-    for (int64_t row = 0; row < part.rows; row += kFewMaxRows) {
+    for (int64_t row = 0; row < part.rows; row += kRowsAtOnce) {
       const int64_t left = part.rows - row;
-      tile::with_rows<kFewMaxRows>(left < kFewMaxRows ? static_cast<int>(left) : kFewMaxRows, get)(part, row, column);
+      tile::with_rows<kRowsAtOnce>(left < kRowsAtOnce ? static_cast<int>(left) : kRowsAtOnce, get)(part, row, column);
     }
   }
 }

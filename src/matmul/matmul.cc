@@ -109,11 +109,10 @@ void read_ahead(Context& context, const PackedWeight& weight, Activation activat
   constexpr int64_t kMostBytes = 128 << 10;
   const int threads = context.num_threads();
   if (threads == 1 || weight.size_bytes() == 0 || !is_known(activation)) return;
-  const bool halves = takes_two_halves(activation);
-  const int64_t column_bytes = packed_column_bytes(weight.format(), weight.k()), width = weight.n() / (halves ? 2 : 1);
-  const bool blocks = block_values(weight.format()) > 1;
-  const int64_t unit = blocks ? kPieceColumns : float_kernels(context.machine().isa).few_columns;
-  const int64_t piece = column_bytes * columns_per_piece(width, halves, column_bytes, unit, threads);
+  const Plan plan =
+      make_plan({.m = 1, .n = weight.n(), .k = weight.k(), .format = weight.format(), .activation = activation},
+                context.machine(), threads);
+  const int64_t piece = plan.column_bytes * plan.columns_per_task;
   context.impl().pool.read_ahead(weight.data(), piece, std::min(piece, kMostBytes));
 }
 

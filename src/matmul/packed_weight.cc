@@ -43,8 +43,6 @@ void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out)
 // u * s summed over a group stays below 2^31: 255 * 128 * 2^16.
 constexpr int64_t kMaxGroupValues = 1 << 16;
 
-int64_t int_group_words(int64_t group_values, int bits) { return ceil_div(group_values, 32 / bits); }
-
 // One panel: outputs [first, first + 16) of the weight, as far as there are any, into the parts of a packed one.
 void pack_int_panel(const IntMatrix& weight, int bits, int64_t first, const gemm::IntWeightPart& parts) {
   const int64_t values = 32 / bits, numbers = parts.groups * kIntPanelColumns;

@@ -59,8 +59,9 @@ constexpr int64_t kPackRows = 32, kQuantiseRows = 16;
 // ahead within their own piece: where two cores fetch the same lines, the lines wander between the cores. q4_1 of 1536 x
 // 576, two threads, microseconds: tasks of 32 KB 22 with reading ahead into the next task, 17 without; one task each 14.
 constexpr int64_t kMinPieceBytes = 16 << 10, kMaxPieceBytes = 1 << 20, kMaxLonePieceBytes = 2 << 20;
-// At most so many columns that sums of 8 rows are 128 KB.
-constexpr int64_t kMostPieceColumns = 4096;
+// Columns of a piece: what the products in blocks and with integers take at once, and the most, so that sums of 8 rows
+// are 128 KB.
+constexpr int64_t kPieceColumns = 2 * kPanelColumns, kMostPieceColumns = 4096;
 // activations_int8_many_rows: unpacking 64 columns costs as much as multiplying them with two or three rows.
 constexpr int64_t kInt8Rows = 192, kInt8Columns = 64;
 // Values of k unpacked at once: bytes and scales of two vectors of columns stay in L1.
@@ -139,9 +140,7 @@ int64_t cut_int8_many_rows(const MatmulProblem& p, const Machine& machine, Plan&
 
 int64_t cut_integers(const MatmulProblem& p, const Machine& machine, Plan& plan) {
   const int64_t columns = byte_kernels(machine.isa).many_columns;
-  const int values = 32 / p.bits;
-  const int64_t group_words = ceil_div(p.k / p.groups, values);
-  plan.group_bytes = group_words * values;
+  plan.group_bytes = int_group_words(p.k / p.groups, p.bits) * (32 / p.bits);
   const Size stride = Size(round_up((Size(p.groups) * plan.group_bytes).value(), 64)) + 4 * kPadding;
   pack_as(p, XForm::bytes, 1, stride.value(), kQuantiseRows, plan);
   plan.x_sums_bytes = (Size(p.m) * p.groups * int64_t{sizeof(int32_t)}).value();
@@ -250,6 +249,25 @@ Choice choose(const MatmulProblem& p, const Machine& machine) {
   return p.weight == MatmulWeight::integers ? choose_integers(p, byte_kernels(machine.isa)) : choose_floats(p, machine);
 }
 
+// Columns per task of few rows, a multiple of `unit`.
+int64_t columns_per_piece(const Plan& plan, int64_t unit, int num_threads) {
+  const int64_t bytes = std::max<int64_t>(1, (Size(plan.two_halves ? 2 : 1) * plan.column_bytes).value());
+  const int64_t units = ceil_div(plan.width, unit), limit = kMostPieceColumns / unit;
+  const int64_t least = std::min(ceil_div(kMinPieceBytes / bytes, unit), limit);
+  if (units <= least) return units * unit;
+  const Size most = Size(num_threads) * (num_threads > 1 ? kMaxPieceBytes : kMaxLonePieceBytes);
+  const int64_t rounds = std::max(ceil_div((Size(plan.width) * bytes).value(), most.value()),
+                                  ceil_div(units, (Size(num_threads) * limit).value()));
+  // The fewest rounds, or up to three more where the busiest thread then has fewer columns.
+  int64_t best = 0, fewest = INT64_MAX;
+  for (int64_t r = rounds; r < rounds + (num_threads > 1 ? 4 : 1); ++r) {
+    const int64_t share = std::max(ceil_div(units, (Size(r) * num_threads).value()), least);
+    const Size busiest = Size(ceil_div(ceil_div(units, share), num_threads)) * share;
+    if (busiest < fewest) best = share, fewest = busiest.value();
+  }
+  return best * unit;
+}
+
 // The bytes that such pieces of an Arena use up.
 int64_t sum_of(std::initializer_list<int64_t> pieces) {
   Size sum = 0;
@@ -261,24 +279,6 @@ int64_t sum_of(std::initializer_list<int64_t> pieces) {
 
 bool takes_two_halves(Activation activation) {
   return activation == Activation::swiglu || activation == Activation::swiglu_swapped;
-}
-
-int64_t columns_per_piece(int64_t width, bool two_halves, Size column_bytes, int64_t unit, int num_threads) {
-  const int64_t bytes = std::max<int64_t>(1, (Size(two_halves ? 2 : 1) * column_bytes).value());
-  const int64_t units = ceil_div(width, unit), limit = kMostPieceColumns / unit;
-  const int64_t least = std::min(ceil_div(kMinPieceBytes / bytes, unit), limit);
-  if (units <= least) return units * unit;
-  const Size most = Size(num_threads) * (num_threads > 1 ? kMaxPieceBytes : kMaxLonePieceBytes);
-  const int64_t rounds = std::max(ceil_div((Size(width) * bytes).value(), most.value()),
-                                  ceil_div(units, (Size(num_threads) * limit).value()));
-  // Of one to four rounds more than must be, those in which the busiest thread has the fewest columns.
-  int64_t best = 0, fewest = INT64_MAX;
-  for (int64_t r = rounds; r < rounds + (num_threads > 1 ? 4 : 1); ++r) {
-    const int64_t share = std::max(ceil_div(units, (Size(r) * num_threads).value()), least);
-    const Size busiest = Size(ceil_div(ceil_div(units, share), num_threads)) * share;
-    if (busiest < fewest) best = share, fewest = busiest.value();
-  }
-  return best * unit;
 }
 
 Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) {
@@ -298,14 +298,11 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
   plan.words = product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
   plan.k_block = p.k;
   plan.column_bytes = p.weight == MatmulWeight::integers
-                          ? (Size(4) * ceil_div(p.k / p.groups, 32 / p.bits) * p.groups).value()
+                          ? (Size(4) * int_group_words(p.k / p.groups, p.bits) * p.groups).value()
                           : packed_column_bytes(p.format, p.k);
   const int64_t unit = cut == nullptr ? 1 : cut(p, machine, plan);
   if (plan.path == f64) plan.rows_per_task = 1, plan.columns_per_task = plan.width;
-  if (plan.columns_per_task == 0) {
-    plan.columns_per_task =
-        columns_per_piece(plan.width, plan.two_halves, plan.column_bytes, unit, std::max(1, num_threads));
-  }
+  if (plan.columns_per_task == 0) plan.columns_per_task = columns_per_piece(plan, unit, std::max(1, num_threads));
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
   if (plan.path == f64) return plan;

@@ -7,7 +7,7 @@
 //                for each register tile of rows: sums += x * decoded               (tile/gemm_tile.h)
 //            few rows: as in few_rows.h, with the values of a group's words decoded in registers
 // Memory     many rows, k_block 384, avx512: decoded [384][32] f32 48 KB, L2, streamed by each tile; sums as in
-//            many_rows.h. Few rows: weights stream once per kFewMaxRows rows; x stays in L1
+//            many_rows.h. Few rows: weights stream once per kRowsAtOnce rows; x stays in L1
 // Numerics   each value is rounded to f32; each sum is one chain of multiply-adds over ascending t
 #pragma once
 

@@ -64,7 +64,7 @@ OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_s
   for (; k < block.fours; ++k) step(k);
 }
 
-// One group: sums (+)= MR rows * the run, as integers; the last run of k leaves sums * scale as f32 (scales not null).
+// One group: sums begin, or go on, with MR rows * the run as integers; the last run of k leaves sums * scale as f32.
 // More groups: sums = fma(MR rows * the run - correction, scale, sums) as f32.
 template <class Word, bool kGroups, int MR>
 OPST_NOINLINE void int_accumulate(const IntTile& block, const int8_t* a, int64_t a_stride, float* sums,
