@@ -88,7 +88,7 @@ class ScalesInUse : CallHeads {
     const int64_t step = p.block_mask ? in.block_mask.block_q : 1, end = std::min(part.end, queries);
     for (int64_t query = part.begin; query < end; query += step) {
       if (p.block_mask ? masked_keys(head, v, query, std::min(query + step, queries) - 1, visit)
-                       : selected_keys(head, v, query, visit)) {
+                       : any_selected_run(head, query, visit)) {
         return;
       }
     }
@@ -107,18 +107,6 @@ class ScalesInUse : CallHeads {
     }
     return false;
   }
-  template <class Visit>
-  bool selected_keys(int64_t head, const Visibility& v, int64_t query, const Visit& visit) const {
-    KeyInterval runs[kTaskQueries];
-    SelectedKeys list(index_list(head, query), v, query, {0, INT64_MAX}, {kTaskQueries, false, 1, runs, 1});
-    for (KvTile tile{}; list.next(&tile, nullptr, nullptr);) {
-      for (const KeyInterval& keys : list.runs_of(tile)) {
-        if (visit(keys)) return true;
-      }
-    }
-    return false;
-  }
-
   bool some_row_sees(int64_t head, int64_t key) const {
     const Visibility v = visibility(head);
     const auto holds_key = [&](KeyInterval keys) { return keys.begin <= key && key < keys.end; };
@@ -130,7 +118,7 @@ class ScalesInUse : CallHeads {
         if (row.mask[key * rules.mask_stride] == 0) continue;
       }
       if (p.sparse_indices) {
-        if (selected_keys(head, v, query, holds_key)) return true;
+        if (any_selected_run(head, query, holds_key)) return true;
         continue;
       }
       if (key >= v.prefix && !holds_key(v.keys_of_query(query))) continue;
