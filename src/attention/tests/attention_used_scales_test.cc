@@ -1,9 +1,12 @@
-// Scales and offsets of pages that may not be read: they matter where some row sees their key, and nowhere else.
+// Pages of eight bits, where they are: scales and offsets that may not be read matter where some row sees their key, and
+// nowhere else; pools beyond 2^31 elements.
 #include <gtest/gtest.h>
 
 #include "attention/tests/block_mask_lists.h"
 #include "attention/tests/byte_pages.h"
+#include "opst/kv_cache.h"
 #include "testing/contexts.h"
+#include "testing/lazy_mapping.h"
 
 namespace opst::test {
 namespace {
@@ -103,6 +106,100 @@ TEST(AttentionUsedScales, KeysBehindTheLastQueryAreNotLookedAt) {
     const Outcome hidden = scales.run_spoiled(problem, t, scales.pages.inputs, 1);
     ASSERT_EQ(hidden.status.message(), "") << t.name;
     ASSERT_EQ(hidden.differs_from(clean), "") << t.name;
+  }
+}
+
+// A cache whose last block holds five tokens: written, attended to and gathered.
+class LastBlock {
+ public:
+  static constexpr int64_t kRows = 32, kHeads = 8, kDim = 128, kTokens = 5;
+
+  LastBlock(DType dtype, PageLayout layout, int64_t blocks) : layout_(layout), block_(blocks - 1) {
+    const PageSizes sizes = {blocks, kRows, kHeads, kDim, kDim};
+    for (int i = 0; i < 4; ++i) {
+      memory_[i] = std::make_unique<LazyMapping>(blocks * kRows * kHeads * (i < 2 ? kDim : 4));
+      if (memory_[i]->data() == nullptr) return;
+    }
+    key_ = key_pages(layout, dtype, sizes, memory_[0]->data());
+    value_ = value_pages(layout, dtype, sizes, memory_[1]->data());
+    if (dtype == DType::i8) {
+      scales_.key = key_scale_pages(layout, sizes, 1, memory_[2]->data());
+      scales_.value = value_scale_pages(layout, sizes, 1, memory_[3]->data());
+    }
+  }
+  bool is_there() const { return key_.data != nullptr; }
+
+  Status scatter(Context& context, const ConstTensor& rows) const {
+    std::vector<int64_t> slots;
+    for (int64_t t = 0; t < kTokens; ++t) slots.push_back(block_ * kRows + t * 3);
+    return scatter_pa_kv_cache(context, rows, rows, ConstTensor::contiguous(DType::i64, {kTokens}, slots.data()), key_,
+                               value_, {.layout = layout_, .scales = scales_});
+  }
+  Status gather(Context& context, const Tensor& key, const Tensor& value) const {
+    return gather_pa_kv_cache(context, key_, value_, table(), length(), key, value,
+                              {.layout = layout_, .scales = scales_});
+  }
+  Status attend(Context& context, const ConstTensor& query, const ConstTensor& list, const Tensor& out) const {
+    AttentionInputs in = {.query = query, .key = key_, .value = value_, .block_table = table(), .kv_lengths = length()};
+    in.key_scales = scales_.key, in.value_scales = scales_.value;
+    in.sparse_indices.indices = list;
+    AttentionOptions options;
+    options.page_layout = layout_;
+    return flash_attention_forward(context, in, {.out = out}, options);
+  }
+
+ private:
+  ConstTensor table() const { return ConstTensor::contiguous(DType::i64, {1, 1}, &block_); }
+  ConstTensor length() const { return ConstTensor::contiguous(DType::i64, {1}, &length_); }
+
+  PageLayout layout_;
+  int64_t block_, length_ = 3 * kTokens - 2;
+  std::unique_ptr<LazyMapping> memory_[4];
+  Tensor key_, value_;
+  PageScales scales_;
+};
+
+TEST(AttentionBytePages, B44_PoolsBeyond32Bits) {
+  constexpr int64_t kLength = 3 * LastBlock::kTokens - 2, kHeads = LastBlock::kHeads, kDim = LastBlock::kDim;
+  Random random(seed());
+  std::vector<float> rows(LastBlock::kTokens * kHeads * kDim), queries(kHeads * 2 * kDim);
+  for (std::vector<float>* list : {&rows, &queries}) {
+    for (float& x : *list) x = static_cast<float>(random.normal());
+  }
+  const ConstTensor tokens = ConstTensor::contiguous(DType::f32, {LastBlock::kTokens, kHeads, kDim}, rows.data());
+  const ConstTensor query = ConstTensor::contiguous(DType::f32, {1, kHeads, 2, kDim}, queries.data());
+  std::vector<int32_t> entries;
+  for (int64_t i = 0; i < 2 * kHeads; ++i) entries.insert(entries.end(), {9, 0, 12});
+  for (const DType dtype : {DType::i8, DType::f8_e4m3}) {
+    for (const PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
+      const LastBlock small(dtype, layout, 1), large(dtype, layout, 70'001);
+      if (!large.is_there()) GTEST_SKIP() << "the system refuses such a mapping";
+      for (const TestContext& t : contexts_with_threads(2)) {
+        SCOPED_TRACE(t.name + " " + to_string(dtype) + " " + to_string(layout));
+        std::vector<std::vector<float>> found;
+        for (const LastBlock* pool : {&small, &large}) {
+          std::vector<float> key(kLength * kHeads * kDim), value(key), out(kHeads * 2 * kDim), listed(out);
+          const auto gathered = [&](std::vector<float>& to) {
+            return Tensor::contiguous(DType::f32, {kLength, kHeads, kDim}, to.data());
+          };
+          ASSERT_EQ(pool->scatter(t.context, tokens).message(), "");
+          ASSERT_EQ(pool->gather(t.context, gathered(key), gathered(value)).message(), "");
+          const auto attend = [&](const ConstTensor& list, std::vector<float>& to) {
+            return pool->attend(t.context, query, list,
+                                Tensor::contiguous(DType::f32, {1, kHeads, 2, kDim}, to.data()));
+          };
+          ASSERT_EQ(attend({}, out).message(), "");
+          if (layout == PageLayout::norm) {
+            const ConstTensor list = ConstTensor::contiguous(DType::i32, {1, 2, kHeads, 3}, entries.data());
+            ASSERT_EQ(attend(list, listed).message(), "");
+          }
+          for (const std::vector<float>* of : {&key, &value, &out, &listed}) found.push_back(*of);
+        }
+        for (size_t i = 0; i < 4; ++i) ASSERT_EQ(found[i], found[i + 4]) << i;
+        ASSERT_NEAR(found[0][0], rows[0], 0.1);
+        ASSERT_NE(found[2][0], 0.0f);
+      }
+    }
   }
 }
 
