@@ -21,6 +21,18 @@ void check_grad_bias(ShapeCheck& check, const ConstTensor& bias, const Tensor& g
   }
 }
 
+// Of the shape of `like` but for its last dimension.
+void check_rope_gradient(ShapeCheck& check, const char* name, const Tensor& t, bool has_rope,
+                         std::span<const char* const> like) {
+  if (!t) return;
+  check.require(has_rope, name, " is given, but query_rope and key_rope are not");
+  if (!check.ok()) return;
+  std::array<const char*, 4> names = {};
+  std::copy(like.begin(), like.end(), names.begin());
+  names[like.size() - 1] = "rope_dim";
+  check.output(name, t).dtype(kFloats).dims(std::span<const char* const>(names.data(), like.size()));
+}
+
 // Types that go together: f64 with f64, value with key.
 void check_kinds(ShapeCheck& check, const AttentionInputs& in, const AttentionSaved& saved,
                  const AttentionGradients& grads) {
@@ -72,16 +84,8 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   gradient("grad_query", grads.grad_query, dims.query);
   gradient("grad_key", grads.grad_key, dims.key);
   gradient("grad_value", grads.grad_value, dims.value);
-  const auto rope_gradient = [&](const char* name, const Tensor& t, bool given, std::span<const char* const> like) {
-    if (!t) return;
-    check.require(given, name, " is given, but query_rope and key_rope are not");
-    std::array<const char*, 4> names = {};
-    std::copy(like.begin(), like.end(), names.begin());
-    names[like.size() - 1] = "rope_dim";
-    gradient(name, t, {names.data(), like.size()});
-  };
-  rope_gradient("grad_query_rope", grads.grad_query_rope, is_given(in.query_rope), dims.query);
-  rope_gradient("grad_key_rope", grads.grad_key_rope, is_given(in.key_rope), dims.key);
+  check_rope_gradient(check, "grad_query_rope", grads.grad_query_rope, is_given(in.query_rope), dims.query);
+  check_rope_gradient(check, "grad_key_rope", grads.grad_key_rope, is_given(in.key_rope), dims.key);
   if (grads.grad_bias) check_grad_bias(check, in.bias, grads.grad_bias, real);
   if (grads.grad_sinks) {
     check.output("grad_sinks", grads.grad_sinks).dtype({real}).dims({"num_heads"});

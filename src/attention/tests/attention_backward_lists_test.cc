@@ -71,6 +71,44 @@ TEST(AttentionBackwardLists, HeadsShareKeysAndValues) {
   }
 }
 
+// Ropes apart: gradients of their own, beside those of keys and queries or without them, of dense keys, sequences and pages
+// that are shared, with lists and without.
+TEST(AttentionBackwardRopes, EachGradientAloneHasItsBits) {
+  Random random(seed() + 3);
+  double worst_ratio = 0;
+  for (const Keys keys : {Keys::dense, Keys::varlen, Keys::norm_pages}) {
+    for (const bool lists : {false, true}) {
+      for (const bool beside : {false, true}) {
+        Draw d;
+        d.num_heads = 4, d.num_kv_heads = 2, d.head_dim = 12, d.value_head_dim = 9, d.rope_dim = 5,
+        d.rope_beside = beside;
+        d.query_lens = {6, 6}, d.kv_lens = {40, 33};
+        d.keys = keys, d.block_size = 8, d.share_pages = true;
+        if (lists) d.index_block = 4, d.index_count = 7;
+        DrawnCall call(d, random);
+        BackwardCallData data(call, {}, random);
+        for (const TestContext& t : contexts_with_threads(2)) {
+          SCOPED_TRACE(t.name + "\n  " + to_string(d));
+          const BackwardCallData::Outcome all = data.run(t.context), other = data.run(t.context);
+          ASSERT_EQ(data.judge(all, t.context, worst_ratio), "");
+          for (const attention::NamedGradient& g : attention::kNamedGradients) {
+            const Tensor& wanted = all.tensors.*g.written;
+            if (wanted.data == nullptr) continue;
+            AttentionGradients alone;
+            alone.*g.written = other.tensors.*g.written;
+            fill(alone.*g.written, Fill::nan, random);
+            const Status status =
+                flash_attention_backward(t.context, call.inputs, data.saved(all.forward), alone, d.options);
+            ASSERT_TRUE(status.ok()) << status.message();
+            const Comparison c = compare_bits(alone.*g.written, wanted, {.name = g.name});
+            ASSERT_TRUE(c.ok) << c.message;
+          }
+        }
+      }
+    }
+  }
+}
+
 // A task is a block of rows; its memory grows with the list, not with the keys.
 TEST(AttentionBackwardLists, PlansFollowTheList) {
   AttentionBackwardProblem b = {.forward = {.num_heads = 16, .query_len = 100, .kv_len = 65536}};
