@@ -2,8 +2,8 @@
 //
 // All threads look at what is shown by structure (lengths, windows, prefix), the block mask and the lists: as many rows as
 // attention reads, and no others. With a scale to a row of i8 they are as many bytes as a hundredth to a thirtieth of
-// the keys, with a scale to 32 numbers of u8 a quarter; they are read again at once. Where queries share their keys,
-// heads come innermost: scales of a token lie side by side in norm pages. Only if a number there is none that may be
+// the keys, with a scale to 32 numbers of u8 a quarter; they are read again at once. Where heads share their
+// keys they are looked at together, in the order of memory. Only if a number there is none that may be
 // read, the rows are asked one by one, by the bool mask, too, whether any of them sees its key.
 #include <atomic>
 

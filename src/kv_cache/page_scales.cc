@@ -99,11 +99,29 @@ bool ScaleCheck::all(const Pages& pages, int64_t block, int64_t row, int64_t cou
                      const Rule& rule) {
   const int64_t groups = pages.dim();
   bool good = true;
-  for (int64_t i = 0; i < count; ++i) {
-    const Rows heads = pages.heads(block, row + i);
-    const float* of_head = static_cast<const float*>(heads.data) + head * heads.row_stride;
-    for (int64_t h = 0; h < num_heads; ++h, of_head += heads.row_stride) {
-      for (int64_t group = 0; group < groups; ++group) good &= rule(of_head[group * heads.word_stride]);
+  const auto look_at = [&](const Rows& rows, int64_t n) {
+    const auto* const data = static_cast<const float*>(rows.data);
+    const bool close = rows.word_stride == 1 && rows.row_stride == groups;  // one list
+    const int64_t words = close ? n * groups : groups;
+    for (int64_t i = 0; i < (close ? 1 : n); ++i) {
+      const float* const numbers = data + i * rows.row_stride;
+      for (int64_t j = 0; j < words; ++j) good &= rule(numbers[j * rows.word_stride]);
+    }
+  };
+  // In the order of memory.
+  const Rows heads = pages.heads(block, row), tokens = pages.rows(block, row, head);
+  if (num_heads > 1 && heads.row_stride < tokens.row_stride) {
+    for (int64_t i = 0; i < count; ++i) {
+      Rows some = pages.heads(block, row + i);
+      some.data = static_cast<float*>(some.data) + head * some.row_stride;
+      look_at(some, num_heads);
+    }
+    return good;
+  }
+  for (int64_t h = head; h < head + num_heads; ++h) {
+    for (int64_t i = 0, n = 0; i < count; i += n) {
+      n = pages.even_rows(row + i, count - i);
+      look_at(pages.rows(block, row + i, h), n);
     }
   }
   return good;
