@@ -28,8 +28,8 @@
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it. Pages of i8, u8 (with scales,
 //   and offsets where there are some), f8_e4m3 and f8_e5m2 are read where they are, without a copy of the cache in floats. Rows of
 //   norm pages lie with unit stride then. Of panel32 pages those of u8, and those of i8 with offsets or several scales
-//   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN is
-//   refused.
+//   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN,
+//   and an offset that is not finite, are refused: those of keys that some query sees.
 //
 // Which keys query i of a sequence sees: key j where all of these hold
 //   - j < kv_lengths[b], if there are lengths;

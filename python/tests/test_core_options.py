@@ -70,8 +70,9 @@ LIST = {
                        "softmax_sum": by_name(MERGE)},
     "AttentionSaved": {"out": named("attention_out", GRAD), "softmax_lse": by_name(GRAD), "softmax_max": by_name(GRAD),
                        "softmax_sum": by_name(GRAD), "grad_out": by_name(GRAD), "grad_lse": by_name(GRAD)},
-    "AttentionGradients": {name: named("wanted", GRAD) for name in ("grad_query", "grad_key", "grad_value", "grad_bias",
-                                                                    "grad_sinks")},
+    "AttentionGradients": {**{name: named("wanted", GRAD) for name in ("grad_query", "grad_key", "grad_value", "grad_bias",
+                                                                       "grad_sinks")},
+                           "grad_query_rope": named("query_rope", SPARSE), "grad_key_rope": named("key_rope", SPARSE)},
     "LightningIndexerInputs": each("query key weights block_table kv_lengths query_lengths cu_seqlens_q cu_seqlens_k",
                                    by_name(INDEXER)),
     "LightningIndexerOutputs": {"indices": RESULT, "values": named("return_values", INDEXER)},
@@ -161,7 +162,6 @@ def test_options_and_tensors_of_a_call_are_those_of_the_core():
     dropout = set(fields_of("DropoutOptions"))
     mask = {f"block_mask_{name}" for name in fields_of("BlockMask")}
     sizes = {f"block_mask_{name}" for name in ("block_q", "block_kv")}
-    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | sizes
-    # sparse_flash_attention makes its own call.
-    elsewhere = {"block_mask", "sparse_indices", "query_rope", "key_rope"}
-    assert set(_attention.Tensors._fields) == (set(fields_of("AttentionInputs")) - elsewhere) | (mask - sizes)
+    sizes_of_lists = {"sparse_block_size"}
+    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | sizes | sizes_of_lists
+    assert set(_attention.Tensors._fields) == (set(fields_of("AttentionInputs")) - {"block_mask"}) | (mask - sizes)

@@ -336,15 +336,16 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
       plans[g] = plan_attention(groups.group[g].problem, impl.machine);
       scratch_bytes = std::max(scratch_bytes, plans[g].scratch_bytes(impl.pool.num_threads()));
     }
-    if ((p.key_groups > 0 || p.value_groups > 0) && scratch_bytes > 0) {
-      const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
-      if (!status.ok()) return status;
-    }
+    const bool reads_scales = (p.key_groups > 0 || p.value_groups > 0) && scratch_bytes > 0;
     scratch_bytes = std::max(scratch_bytes, index_check_bytes(p, impl.pool.num_threads()));
     Result<WorkspaceLease> lease = impl.workspaces.lease(scratch_bytes);
     if (!lease.ok()) return lease.status();
     if (p.sparse_indices) {
       const Status status = check_indices("flash_attention_forward", in, p, impl.pool, lease.value().data());
+      if (!status.ok()) return status;
+    }
+    if (reads_scales) {
+      const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
       if (!status.ok()) return status;
     }
     Interruption interruption(impl.interrupted, multiply_adds(p));

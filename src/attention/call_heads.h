@@ -90,6 +90,21 @@ struct CallHeads {
     return {static_cast<const int32_t*>(t.data) + offset, t.strides[3], t.shape[3], in.sparse_indices.block_size};
   }
 
+  // visit(KeyInterval) for what a query sees of its list, until it returns true; whether it has.
+  template <class Visit>
+  bool any_selected_run(int64_t head, int64_t query, const Visit& visit) const {
+    constexpr int64_t kSome = 64;
+    KeyInterval runs[kSome];
+    const SelectedKeys::Tiles some = {.most_keys = kSome, .by_runs = false, .key_step = 1, .runs = runs, .rows = 1};
+    SelectedKeys list(index_list(head, query), visibility(head), query, {0, INT64_MAX}, some);
+    for (KvTile tile{}; list.next(&tile, nullptr, nullptr);) {
+      for (const KeyInterval& keys : list.runs_of(tile)) {
+        if (visit(keys)) return true;
+      }
+    }
+    return false;
+  }
+
   // Rows of key or value, or of a tensor of the shape of one.
   KvRows kv_rows(const ConstTensor& t, int64_t head) const {
     const char* data = static_cast<const char*>(t.data);

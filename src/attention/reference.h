@@ -114,11 +114,16 @@ inline bool in_visible_blocks(const AttentionInputs& in, int64_t b, int64_t h, i
   int64_t at = i / mask.block_q * offsets.strides[2];
   if (offsets.shape[0] > 1) at += b * offsets.strides[0];
   if (offsets.shape[1] > 1) at += h / (in.query.shape[1] / offsets.shape[1]) * offsets.strides[1];
-  const auto end = static_cast<int64_t>(number_at(offsets, at + offsets.strides[2]));
-  for (auto n = static_cast<int64_t>(number_at(offsets, at)); n < end; ++n) {
-    if (integer(mask.columns, n) == j / mask.block_kv) return true;
+  auto begin = static_cast<int64_t>(number_at(offsets, at));
+  const auto last = static_cast<int64_t>(number_at(offsets, at + offsets.strides[2]));
+  for (int64_t end = last; begin < end;) {  // columns ascend
+    const int64_t middle = (begin + end) / 2;
+    if (integer(mask.columns, middle) < j / mask.block_kv)
+      begin = middle + 1;
+    else
+      end = middle;
   }
-  return false;
+  return begin < last && integer(mask.columns, begin) == j / mask.block_kv;
 }
 
 inline int64_t num_kv_heads(const AttentionInputs& in) {

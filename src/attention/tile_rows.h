@@ -3,10 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <span>
 
 #include "attention/call_memory.h"
+#include "attention/rope_rows.h"
 #include "attention/tile_scales.h"
 
 namespace opst::attention {
@@ -21,18 +21,9 @@ struct TileRows : CallMemory {
   const bool values_are_keys = plan.kv_access == KvAccess::in_place && in.key.data == in.value.data &&
                                p.value_head_dim <= p.head_dim - p.rope_dim && same_rows(in.key, in.value);
 
-  // Pointers to `count` keys of a head, in runs: rows of the tensor, or copies of them with their rope.
-  void locate_keys(int64_t head, Runs runs, int64_t count, const Worker& w, const void** pointers) const {
-    kv_rows(in.key, head).locate(runs, pointers);
-    if (!p.copies_keys) return;
-    kv_rows(in.key_rope, head).locate(runs, w.rope_rows);
-    const int64_t element = size_bytes(p.kv_dtype), key_dim = p.head_dim - p.rope_dim;
-    for (int64_t i = 0; i < count; ++i) {
-      char* copy = w.key_copies + i * p.head_dim * element;
-      copy_elements(pointers[i], in.key.strides[3], key_dim, element, copy);
-      copy_elements(w.rope_rows[i], in.key_rope.strides[3], p.rope_dim, element, copy + key_dim * element);
-      pointers[i] = copy;
-    }
+  // As attention::locate_keys (rope_rows.h), with the worker's memory.
+  int64_t locate_keys(int64_t head, Runs runs, int64_t count, const Worker& w, const void** pointers) const {
+    return attention::locate_keys(*this, head, runs, count, w.rope_rows, w.key_copies, pointers);
   }
   // Where keys (values) are bytes, the pointers to `count` of them become pointers to floats.
   bool widen(int64_t head, Runs runs, int64_t count, bool keys, const Worker& w) const {
@@ -48,9 +39,9 @@ struct TileRows : CallMemory {
   }
   // Packs `count` keys of a head to `to`.
   void pack_keys(int64_t head, Runs runs, int64_t count, const Worker& w, char* to) const {
-    locate_keys(head, runs, count, w, w.key_rows);
-    const bool copied = p.copies_keys || widen(head, runs, count, true, w);
-    kernels.pack_keys(w.key_rows, copied ? 1 : in.key.strides[3], count, p.head_dim, to);
+    const int64_t dim_stride = locate_keys(head, runs, count, w, w.key_rows);
+    const bool widened = widen(head, runs, count, true, w);
+    kernels.pack_keys(w.key_rows, widened ? 1 : dim_stride, count, p.head_dim, to);
   }
   // The values, behind the keys' place; true where they are finite.
   bool pack_values(int64_t head, Runs runs, int64_t count, const Worker& w, char* to) const {
@@ -83,18 +74,6 @@ struct TileRows : CallMemory {
   void bring_scales(int64_t head, Runs runs, int64_t first, const Worker& w, KvTile& t) const {
     if (layout.scale_lists > 0) scales.copy(head, runs, w.scales + first, t);
     if (layout.group_lists > 0) scales.locate(head, runs, w.groups + first, t);
-  }
-
- private:
-  static void copy_elements(const void* row, int64_t stride, int64_t count, int64_t element_bytes, char* to) {
-    const char* from = static_cast<const char*>(row);
-    if (stride == 1) {
-      std::memcpy(to, from, static_cast<size_t>(count * element_bytes));
-      return;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      std::memcpy(to + i * element_bytes, from + i * stride * element_bytes, static_cast<size_t>(element_bytes));
-    }
   }
 };
 

@@ -32,9 +32,9 @@ struct Draw {
   // Sizes of row_offsets' first dimensions and of blocks; mask_heads 0: no block mask.
   int64_t mask_batch = 1, mask_heads = 0, mask_block_q = 1, mask_block_kv = 1;
   bool non_finite = false;  // one element of key or value
-  // Of draw_for_forward alone: blocks of sparse indices (0: there are none) and the entries of a list; columns of a rope
+  // Of draw_all alone: blocks of sparse indices (0: there are none) and the entries of a list; columns of a rope
   // apart, in one tensor with the keys or not; values that are the first columns of the keys.
-  bool for_forward = false;
+  bool draws_all = false;
   int64_t index_block = 0, index_count = 0, rope_dim = 0;
   bool rope_beside = false, values_of_keys = false;
   AttentionOptions options;
@@ -72,7 +72,7 @@ inline std::map<std::string, bool> options_of(const Draw& d) {
       {"standard path", o.path == AttentionPath::standard},
       {"half precision", d.query_dtype == DType::bf16 || d.query_dtype == DType::f16},
   };
-  if (!d.for_forward) return on;
+  if (!d.draws_all) return on;
   on["sparse indices"] = d.index_block > 0;
   on["rope apart"] = d.rope_dim > 0;
   on["values of keys"] = d.values_of_keys;
@@ -234,10 +234,10 @@ inline Draw draw(Random& random) {
   return d;
 }
 
-// With what backward does not take.
-inline Draw draw_for_forward(Random& random) {
+// With lists of keys, ropes, and values that share memory with keys.
+inline Draw draw_all(Random& random) {
   Draw d = draw(random);
-  d.for_forward = true;
+  d.draws_all = true;
   const bool panels = d.keys == Keys::panel_pages;
   if (d.mask_heads == 0 && random.chance(0.45)) {
     d.index_block = panels ? random.pick<int64_t>({32, 64}) : random.pick<int64_t>({1, 1, 2, 4, 8, 16, 64});
