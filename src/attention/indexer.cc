@@ -43,13 +43,52 @@ struct IndexerTensors {
   }
 };
 
-class IndexerCall : CallHeads {
+// What the call writes. A plan is not needed: without anything to select there is none.
+class IndexerRows : protected CallHeads {
+ public:
+  IndexerRows(const IndexerTensors& tensors, const IndexerCheck& call)
+      : CallHeads{tensors.inputs, call.attention}, tensors_(tensors), problem_(call.problem) {}
+
+  // Rows that are no query of a sequence see no key.
+  void write_other_rows(ThreadPool& pool) const {
+    if (!p.varlen_q && !tensors_.query_lengths) return;
+    const int64_t rows = tensors_.indices.shape[2], num_heads = p.num_kv_heads;
+    for (int64_t b = 0; b < (p.varlen_q ? 1 : p.batch); ++b) {
+      const int64_t first = p.varlen_q ? index_at(in.cu_seqlens_q, p.batch) : query_len(b);
+      pool.for_each((rows - first) * num_heads, kRowsPerTask, [&](int64_t i, int) {
+        write_row(b, i % num_heads, first + i / num_heads, no_candidates(nullptr));
+      });
+    }
+  }
+
+ protected:
+  static constexpr int64_t kRowsPerTask = 64;
+
+  int64_t query_len(int64_t b) const {
+    return tensors_.query_lengths ? index_at(tensors_.query_lengths, b) : sequences.query_len(b);
+  }
+  // Of varlen calls, `row` counts the rows of all sequences, and strides[0] is 0.
+  void write_row(int64_t b, int64_t kv_head, int64_t row, const Candidates& sorted) const {
+    const auto start = [&](const Tensor& t) { return b * t.strides[0] + kv_head * t.strides[1] + row * t.strides[2]; };
+    const Tensor &indices = tensors_.indices, &values = tensors_.values;
+    auto* const out = static_cast<int32_t*>(indices.data) + start(indices);
+    for (int64_t j = 0; j < problem_.count; ++j) {
+      const bool there = j < sorted.count;
+      out[j * indices.strides[3]] = there ? static_cast<int32_t>(key_of(sorted.words[j])) : -1;
+      if (!values) continue;
+      store_element(values, start(values) + j * values.strides[3], there ? score_of(sorted.words[j]) : -HUGE_VALF);
+    }
+  }
+
+  const IndexerTensors& tensors_;
+  const LightningIndexerProblem& problem_;
+};
+
+class IndexerCall : IndexerRows {
  public:
   IndexerCall(const IndexerTensors& tensors, const IndexerCheck& call, const LightningIndexerPlan& plan,
               Context::Impl& impl, void* scratch, Interruption& interruption)
-      : CallHeads{tensors.inputs, call.attention},
-        tensors_(tensors),
-        problem_(call.problem),
+      : IndexerRows(tensors, call),
         plan_(plan),
         geometry_(geometry_of(impl.machine.isa, plan.product)),
         packing_(kernels_for(impl.machine.isa, plan.product, p.kv_dtype)),
@@ -77,26 +116,10 @@ class IndexerCall : CallHeads {
     if (plan_.kv_splits > 1 && !interruption_.happened()) join_parts();
   }
 
-  // Rows that are no query of a sequence see no key.
-  void write_other_rows() const {
-    if (!p.varlen_q && !tensors_.query_lengths) return;
-    const int64_t rows = tensors_.indices.shape[2], num_heads = p.num_kv_heads;
-    for (int64_t b = 0; b < (p.varlen_q ? 1 : p.batch); ++b) {
-      const int64_t first = p.varlen_q ? index_at(in.cu_seqlens_q, p.batch) : query_len(b);
-      pool_.for_each((rows - first) * num_heads, kRowsPerTask, [&](int64_t i, int) {
-        write_row(b, i % num_heads, first + i / num_heads, no_candidates(nullptr));
-      });
-    }
-  }
-
  private:
   using Worker = IndexerLayout::Worker;
   using Selection = IndexerLayout::Selection;
-  static constexpr int64_t kRowsPerTask = 64;
 
-  int64_t query_len(int64_t b) const {
-    return tensors_.query_lengths ? index_at(tensors_.query_lengths, b) : sequences.query_len(b);
-  }
   Visibility seen(int64_t head) const {
     return Visibility::of(p.options, query_len(batch(head)), sequences.kv_len(batch(head)));
   }
@@ -228,21 +251,7 @@ class IndexerCall : CallHeads {
     sort_best(candidates, layout_.most, w.sorting);
     write_row(batch(head), kv_head(head), sequences.query_start(batch(head)) + query, candidates);
   }
-  // Of varlen calls, `row` counts the rows of all sequences, and strides[0] is 0.
-  void write_row(int64_t b, int64_t kv_head, int64_t row, const Candidates& sorted) const {
-    const auto start = [&](const Tensor& t) { return b * t.strides[0] + kv_head * t.strides[1] + row * t.strides[2]; };
-    const Tensor &indices = tensors_.indices, &values = tensors_.values;
-    auto* const out = static_cast<int32_t*>(indices.data) + start(indices);
-    for (int64_t j = 0; j < problem_.count; ++j) {
-      const bool there = j < sorted.count;
-      out[j * indices.strides[3]] = there ? static_cast<int32_t>(key_of(sorted.words[j])) : -1;
-      if (!values) continue;
-      store_element(values, start(values) + j * values.strides[3], there ? score_of(sorted.words[j]) : -HUGE_VALF);
-    }
-  }
 
-  const IndexerTensors& tensors_;
-  const LightningIndexerProblem& problem_;
   const LightningIndexerPlan& plan_;
   const Geometry& geometry_;
   const IndexerLayout layout_{problem_, plan_, geometry_};
@@ -270,10 +279,9 @@ Status lightning_indexer(Context& context, const LightningIndexerInputs& inputs,
     const Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
     if (!lease.ok()) return lease.status();
     Interruption interruption(impl.interrupted, multiply_adds(call.value().attention));
-    const IndexerCall indexer(tensors, call.value(), plan, impl, lease.value().data(), interruption);
-    if (plan.num_tasks > 0) indexer.run();
+    if (plan.num_tasks > 0) IndexerCall(tensors, call.value(), plan, impl, lease.value().data(), interruption).run();
     if (interruption.happened()) return interruption.status("lightning_indexer");
-    indexer.write_other_rows();
+    IndexerRows(tensors, call.value()).write_other_rows(impl.pool);
     return {};
   });
 }
