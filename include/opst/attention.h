@@ -39,6 +39,7 @@
 //   - the bool mask is not 0 there;
 //   - the block mask (block_mask.h) shows the pair's blocks, or the query's list of indices has the key's block
 //     (sparse_indices.h);
+//   - the tree mask has the key's bit, or the key is before the draft tokens;
 //   - the biased score is not -inf.
 //
 // Rules: a row that sees no key gives out = 0 and softmax_lse = -inf (with a sink: softmax_lse = sink). NaN and Inf in
@@ -60,7 +61,8 @@
 //
 // Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov, Gimelshein, "Online normalizer calculation for
 // softmax" (2018); ALiBi: Press et al., "Train Short, Test Long" (2022); Philox: Salmon et al., "Parallel Random
-// Numbers: As Easy as 1, 2, 3" (2011).
+// Numbers: As Easy as 1, 2, 3" (2011). Trees: Miao et al., "SpecInfer" (2024); Li et al., "EAGLE-2" (2024); words of bits
+// are spec_decoding_packed_mask of TensorRT-LLM and QLEN_ONLY_BITPACKING of SGLang.
 #pragma once
 
 #include <cstdint>
@@ -136,6 +138,12 @@ struct AttentionInputs {
   BlockMask block_mask = {};
   // Which keys each query reads; absent: all.
   SparseIndices sparse_indices = {};
+  // i64 [batch, query_len], varlen [total_q]: trees of draft tokens (speculative decoding). The last query_len keys of a
+  // sequence are those of its queries, up to 64: query i sees key kv_len - query_len + j where bit j of its word is 1,
+  // and keys before the draft tokens whatever the word. Bits from query_len on are 0, or the word is -1, which hides
+  // nothing: so a call takes sequences of trees beside others, whose queries may be any number. Windows and ALiBi
+  // count in keys, not in steps of the tree.
+  ConstTensor tree_mask = {};
   // The score is [query | query_rope] . [key | key_rope] (sparse_indices.h): query's and key's dtype, both or neither.
   ConstTensor query_rope = {}, key_rope = {};
 };
@@ -225,7 +233,7 @@ struct AttentionProblem {
   bool varlen_q = false, varlen_k = false;
   // Which optional tensors are there.
   bool has_prefix = false, has_mask = false, has_bias = false, has_alibi = false, has_sinks = false,
-       has_drop_mask = false;
+       has_drop_mask = false, has_tree_mask = false;
   BlockMaskSizes block_mask = {};
   SparseIndicesSizes sparse_indices = {};
   int64_t rope_dim = 0;      // columns of query_rope and key_rope

@@ -91,8 +91,10 @@ class ForwardCall : TileRows {
     const Visibility visible = visibility(head);
     const int64_t most_rows = block_rows(head), first_row = block * most_rows;
     const StackedRows queries = stacked_rows(in.query, head);
-    const bool single_tile = single_tiles_ && visible.kv_len <= plan.block_kv;
     const MaskedRows masked = masked_rows(head, split, w);
+    // With a block mask or a tree a tile may come more than once.
+    const bool walks = p.block_mask || masked.tree;
+    const bool single_tile = single_tiles_ && !walks && visible.kv_len <= plan.block_kv;
     QueryBlock q = {.rows = std::min(most_rows, rows(head) - first_row),
                     .head_dim = p.head_dim,
                     .value_head_dim = p.value_head_dim,
@@ -128,7 +130,7 @@ class ForwardCall : TileRows {
     const KeyInterval part =
         p.block_mask ? KeyInterval{0, visible.kv_len} : KeyInterval{start, start + plan.keys_per_split};
     KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end,
-                   p.block_mask ? &masked : nullptr);
+                   walks ? &masked : nullptr);
     attend_list(head, block, tiles, q, w, finish, single_tile && writable_in_place(finish.out));
   }
   // Against the tiles of a list, KvBlocks or SelectedKeys.
@@ -175,10 +177,14 @@ class ForwardCall : TileRows {
 
   // Splits of a block mask's keys are counted in tiles that the block sees.
   MaskedRows masked_rows(int64_t head, int64_t split, const Worker& w) const {
-    if (!p.block_mask) return {};
+    const TreeRows tree = tree_of(head);
+    if (!p.block_mask && !tree) return {};
     const bool whole_tiles = plan.kv_access == KvAccess::packed_shared || standard_ != nullptr;
-    MaskedRows masked = {.mask = head_mask(head), .cursors = w.cursors, .key_step = whole_tiles ? plan.block_kv : 1};
+    MaskedRows masked = {{}, w.cursors, whole_tiles ? plan.block_kv : 1};
+    masked.tree = tree;
     if (plan.kv_access == KvAccess::panel_pages) masked.key_step = kPanelRows;
+    if (!p.block_mask) return masked;
+    masked.mask = head_mask(head);
     if (plan.kv_splits == 1) return masked;
     masked.num_tiles = plan.keys_per_split / plan.block_kv;
     masked.first_tile = split * masked.num_tiles;
@@ -308,8 +314,8 @@ class ForwardCall : TileRows {
   const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
   const CallRules rules_{in, p};
   const bool in_place_ = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
-  // Unless a head has more keys than a tile; with a block mask a tile may come more than once.
-  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1 && !p.block_mask;
+  // Unless a head has more keys than a tile.
+  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1;
   // All rows of a head are one block, whose queries and values may stay in the tensors. Of several blocks the queries
   // are no longer in L2 when their turn comes (512 rows of head_dim 64, 8 heads: 0.95 times as fast).
   const bool whole_rows_ = plan.kv_access == KvAccess::packed_per_task;

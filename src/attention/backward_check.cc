@@ -53,6 +53,9 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
     return Status::unsupported(
         "flash_attention_backward: query_rope and key_rope have no gradients: query and key may hold their columns");
   }
+  if (is_given(in.tree_mask)) {
+    return Status::unsupported("flash_attention_backward: tree_mask has no gradient: a mask may hide the same keys");
+  }
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
 
   bind_inputs(check, in, options.page_layout);

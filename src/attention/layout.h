@@ -98,7 +98,7 @@ struct Layout {
     KvTile* tiles;        // [tiles_per_task]
     RowState state;       // kv_splits = 1
     char* packed;         // [tiles_per_task][panels of K, panels of V]; packed_per_task
-    MaskCursor* cursors;  // with a block mask
+    MaskCursor* cursors;  // with a block mask or a tree
     int64_t* own_begin;   // [tiles_per_task][own_rows], intervals of tiles
     int64_t* own_end;
     KeyInterval* runs;  // [block_kv], with sparse indices
@@ -148,8 +148,9 @@ struct Layout {
   const bool one_tile =
       plan.kv_access == KvAccess::packed_per_task || (plan.kv_access == KvAccess::in_place && p.copies_keys);
   const int64_t tiles_per_task = standard ? most_tiles : one_tile ? 1 : kTilesPerCall;
-  const Size mask_cursors = p.block_mask ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
-  const bool own_intervals = p.block_mask || (p.sparse_indices && plan.kv_access == KvAccess::panel_pages);
+  const bool walks = p.block_mask || p.has_tree_mask;  // tiles by a MaskWalk
+  const Size mask_cursors = walks ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
+  const bool own_intervals = walks || (p.sparse_indices && plan.kv_access == KvAccess::panel_pages);
   const int64_t own_rows = own_intervals ? plan.block_q : 0;
   const int64_t copied_keys = p.copies_keys ? plan.block_kv : 0;
   const bool marks_seen = p.block_mask && plan.kv_access == KvAccess::packed_shared;

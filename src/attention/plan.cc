@@ -154,6 +154,8 @@ const char* attention::without_plan(const AttentionProblem& p) {
   if (p.rope_dim >= p.head_dim) return "rope_dim is not less than head_dim";
   if (p.sparse_indices && p.block_mask) return "sparse_indices and block_mask";
   if (p.sparse_indices && p.options.path == AttentionPath::standard) return "sparse_indices with path = standard";
+  if (p.has_tree_mask && (p.block_mask || p.sparse_indices)) return "tree_mask with block_mask or sparse_indices";
+  if (p.has_tree_mask && p.options.path == AttentionPath::standard) return "tree_mask with path = standard";
   const AttentionOptions& o = p.options;
   if (o.block_q < 0 || o.block_q > kMaxBlock || o.block_kv < 0 || o.block_kv > kMaxBlock) {
     return "block_q or block_kv is not 0 to 4096";

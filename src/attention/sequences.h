@@ -29,6 +29,24 @@ class Sequences {
     return p_.varlen_k ? index_at(in_.cu_seqlens_k, b + 1) - index_at(in_.cu_seqlens_k, b) : p_.kv_len;
   }
   int64_t prefix(int64_t b) const { return p_.has_prefix ? index_at(in_.prefix, b) : 0; }
+  // Word i of a sequence's tree mask, which the call has.
+  int64_t tree_word(int64_t b, int64_t i) const {
+    const ConstTensor& t = in_.tree_mask;
+    return static_cast<const int64_t*>(t.data)[tree_offset(b) + i * t.strides[t.rank - 1]];
+  }
+  // Whether its tree mask hides some draft token from some query.
+  bool has_tree(int64_t b) const {
+    if (!p_.has_tree_mask) return false;
+    const int64_t len = query_len(b);
+    int64_t i = 0;
+    while (i < len && tree_word(b, i) == -1) ++i;
+    return i < len;
+  }
+  // Of the sequence's first word, in elements.
+  int64_t tree_offset(int64_t b) const {
+    const ConstTensor& t = in_.tree_mask;
+    return p_.varlen_q ? query_start(b) * t.strides[0] : b * t.strides[0];
+  }
 
   // How many of the first sequences tell all lengths: 1 where one entry in memory, or none, serves all, else batch.
   // Loops over lengths end here, since a caller needs no memory for a batch of equal sequences and may state any size.
