@@ -261,12 +261,14 @@ struct AttentionPlan {
   AttentionPath path = AttentionPath::flash;  // standard or flash
   KvAccess kv_access = KvAccess::packed_shared;
   AttentionProduct product = AttentionProduct::f32;
-  int64_t block_q = 0;         // rows of one task
-  int64_t block_kv = 0;        // keys of one tile
-  int64_t joined_tiles = 1;    // the most neighbouring tiles of a block mask's list that share a step of the softmax
-  int64_t tile_rows = 0;       // rows of one register tile, whose scores stay in L1
-  int64_t kv_splits = 1;       // parts of the keys that a block may see; attended apart, then joined in key order
-  int64_t keys_per_split = 0;  // a multiple of block_kv
+  int64_t block_q = 0;       // rows of one task, at most
+  int64_t block_kv = 0;      // keys of one tile
+  int64_t joined_tiles = 1;  // the most neighbouring tiles of a block mask's list that share a step of the softmax
+  int64_t tile_rows = 0;     // rows of one register tile, whose scores stay in L1
+  // Parts of the keys that a block may see, attended apart, then joined in key order; of the longest sequence, the others
+  // have their own. keys_per_split is a multiple of block_kv.
+  int64_t kv_splits = 1, keys_per_split = 0;
+  int64_t parts_per_head = 0;  // of all blocks of a (batch, KV head) pair, at most; 0: no keys are split
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once
   int64_t num_tasks = 0;       // of the whole call, packing not counted
   bool fetch_ahead = false;    // a task of a single tile fetches what the next one reads
