@@ -236,8 +236,9 @@ struct AttentionProblem {
        has_drop_mask = false, has_tree_mask = false;
   BlockMaskSizes block_mask = {};
   SparseIndicesSizes sparse_indices = {};
-  int64_t rope_dim = 0;      // columns of query_rope and key_rope
-  bool copies_keys = false;  // key_rope is not the columns behind key's: keys of a tile are copied
+  int64_t rope_dim = 0;         // columns of query_rope and key_rope
+  bool copies_keys = false;     // key_rope is not the columns behind key's: keys of a tile are copied
+  bool values_of_keys = false;  // values are the first columns of the keys' rows (multi-head latent attention)
 };
 
 // How keys and values reach the micro-kernels.

@@ -316,6 +316,8 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   if (!check.ok()) return check.status();
   AttentionProblem p = describe_call(check, in, options);
   describe_sparse_indices(check, in, p);
+  p.values_of_keys = in.key.data == in.value.data && in.key.rank == in.value.rank &&
+                     p.value_head_dim <= p.head_dim - p.rope_dim && same_rows(in.key, in.value);
   check_options(check, in, options, p.num_heads);
   check_heads(check, p);
   check_sparse_sizes(check, in, p);

@@ -30,9 +30,9 @@ class SplitKeys {
   // The plan's block_kv, kv_access, path and tile_rows have been chosen.
   SplitKeys(const AttentionProblem& problem, const AttentionPlan& plan) : p_(problem), plan_(plan) {
     const int64_t group = p_.num_heads / p_.num_kv_heads, rows = p_.sparse_indices ? group : rows_of(p_);
-    const bool unpacked = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
     // What bounds the time is reading keys and values.
-    const bool by_memory = unpacked && rows <= plan.tile_rows;
+    const bool few_rows = plan.kv_access == KvAccess::panel_pages && rows <= plan.tile_rows;
+    const bool by_memory = plan.kv_access == KvAccess::in_place || few_rows;
     min_keys_ = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
   }
 

@@ -66,9 +66,13 @@ const char* to_string(AttentionProduct product) { return name_of(product, {"f32"
 namespace {
 
 constexpr int64_t kMostWholeRows = 256;  // of one head, or of a query's group with a list, that may be one task
-// With a list, rows for which keys are read in place: packing them, for one query alone, costs as much as multiplying
-// them with a dozen rows, and reading them again from L2, a register tile of rows at a time, less (estimated).
-constexpr int64_t kListRowsInPlace = 24;
+// Rows for which keys are read in place where they are a list of one query alone, or hold the values as well: packing
+// them costs as much as multiplying them with a dozen rows, and reading them again from L2, a register tile of rows at
+// a time, less (estimated).
+constexpr int64_t kMoreRowsInPlace = 24;
+int64_t rows_in_place(const AttentionProblem& p, int64_t tile_rows) {
+  return p.sparse_indices || p.values_of_keys ? kMoreRowsInPlace : tile_rows;
+}
 // Packed keys and values of a wave of heads, to stay in cache (8 MB: 1 to 2 points slower at 2048 keys, head_dim 128).
 constexpr int64_t kWaveBytes = 2 << 20;
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
@@ -155,15 +159,15 @@ const char* attention::without_plan(const AttentionProblem& p) {
 }
 
 attention::SequenceKinds attention::sequence_kinds(const AttentionProblem& p, const Machine& machine) {
-  const int64_t few = geometry_of(machine.isa, {}).tile_rows;
+  const int64_t few = rows_in_place(p, geometry_of(machine.isa, {}).tile_rows);
   // With a list for each query all are read alike.
   if (!p.varlen_q || p.num_heads == 0 || p.sparse_indices) return {};
   SequenceKinds kinds = {.apart = true, .few_rows = few, .whole = few, .whole_of_tile = few};
   if (p.block_mask || p.options.block_q > 0) return kinds;
   const Geometry& g = geometry_of(machine.isa, choose_product(p, machine));
   const RowLimits limits = limit_rows(p, machine, g);
-  kinds.whole = limits.whole;
-  kinds.whole_of_tile = limits.whole_of_tile;
+  kinds.whole = std::max(limits.whole, few);
+  kinds.whole_of_tile = std::max(limits.whole_of_tile, few);
   kinds.tile_keys = p.options.block_kv > 0 ? p.options.block_kv : most_block_kv(p, machine, g);
   return kinds;
 }
@@ -183,7 +187,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   // Rows that see the same keys: with a list for each query, its group.
   const bool lists(p.sparse_indices);
   const int64_t group = p.num_heads / p.num_kv_heads, rows_of_list = lists ? group : rows;
-  const bool few_rows = !pages && rows_of_list <= (lists ? kListRowsInPlace : g.tile_rows) && p.unit_stride_kv &&
+  const bool few_rows = !pages && rows_of_list <= rows_in_place(p, g.tile_rows) && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows_of_list);
   if (few_rows) {
