@@ -105,7 +105,7 @@ inline void draw_block_mask(Choices& c, AttentionSizes& s, Operands& t) {
   s.mask_block_q = c.size(s.mask_block_q), s.mask_block_kv = c.size(s.mask_block_kv);
 }
 
-// The operands of AttentionInputs, in its order: 15 of them.
+// The operands of AttentionInputs: 16 of them.
 inline void draw_attention_inputs(Choices& c, AttentionSizes& s, DType q, DType kv, Operands& t) {
   const DType narrow = q == DType::f64 ? DType::f64 : DType::f32;
   t.input(q, s.query(s.head_dim));
@@ -130,6 +130,13 @@ inline void draw_attention_inputs(Choices& c, AttentionSizes& s, DType q, DType 
   maybe(8, [&] { t.input(narrow, {s.heads}); });
   maybe(8, [&] { t.input(narrow, {s.heads}); });
   t.absent();  // drop_mask
+  maybe(6, [&] {
+    std::vector<int64_t> words;
+    for (int64_t i = 0; i < (s.varlen_q ? 1 : s.batch) * s.q_len; ++i) {
+      words.push_back(c.coin() ? -1 : c.byte() % (int64_t{1} << std::min<int64_t>(s.q_len, 8)));
+    }
+    t.integers(DType::i64, s.varlen_q ? std::vector<int64_t>{s.q_len} : std::vector<int64_t>{s.batch, s.q_len}, words);
+  });
   if (c.rarely(6)) return draw_block_mask(c, s, t);
   t.absent();
   t.absent();
@@ -149,9 +156,10 @@ inline AttentionInputs attention_inputs(const Views& v, const AttentionSizes& s)
           .alibi_slopes = v[10],
           .sinks = v[11],
           .drop_mask = v[12],
-          .block_mask = {v[13], v[14], s.mask_block_q, s.mask_block_kv}};
+          .block_mask = {v[14], v[15], s.mask_block_q, s.mask_block_kv},
+          .tree_mask = v[13]};
 }
-inline constexpr size_t kAttentionInputs = 15;
+inline constexpr size_t kAttentionInputs = 16;
 
 inline FuzzedCall draw_forward(Choices& c, Operands& t) {
   AttentionSizes s(c);
