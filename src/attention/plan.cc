@@ -131,6 +131,15 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
   }
 }
 
+void split_keys(const AttentionProblem& p, int64_t heads, int64_t blocks, AttentionPlan& plan) {
+  const attention::SplitKeys split_keys(p, plan);
+  const attention::KeySplits longest = split_keys.of(p.query_len, p.kv_len, blocks, plan.block_q);
+  plan.kv_splits = longest.count;
+  plan.keys_per_split = longest.keys;
+  plan.parts_per_head = split_keys.most_of_head(blocks);
+  plan.num_tasks = (Size(heads) * blocks * plan.kv_splits).value();
+}
+
 }  // namespace
 
 const char* attention::without_plan(const AttentionProblem& p) {
@@ -236,12 +245,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead = plan.kv_access == KvAccess::packed_per_task && !lists &&
                      tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  const attention::SplitKeys split_keys(p, plan);
-  const attention::KeySplits splits = split_keys.of(p.query_len, p.kv_len, blocks, plan.block_q);
-  plan.kv_splits = splits.count;
-  plan.keys_per_split = splits.keys;
-  plan.parts_per_head = split_keys.most_of_head(blocks);
-  plan.num_tasks = (Size(heads) * blocks * plan.kv_splits).value();
+  split_keys(p, heads, blocks, plan);
 
   // Memory.
   const attention::Layout layout = {p, plan, g};
