@@ -51,9 +51,11 @@ class ForwardCall : TileRows {
     };
     const auto attend = [&](int64_t head, int64_t task, int64_t, int index) {
       if (head >= heads || interruption_.requested(index)) return;
+      const int64_t num_blocks = blocks(head);
+      if (num_blocks == 0) return;
       // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
-      const KeySplits splits = splits_of(head);
-      const int64_t block = blocks(head) - 1 - task / splits.count;
+      const KeySplits splits = splits_of(head, num_blocks);
+      const int64_t block = num_blocks - 1 - task / splits.count;
       if (block < 0) return;
       attend_block(head, block, task % splits.count, splits, worker(index));
       if (splits.count > 1) finish_part(head, block, splits.count);

@@ -29,10 +29,11 @@ struct CallMemory : CallHeads {
   }
   int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
 
-  KeySplits splits_of(int64_t head) const {
+  // Of a head that has blocks.
+  KeySplits splits_of(int64_t head, int64_t num_blocks) const {
     if (plan.parts_per_head == 0) return {plan.kv_splits, plan.keys_per_split};
     const int64_t b = batch(head);
-    return split_keys.of(sequences.query_len(b), sequences.kv_len(b), blocks(head), block_rows(head));
+    return split_keys.of(sequences.query_len(b), sequences.kv_len(b), num_blocks, block_rows(head));
   }
 
   Layout::Worker worker(int index) const {

@@ -106,7 +106,7 @@ TEST(AttentionMixedBatch, EachSequenceHasTheBitsThatItHasAlone) {
           const Status status = flash_attention_forward(t.context, call.inputs, whole.tensors, d.options);
           ASSERT_TRUE(status.ok()) << status.message();
           ASSERT_EQ(judge(call, whole, t.context, 40, worst_ratio), "") << t.name;
-          for (const size_t count : {1, 2, 3}) {
+          for (const size_t count : {size_t{1}, size_t{2}, size_t{3}}) {
             for (size_t first = 0; first + count <= d.query_lens.size(); first += count) {
               const Part part(call, first, count);
               ASSERT_EQ(part.differs(t.context, whole), "")
