@@ -50,7 +50,8 @@
 // keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values and a fixed amount per thread (plan_attention tells). Masks are never expanded.
+// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, and a fixed
+// amount per thread (plan_attention tells). Masks are never expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //

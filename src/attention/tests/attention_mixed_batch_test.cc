@@ -168,6 +168,54 @@ TEST(AttentionMixedBatch, WavesOfSplitKeysShareTheirMemory) {
   EXPECT_LT(plan_attention(p, machine).scratch_bytes_shared, two.scratch_bytes_shared + 40 * 64 * 8);
 }
 
+// Multi-head latent attention: values are the first columns of the keys' rows, which are read in place by more rows than
+// others are. The same values in memory of their own give what the view gives where both are read in place.
+TEST(AttentionMixedBatch, ValuesOfKeysAreReadOnce) {
+  Random random(seed() + 3);
+  double worst_ratio = 0;
+  for (const Keys keys : {Keys::dense, Keys::varlen, Keys::norm_pages}) {
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      for (const int64_t heads : {8, 16, 128}) {
+        Draw d;
+        d.for_forward = d.values_of_keys = true;
+        d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
+        d.num_heads = heads, d.head_dim = 576, d.value_head_dim = 512;
+        d.keys = keys;
+        d.varlen_q = keys != Keys::dense;
+        d.query_lens = {1, 1}, d.kv_lens = {1030, 77};
+        if (d.varlen_q) d.query_lens[1] = 3;
+        d.options.causal = true;
+        DrawnCall call(d, random);
+        const Result<AttentionProblem> problem = attention_problem(call.inputs, d.options);
+        ASSERT_TRUE(problem.ok()) << problem.status().message();
+        ASSERT_TRUE(problem.value().values_of_keys);
+        AttentionProblem one = problem.value();
+        one.query_len = 1;
+        const TestContext& t =
+            contexts()[static_cast<size_t>(random.integer(0, static_cast<int64_t>(contexts().size()) - 1))];
+        EXPECT_EQ(plan_attention(one, t.context.machine()).kv_access == KvAccess::in_place, heads <= 24);
+        const DrawnCall::Outputs out = call.make_outputs();
+        ASSERT_TRUE(flash_attention_forward(t.context, call.inputs, out.tensors, d.options).ok());
+        ASSERT_EQ(judge(call, out, t.context, 24, worst_ratio), "") << t.name;
+      }
+    }
+  }
+  // What is no view: other memory, more columns than the keys have, rows further apart.
+  std::vector<float> memory(4096), other(4096);
+  const Tensor key = Tensor::contiguous(DType::f32, {1, 1, 10, 16}, memory.data());
+  const AttentionInputs in = {.query = key, .key = key, .value = key.narrowed(3, 0, 8)};
+  const auto of_keys = [&](const ConstTensor& value) {
+    AttentionInputs with = in;
+    with.value = value;
+    return attention_problem(with, {}).value().values_of_keys;
+  };
+  EXPECT_TRUE(of_keys(in.value));
+  EXPECT_TRUE(of_keys(key));
+  EXPECT_FALSE(of_keys(Tensor::contiguous(DType::f32, {1, 1, 10, 16}, other.data())));
+  EXPECT_FALSE(of_keys(key.narrowed(3, 8, 8)));
+  EXPECT_FALSE(of_keys(Tensor::contiguous(DType::f32, {1, 1, 10, 8}, memory.data())));
+}
+
 // Cumulative lengths 7 and 16, half precision, head_dim 72, no mask at all.
 TEST(AttentionMixedBatch, B67_PackedSequencesWithoutAMask) {
   Random random(seed() + 2);
