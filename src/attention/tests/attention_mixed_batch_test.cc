@@ -96,6 +96,7 @@ TEST(AttentionMixedBatch, EachSequenceHasTheBitsThatItHasAlone) {
   double worst_ratio = 0;
   for (const Keys keys : {Keys::varlen, Keys::norm_pages, Keys::panel_pages}) {
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      if (keys == Keys::panel_pages && dtype == DType::f16) continue;  // no such pages
       for (const int64_t kv_heads : {1, 2}) {
         Draw d = mixed_draw(keys, dtype, 4, kv_heads);
         d.prefix = random.chance(0.3);
