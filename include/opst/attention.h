@@ -39,17 +39,20 @@
 //   - the bool mask is not 0 there;
 //   - the block mask (block_mask.h) shows the pair's blocks, or the query's list of indices has the key's block
 //     (sparse_indices.h);
+//   - the tree mask has the key's bit, or the key is before the draft tokens;
 //   - the biased score is not -inf.
 //
 // Rules: a row that sees no key gives out = 0 and softmax_lse = -inf (with a sink: softmax_lse = sink). NaN and Inf in
 // an input reach exactly the rows that depend on it; the bytes of a key hidden by structure (lengths, windows, prefix),
 // by the bool mask, the block mask or a list never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the
 // lowest finite float is only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of
-// threads, and for contiguous keys and norm pages of the same values. An option that changes nothing (a mask of ones,
+// threads, for contiguous keys and norm pages of the same values, and for a sequence whatever others the call has (but
+// with a block mask, or dropout). An option that changes nothing (a mask of ones,
 // keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values and a fixed amount per thread (plan_attention tells). Masks are never expanded.
+// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, and a fixed
+// amount per thread (plan_attention tells). Masks are never expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //
@@ -60,7 +63,8 @@
 //
 // Source: Dao et al., "FlashAttention" (2022), algorithm 1; Milakov, Gimelshein, "Online normalizer calculation for
 // softmax" (2018); ALiBi: Press et al., "Train Short, Test Long" (2022); Philox: Salmon et al., "Parallel Random
-// Numbers: As Easy as 1, 2, 3" (2011).
+// Numbers: As Easy as 1, 2, 3" (2011). Trees: Miao et al., "SpecInfer" (2024); Li et al., "EAGLE-2" (2024); words of bits
+// are spec_decoding_packed_mask of TensorRT-LLM and QLEN_ONLY_BITPACKING of SGLang.
 #pragma once
 
 #include <cstdint>
@@ -136,6 +140,12 @@ struct AttentionInputs {
   BlockMask block_mask = {};
   // Which keys each query reads; absent: all.
   SparseIndices sparse_indices = {};
+  // i64 [batch, query_len], varlen [total_q]: trees of draft tokens (speculative decoding). The last query_len keys of a
+  // sequence are those of its queries, up to 64: query i sees key kv_len - query_len + j where bit j of its word is 1,
+  // and keys before the draft tokens whatever the word. Bits from query_len on are 0, or the word is -1, which hides
+  // nothing: so a call takes sequences of trees beside others, whose queries may be any number. Windows and ALiBi
+  // count in keys, not in steps of the tree.
+  ConstTensor tree_mask = {};
   // The score is [query | query_rope] . [key | key_rope] (sparse_indices.h): query's and key's dtype, both or neither.
   ConstTensor query_rope = {}, key_rope = {};
 };
@@ -225,11 +235,12 @@ struct AttentionProblem {
   bool varlen_q = false, varlen_k = false;
   // Which optional tensors are there.
   bool has_prefix = false, has_mask = false, has_bias = false, has_alibi = false, has_sinks = false,
-       has_drop_mask = false;
+       has_drop_mask = false, has_tree_mask = false;
   BlockMaskSizes block_mask = {};
   SparseIndicesSizes sparse_indices = {};
-  int64_t rope_dim = 0;      // columns of query_rope and key_rope
-  bool copies_keys = false;  // key_rope is not the columns behind key's: keys of a tile are copied
+  int64_t rope_dim = 0;         // columns of query_rope and key_rope
+  bool copies_keys = false;     // key_rope is not the columns behind key's: keys of a tile are copied
+  bool values_of_keys = false;  // values are the first columns of the keys' rows (multi-head latent attention)
 };
 
 // How keys and values reach the micro-kernels.
@@ -253,12 +264,14 @@ struct AttentionPlan {
   AttentionPath path = AttentionPath::flash;  // standard or flash
   KvAccess kv_access = KvAccess::packed_shared;
   AttentionProduct product = AttentionProduct::f32;
-  int64_t block_q = 0;         // rows of one task
-  int64_t block_kv = 0;        // keys of one tile
-  int64_t joined_tiles = 1;    // the most neighbouring tiles of a block mask's list that share a step of the softmax
-  int64_t tile_rows = 0;       // rows of one register tile, whose scores stay in L1
-  int64_t kv_splits = 1;       // parts of the keys that a block may see; attended apart, then joined in key order
-  int64_t keys_per_split = 0;  // a multiple of block_kv
+  int64_t block_q = 0;       // rows of one task, at most
+  int64_t block_kv = 0;      // keys of one tile
+  int64_t joined_tiles = 1;  // the most neighbouring tiles of a block mask's list that share a step of the softmax
+  int64_t tile_rows = 0;     // rows of one register tile, whose scores stay in L1
+  // Parts of the keys that a block may see, attended apart, then joined in key order; of the longest sequence, the others
+  // have their own. keys_per_split is a multiple of block_kv.
+  int64_t kv_splits = 1, keys_per_split = 0;
+  int64_t parts_per_head = 0;  // of all blocks of a (batch, KV head) pair, at most; 0: no keys are split
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once
   int64_t num_tasks = 0;       // of the whole call, packing not counted
   bool fetch_ahead = false;    // a task of a single tile fetches what the next one reads

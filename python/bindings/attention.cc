@@ -174,6 +174,7 @@ void bind_attention(nb::module_& module) {
   input.operator()<&AttentionInputs::alibi_slopes>("alibi_slopes");
   input.operator()<&AttentionInputs::sinks>("sinks");
   input.operator()<&AttentionInputs::drop_mask>("drop_mask");
+  input.operator()<&AttentionInputs::tree_mask>("tree_mask");
   input.operator()<&BlockMask::row_offsets>("block_mask_row_offsets");
   input.operator()<&BlockMask::columns>("block_mask_columns");
   block_mask_size<&BlockMask::block_q>(type, "block_mask_block_q");

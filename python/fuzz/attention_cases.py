@@ -88,6 +88,14 @@ def _inputs(d: Draw, s: Sizes, x: str, narrow: str, varlen: bool) -> Dict[str, A
         kv_lengths=None if varlen else d.maybe(lambda: d.integers([d.integer(0, s.kv_len) for _ in range(s.batch)]), 8))
 
 
+def _tree(d: Draw, s: Sizes, varlen: bool) -> Dict[str, Any]:
+    """Words for trees of all queries, or for chains of one token."""
+    if s.q_len > 64 or not d.rarely(8):
+        return {}
+    words = [d.pick((-1, 1, d.integer(0, 2 ** min(s.q_len, 60) - 1))) for _ in range((1 if varlen else s.batch) * s.q_len)]
+    return given(tree_mask=d.integers(words, (s.q_len,) if varlen else (s.batch, s.q_len)))
+
+
 def _numbers(d: Draw, names: str) -> Dict[str, Any]:
     """A few options, by the names of flash_attention; `names`: the function's own for some of them."""
     usual = {
@@ -116,7 +124,8 @@ def flash_attention_(d: Draw) -> Call:
         starts = {}
     q, k, v = (d.array(x, shape) for shape in shapes)
     return Call(flash_attention.flash_attention, {
-        **given(q=q, k=k, v=v), **starts, **_inputs(d, s, x, narrow, varlen), **_numbers(d, ""),
+        **given(q=q, k=k, v=v), **starts, **_inputs(d, s, x, narrow, varlen),
+        **_tree(d, s, varlen), **_numbers(d, ""),
         **given(causal=d.option((False, True)), return_lse=d.option((False, True)), drop_mask=d.maybe(lambda: _drop_mask(d, s), 12))})
 
 
@@ -233,7 +242,7 @@ def paged_attention_(d: Draw) -> Call:
     return Call(paged_attention, {
         **given(query=d.array(x, shape), key_cache=keys, value_cache=values, block_table=d.integers(table, (s.batch, columns)),
                 kv_lengths=d.integers([d.integer(0, s.kv_len) for _ in range(s.batch)])),
-        **inputs, **_numbers(d, "paged"),
+        **inputs, **_tree(d, s, varlen), **_numbers(d, "paged"),
         **given(causal=d.option((True, False)), layout=d.option((c.layout,)), return_lse=d.option((False, True)),
                 return_statistics=d.option((False, False, True)), actual_seq_qlen=d.integers(_ends(d, s.batch, s.q_len)) if varlen else None,
                 out=d.maybe(lambda: d.array(x, [*shape[:-1], s.value_dim], written=True), 3))})
@@ -353,6 +362,13 @@ def dropout_mask(d: Draw) -> Call:
         keep_prob=d.option((1.0, 0.5, 1)), **{name: d.option((0, 1, 2**40, 2**63)) for name in
                                               ("seed", "offset", "first_query", "first_key", "first_head", "total_heads") if d.rarely(3)}),
         takes_context=False)
+
+
+@case
+def tree_mask(d: Draw) -> Call:
+    batch, queries = d.size(1, 3), d.size(1, 9)
+    parents = [d.integer(-1, i - 1) for _ in range(batch) for i in range(queries)]
+    return Call(flash_attention.tree_mask, given(parents=d.integers(parents, (batch, queries))), takes_context=False)
 
 
 @case

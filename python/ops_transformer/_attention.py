@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
-from ._arrays import integers, refusal, view
+from ._arrays import int64, integers, refusal, view
 from ._block_mask import option_parts
 from ._calls import _kind_of, checked
 from ._core import UNBOUNDED, AttentionCall, View
@@ -58,6 +58,7 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     prefix: Any = None
+    tree_mask: Any = None
     key_scales: Any = None
     value_scales: Any = None
     key_offsets: Any = None
@@ -69,8 +70,8 @@ class Tensors(NamedTuple):
 
 GRADIENTS = ("query", "key", "value", "bias", "sinks")  # of flash_attention_grad
 DIFFERENTIABLE = (*GRADIENTS, "query_rope", "key_rope")  # the first of Tensors
-INTEGERS = frozenset(("block_table", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "prefix", "block_mask_row_offsets",
-                      "block_mask_columns"))
+INTEGERS = frozenset(("block_table", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "prefix", "tree_mask",
+                      "block_mask_row_offsets", "block_mask_columns"))
 # The annotations' texts, and what checks them.
 KINDS = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Options.__annotations__.items()}
 _CHECKS = {name: _kind_of(kind) for name, kind in KINDS.items()}
@@ -138,7 +139,7 @@ def shown(name: str) -> Optional[str]:
 
 def to_view(name: str, array: Any) -> View:
     if name in INTEGERS:
-        return integers(array, shown(name))
+        return (int64 if name == "tree_mask" else integers)(array, shown(name))
     tensor = view(array, shown(name))
     if name == "mask":
         check_mask(array, tensor.dtype)

@@ -33,17 +33,18 @@ from ._indexer import SelectedKeys, lightning_indexer
 from ._layouts import check_layout, from_heads_first, heads_first, hint, shape_of_out
 from ._merge import MergedAttention, merge_attention
 from ._sparse_attention import SparseAttention, sparse_flash_attention
+from ._tree_mask import tree_mask
 from ._weights import attention_weights
 
 __all__ = ["UNBOUNDED", "AttentionScore", "BlockMask", "MergedAttention", "PredicateMask", "SelectedKeys", "SparseAttention",
            "attention_weights", "dropout_mask", "flash_attention", "flash_attention_grad", "flash_attention_score",
-           "lightning_indexer", "merge_attention", "pack_drop_mask", "sparse_flash_attention"]
+           "lightning_indexer", "merge_attention", "pack_drop_mask", "sparse_flash_attention", "tree_mask"]
 
 # Further keywords of each function, beside those of its signature.
 _SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignment", "bias_scale", "block_kv", "block_mask",
                   "block_q", "first_head", "first_key", "first_query", "kv_lengths", "offset", "path", "total_heads")
 _PLAIN_OPTIONS = (*_SCORE_OPTIONS, "alibi_slopes", "bias", "cu_seqlens_k", "cu_seqlens_q", "drop_mask", "keep_prob", "mask",
-                  "prefix", "seed", "sinks", "softcap", "softmax_scale", "window_left", "window_right")
+                  "prefix", "seed", "sinks", "softcap", "softmax_scale", "tree_mask", "window_left", "window_right")
 _DEFAULTS = Options._field_defaults
 _ORDERS = {"BNSD": "BNSD", "BSND": "BSND", "BSH": "BSND", "SBH": "SBND", "TND": "TND"}
 
@@ -340,7 +341,9 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
     bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, softcap, sinks, prefix, kv_lengths, block_mask
     (a BlockMask: only listed blocks are seen, and computed), keep_prob, seed, offset, drop_mask, first_query, first_key,
     first_head, total_heads, path, block_q, block_kv; cu_seqlens_q and cu_seqlens_k [batch + 1] for sequences one after the other:
-    q [tokens, heads, D], lse [heads, tokens].
+    q [tokens, heads, D], lse [heads, tokens]; tree_mask int64 [batch, length] (or [tokens]) for trees of draft tokens, whose words
+    the function tree_mask makes of their parents: the last keys are those of the queries, up to 64, and query i sees those of
+    them whose bit in its word is 1, besides all keys before (a word of -1: all keys). tree_mask has no gradients.
     """
     arrays: Dict[str, Any] = {}
     numbers: Dict[str, Any] = {}

@@ -48,7 +48,7 @@ LIST = {
         "key_offsets": named("key_cache", PAGED), "value_offsets": named("value_cache", PAGED),
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
         "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE,
-        "block_mask": EVERYWHERE,
+        "block_mask": EVERYWHERE, "tree_mask": by_name(PLAIN, PAGED),
         **each("sparse_indices query_rope key_rope", by_name(SPARSE))},
     "BlockMask": each("row_offsets columns block_q block_kv", by_name("flash_attention.BlockMask")),
     "BlockPattern": {**each("query_len kv_len block_q block_kv heads alignment causal window_left window_right dilation stride "

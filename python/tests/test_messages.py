@@ -47,6 +47,7 @@ WORKING = {
     "flash_attention.flash_attention": lambda: (Q, Q, Q),
     "flash_attention.lightning_indexer": lambda: (Q, Q, np.ones((1, 1, 4), np.float32), 2),
     "flash_attention.sparse_flash_attention": lambda: (Q, Q, Q, np.zeros((1, 4, 1, 1), np.int32)),
+    "flash_attention.tree_mask": lambda: ([-1, 0],),
     "flash_attention.merge_attention": lambda: (np.ones((2, 1, 4), np.float32), np.ones((2, 1), np.float32)),
 }
 # Those have tests of their own, or take anything.

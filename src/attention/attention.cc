@@ -2,9 +2,11 @@
 //
 // A task is a block of query rows of one (batch, KV head) pair against one part of its keys. With packed_shared heads
 // go in waves of about 2 MB, whose packed tiles are in cache when they are read (wave_loop.h).
-// Sequences with few queries and with many (decoding beside a prompt) are two loops over tasks, each by its own plan.
+// Where the keys of a block are split, the task that finishes its last part joins them.
+// Sequences of different kinds (decoding beside a prompt) are loops over tasks of their own, each by its own plan.
 #include "opst/attention.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 
@@ -42,16 +44,21 @@ class ForwardCall : TileRows {
     const WaveLoop loop = {.heads = heads,
                            .heads_per_wave = plan.heads_per_wave,
                            .packs_per_head = shared ? layout.tiles_per_head : 0,
-                           .tasks_per_head = layout.blocks * plan.kv_splits,
+                           .tasks_per_head = std::max(layout.blocks, plan.parts_per_head),
                            .order = WaveLoop::Order::by_head};
     const auto pack = [&](int64_t head, int64_t tile, int index) {
       if (!interruption_.requested(index)) pack_shared_tile(head, tile, index);
     };
     const auto attend = [&](int64_t head, int64_t task, int64_t, int index) {
       if (head >= heads || interruption_.requested(index)) return;
+      const int64_t num_blocks = blocks(head);
+      if (num_blocks == 0) return;
       // The last rows first: under a causal mask they see most keys, and long tasks should not come last.
-      const int64_t block = blocks(head) - 1 - task / plan.kv_splits;
-      if (block >= 0) attend_block(head, block, task % plan.kv_splits, worker(index));
+      const KeySplits splits = splits_of(head, num_blocks);
+      const int64_t block = num_blocks - 1 - task / splits.count;
+      if (block < 0) return;
+      attend_block(head, block, task % splits.count, splits, worker(index));
+      if (splits.count > 1) finish_part(head, block, splits.count);
     };
     if (layout.marks_seen) {
       pool_.parallel_for(heads, [&](int64_t head, int) {
@@ -59,16 +66,8 @@ class ForwardCall : TileRows {
         if (queries > 0) mark_seen_tiles(head_mask(head), kv_len, queries, plan.block_kv, seen_tiles(head));
       });
     }
+    if (layout.parts_done_bytes() > 0) std::fill_n(&parts_done(0, 0), heads * layout.blocks, 0);
     loop.run(pool_, pack, attend);
-    if (plan.kv_splits > 1 && !interruption_.happened()) {
-      pool_.parallel_for(heads * layout.blocks, [&](int64_t task, int) {
-        const int64_t head = task / layout.blocks, block = task % layout.blocks;
-        if (block >= blocks(head)) return;
-        RowState parts[kWantedTasks];
-        for (int64_t split = 0; split < plan.kv_splits; ++split) parts[split] = split_state(head, block, split);
-        kernels.finish_rows(finish_of(head, block, parts, plan.kv_splits));
-      });
-    }
   }
 
  private:
@@ -86,19 +85,30 @@ class ForwardCall : TileRows {
     values_finite(head)[tile] = pack_values(head, {&keys, 1}, count, w, packed);
   }
 
+  // The last part of a block's keys joins all.
+  void finish_part(int64_t head, int64_t block, int64_t count) const {
+    std::atomic_ref<int32_t> done(parts_done(head, block));
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
+    RowState parts[kWantedTasks];
+    for (int64_t split = 0; split < count; ++split) parts[split] = split_state(head, block * count + split);
+    kernels.finish_rows(finish_of(head, block, parts, count));
+  }
+
   // One block of query rows against one part of the keys.
-  void attend_block(int64_t head, int64_t block, int64_t split, const Worker& w) const {
+  void attend_block(int64_t head, int64_t block, int64_t split, const KeySplits& splits, const Worker& w) const {
     const Visibility visible = visibility(head);
     const int64_t most_rows = block_rows(head), first_row = block * most_rows;
     const StackedRows queries = stacked_rows(in.query, head);
-    const bool single_tile = single_tiles_ && visible.kv_len <= plan.block_kv;
-    const MaskedRows masked = masked_rows(head, split, w);
+    const MaskedRows masked = masked_rows(head, split, splits, w);
+    // With a block mask or a tree a tile may come more than once.
+    const bool walks = p.block_mask || masked.tree;
+    const bool single_tile = single_tiles_ && !walks && splits.count == 1 && visible.kv_len <= plan.block_kv;
     QueryBlock q = {.rows = std::min(most_rows, rows(head) - first_row),
                     .head_dim = p.head_dim,
                     .value_head_dim = p.value_head_dim,
                     .query = w.query,
                     .query_stride = layout.query_stride,
-                    .state = plan.kv_splits > 1 ? split_state(head, block, split) : w.state,
+                    .state = splits.count > 1 ? split_state(head, block * splits.count + split) : w.state,
                     .acc_stride = layout.acc_stride,
                     .exponent_scale = rules_.exponent_scale(),
                     .scores = w.scores,
@@ -120,30 +130,30 @@ class ForwardCall : TileRows {
 
     const FinishRows finish = finish_of(head, block, &q.state, 1);
     if (p.sparse_indices) {
-      SelectedKeys keys = selected_keys(head, first_row, q.rows, split, w);
-      return attend_list(head, block, keys, q, w, finish, false);
+      SelectedKeys keys = selected_keys(head, first_row, q.rows, split * splits.keys, splits.keys, w);
+      return attend_list(head, block, keys, q, w, splits.count == 1 ? &finish : nullptr, false);
     }
     const int64_t first_key = visible.prefix > 0 ? 0 : visible.first_key(first_row / group);
-    const int64_t start = first_key / plan.block_kv * plan.block_kv + split * plan.keys_per_split;
-    const KeyInterval part =
-        p.block_mask ? KeyInterval{0, visible.kv_len} : KeyInterval{start, start + plan.keys_per_split};
+    const int64_t start = first_key / plan.block_kv * plan.block_kv + split * splits.keys;
+    const KeyInterval part = p.block_mask ? KeyInterval{0, visible.kv_len} : KeyInterval{start, start + splits.keys};
     KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end,
-                   p.block_mask ? &masked : nullptr);
-    attend_list(head, block, tiles, q, w, finish, single_tile && writable_in_place(finish.out));
+                   walks ? &masked : nullptr);
+    attend_list(head, block, tiles, q, w, splits.count == 1 ? &finish : nullptr,
+                single_tile && writable_in_place(finish.out));
   }
-  // Against the tiles of a list, KvBlocks or SelectedKeys.
+  // Against the tiles of a list, KvBlocks or SelectedKeys. `finish`: null where other parts follow.
   template <class List>
   void attend_list(int64_t head, int64_t block, List& tiles, const QueryBlock& q, const Worker& w,
-                   const FinishRows& finish, bool at_once) const {
+                   const FinishRows* finish, bool at_once) const {
     int64_t n = next_tiles(head, tiles, q, w, at_once);
-    if (at_once && n > 0) return kernels.attend_at_once(q, w.tiles[0], finish, rows_ahead(head + num_workers_).of);
+    if (at_once && n > 0) return kernels.attend_at_once(q, w.tiles[0], *finish, rows_ahead(head + num_workers_).of);
     for (kernels.empty_state(q); n > 0; n = next_tiles(head, tiles, q, w, false)) {
       if (standard_ != nullptr)
         standard_(q, w.tiles, n, score_matrix(head, block), layout.matrix_stride);
       else
         attend_(q, w.tiles, n);
     }
-    if (plan.kv_splits == 1) kernels.finish_rows(finish);
+    if (finish != nullptr) kernels.finish_rows(*finish);
   }
 
   // The queries' words, before those of query_rope.
@@ -157,15 +167,16 @@ class ForwardCall : TileRows {
     kernels.copy_queries(stacked_rows(in.query_rope, head), first_row, factor, q, rest);
   }
 
-  SelectedKeys selected_keys(int64_t head, int64_t first_row, int64_t rows_of_block, int64_t split,
+  // Keys [start, start + keys) of the list.
+  SelectedKeys selected_keys(int64_t head, int64_t first_row, int64_t rows_of_block, int64_t start, int64_t keys,
                              const Worker& w) const {
     const bool pages = plan.kv_access == KvAccess::panel_pages;
-    const int64_t query = first_row / group, start = split * plan.keys_per_split;
+    const int64_t query = first_row / group;
     Visibility visible = visibility(head);
     return {index_list(head, query),
             visible,
             query,
-            {start, start + plan.keys_per_split},
+            {start, start + keys},
             {.most_keys = plan.block_kv,
              .by_runs = pages || reads_positions(p),
              .key_step = pages ? kPanelRows : 1,
@@ -174,13 +185,17 @@ class ForwardCall : TileRows {
   }
 
   // Splits of a block mask's keys are counted in tiles that the block sees.
-  MaskedRows masked_rows(int64_t head, int64_t split, const Worker& w) const {
-    if (!p.block_mask) return {};
+  MaskedRows masked_rows(int64_t head, int64_t split, const KeySplits& splits, const Worker& w) const {
+    const TreeRows tree = tree_of(head);
+    if (!p.block_mask && !tree) return {};
     const bool whole_tiles = plan.kv_access == KvAccess::packed_shared || standard_ != nullptr;
-    MaskedRows masked = {.mask = head_mask(head), .cursors = w.cursors, .key_step = whole_tiles ? plan.block_kv : 1};
+    MaskedRows masked = {{}, w.cursors, whole_tiles ? plan.block_kv : 1};
+    masked.tree = tree;
     if (plan.kv_access == KvAccess::panel_pages) masked.key_step = kPanelRows;
-    if (plan.kv_splits == 1) return masked;
-    masked.num_tiles = plan.keys_per_split / plan.block_kv;
+    if (!p.block_mask) return masked;
+    masked.mask = head_mask(head);
+    if (splits.count == 1) return masked;
+    masked.num_tiles = splits.keys / plan.block_kv;
     masked.first_tile = split * masked.num_tiles;
     return masked;
   }
@@ -308,8 +323,8 @@ class ForwardCall : TileRows {
   const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
   const CallRules rules_{in, p};
   const bool in_place_ = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
-  // Unless a head has more keys than a tile; with a block mask a tile may come more than once.
-  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_ && plan.kv_splits == 1 && !p.block_mask;
+  // Unless a head has more keys than a tile.
+  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_;
   // All rows of a head are one block, whose queries and values may stay in the tensors. Of several blocks the queries
   // are no longer in L2 when their turn comes (512 rows of head_dim 64, 8 heads: 0.95 times as fast).
   const bool whole_rows_ = plan.kv_access == KvAccess::packed_per_task;
@@ -329,8 +344,8 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     const AttentionProblem& p = problem.value();
     const AttentionInputs in = uniform_shapes(inputs, p);
     const AttentionOutputs out = uniform_shapes(outputs, p);
-    const SequenceGroups groups = sequence_groups(in, p, geometry_of(impl.machine.isa, {}).tile_rows);
-    AttentionPlan plans[2];
+    const SequenceGroups groups = sequence_groups(in, p, sequence_kinds(p, impl.machine));
+    AttentionPlan plans[SequenceKinds::kCount];
     int64_t scratch_bytes = 0;
     for (int g = 0; g < groups.count; ++g) {
       plans[g] = plan_attention(groups.group[g].problem, impl.machine);

@@ -63,6 +63,9 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
     return Status::unsupported(text("flash_attention_backward: pages are ", to_string(options.page_layout),
                                     ", but gradients are taken of norm pages only"));
   }
+  if (is_given(in.tree_mask)) {
+    return Status::unsupported("flash_attention_backward: tree_mask has no gradient: a mask may hide the same keys");
+  }
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
 
   bind_inputs(check, in, options.page_layout);

@@ -82,6 +82,14 @@ struct CallHeads {
     return of;
   }
 
+  // The tree of draft tokens of a head's sequence, if there is one.
+  TreeRows tree_of(int64_t head) const {
+    const int64_t b = batch(head);
+    if (!sequences.has_tree(b)) return {};
+    return {static_cast<const int64_t*>(in.tree_mask.data) + sequences.tree_offset(b),
+            in.tree_mask.strides[in.tree_mask.rank - 1], sequences.kv_len(b) - sequences.query_len(b)};
+  }
+
   // The list of a query, where the call has sparse indices.
   IndexList index_list(int64_t head, int64_t query) const {
     const ConstTensor& t = in.sparse_indices.indices;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/call_heads.h"
+#include "attention/key_splits.h"
 #include "attention/layout.h"
 
 namespace opst::attention {
@@ -13,11 +14,12 @@ struct CallMemory : CallHeads {
   const Geometry& geometry;
   char* const scratch;
   const Layout layout{p, plan, geometry};
+  const SplitKeys split_keys{p, plan};
 
   // Query rows of a head, stacked, and how they are dealt out to blocks: evenly, unless the caller chose block_q.
   int64_t rows(int64_t head) const {
-    const int64_t query_len = sequences.query_len(batch(head));
-    return query_len > chosen.above && query_len <= chosen.most ? query_len * group : 0;
+    const int64_t n = query_rows(head);
+    return chosen.kinds.of(n, sequences.kv_len(batch(head))) == chosen.kind ? n : 0;
   }
   int64_t block_rows(int64_t head) const {
     const int64_t n = rows(head), most = plan.block_q;
@@ -26,6 +28,13 @@ struct CallMemory : CallHeads {
     return fixed ? most : ceil_div(n, ceil_div(n, most));
   }
   int64_t blocks(int64_t head) const { return ceil_div(rows(head), block_rows(head)); }
+
+  // Of a head that has blocks.
+  KeySplits splits_of(int64_t head, int64_t num_blocks) const {
+    if (plan.parts_per_head == 0) return {plan.kv_splits, plan.keys_per_split};
+    const int64_t b = batch(head);
+    return split_keys.of(sequences.query_len(b), sequences.kv_len(b), num_blocks, block_rows(head));
+  }
 
   Layout::Worker worker(int index) const {
     const int64_t bytes = plan.scratch_bytes_per_worker;
@@ -36,8 +45,7 @@ struct CallMemory : CallHeads {
   char* packed_tile(int64_t head, int64_t tile) const { return shared_head(head) + tile * layout.tile_bytes; }
   bool* values_finite(int64_t head) const { return reinterpret_cast<bool*>(packed_tile(head, layout.tiles_per_head)); }
 
-  RowState split_state(int64_t head, int64_t block, int64_t split) const {
-    const int64_t index = block * plan.kv_splits + split;
+  RowState split_state(int64_t head, int64_t index) const {
     Arena arena(shared_head(head) + layout.packed_head_bytes + index * layout.state_bytes, layout.state_bytes);
     return layout.take_state(arena);
   }
@@ -51,6 +59,12 @@ struct CallMemory : CallHeads {
   bool* seen_tiles(int64_t head) const {
     return reinterpret_cast<bool*>(scratch + layout.wave_bytes() + layout.matrix_bytes()) +
            head * layout.tiles_per_head;
+  }
+
+  // How many parts of the keys a block has behind it.
+  int32_t& parts_done(int64_t head, int64_t block) const {
+    char* at = scratch + layout.wave_bytes() + layout.matrix_bytes() + layout.seen_bytes();
+    return reinterpret_cast<int32_t*>(at)[head * layout.blocks + block];
   }
 
   // The head's place in the buffer of its wave; waves take the two buffers in turn.

@@ -62,8 +62,10 @@ class CallRules {
 
   // Whether a sequence's scores need any rule.
   bool any(int64_t batch) const { return base_.natural || p_.has_mask || base_.drops() || prefix(batch) > 0; }
-  // Keys below it are visible to every row; 0 with a block mask or indices, whose tiles show what is seen of it.
-  int64_t prefix(int64_t batch) const { return p_.block_mask || p_.sparse_indices ? 0 : sequences_.prefix(batch); }
+  // Keys below it are visible to every row; 0 with a block mask, a tree or indices, whose tiles show what is seen of it.
+  int64_t prefix(int64_t batch) const {
+    return p_.block_mask || p_.sparse_indices || sequences_.has_tree(batch) ? 0 : sequences_.prefix(batch);
+  }
 
   // The rules of stacked rows [first_row, first_row + rows) of a (batch, KV head) pair.
   ScoreRules of_block(int64_t batch, int64_t kv_head, int64_t first_row, int64_t rows, RowRules* row_rules) const {

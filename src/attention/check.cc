@@ -241,6 +241,7 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   if (in.drop_mask) check.tensor("drop_mask", in.drop_mask).dtype({DType::u8});
   bind_block_mask(check, in.block_mask);
   bind_sparse_indices(check, in);
+  bind_tree_mask(check, in);
 }
 
 namespace {
@@ -271,7 +272,8 @@ AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& i
           .has_bias = bool{in.bias},
           .has_alibi = bool{in.alibi_slopes},
           .has_sinks = bool{in.sinks},
-          .has_drop_mask = bool{in.drop_mask}};
+          .has_drop_mask = bool{in.drop_mask},
+          .has_tree_mask = bool{in.tree_mask}};
 }
 
 void check_heads(ShapeCheck& check, const AttentionProblem& p) {
@@ -314,6 +316,8 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   if (!check.ok()) return check.status();
   AttentionProblem p = describe_call(check, in, options);
   describe_sparse_indices(check, in, p);
+  p.values_of_keys = in.key.data == in.value.data && in.key.rank == in.value.rank &&
+                     p.value_head_dim <= p.head_dim - p.rope_dim && same_rows(in.key, in.value);
   check_options(check, in, options, p.num_heads);
   check_heads(check, p);
   check_sparse_sizes(check, in, p);
@@ -329,6 +333,7 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   const Sequences sequences(in, p);
   check_kv_lengths(check, in, p, sequences);
   if (!check.ok()) return check.status();
+  check_tree_mask(check, in, p, sequences);
 
   int64_t longest_query = 0, longest_keys = 0;
   for (int64_t b = 0; b < sequences.num_different(); ++b) {

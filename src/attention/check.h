@@ -5,6 +5,7 @@
 
 #include <span>
 
+#include "attention/sequences.h"
 #include "core/int_math.h"
 #include "core/shape_check.h"
 #include "kv_cache/pages.h"
@@ -44,6 +45,11 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
 void bind_block_mask(ShapeCheck& check, const BlockMask& mask);
 BlockMaskSizes check_block_mask(ShapeCheck& check, const BlockMask& mask, const AttentionProblem& problem,
                                 int64_t query_len, int64_t width);
+
+// The same for trees of draft tokens; of lengths that have been checked.
+void bind_tree_mask(ShapeCheck& check, const AttentionInputs& inputs);
+void check_tree_mask(ShapeCheck& check, const AttentionInputs& inputs, const AttentionProblem& problem,
+                     const Sequences& sequences);
 
 // The same for sparse indices and a rope apart: shapes; what a plan depends on (the rope joins head_dim, which is that of
 // query before); what does not go together. Every entry of the lists: check_indices, of tensors of uniform_shapes, with

@@ -1,6 +1,6 @@
 // Which keys a block of query rows sees, as an interval per row and as a list of tiles.
 //
-// Masks of structure and block masks change the list, and nothing else. A tile that no row sees is skipped, and only
+// Masks of structure, block masks and trees change the list, and nothing else. A tile that no row sees is skipped, and only
 // `partial` tiles, which some row does not see whole, make the kernel look at positions.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace opst::attention {
 
-// What KvBlocks needs of a block mask.
+// What KvBlocks needs of a block mask or a tree.
 struct MaskedRows {
   HeadMask mask;
   MaskCursor* cursors;  // [MaskWalk::most_cursors]
@@ -24,6 +24,7 @@ struct MaskedRows {
   int64_t key_step;
   int64_t first_tile = 0;         // of those that some row sees: how many to leave out,
   int64_t num_tiles = INT64_MAX;  // and how many to list at most
+  TreeRows tree = {};             // in the place of a mask
 };
 
 // seen[tile]: whether a block mask shows some of `queries` queries some key of the tile; of tiles of keys below kv_len.
@@ -50,8 +51,8 @@ inline void join_tiles(KvTile* tiles, int64_t n, int64_t block_kv, int64_t most)
 }
 
 // The tiles of [range.begin, range.end), cut on multiples of block_kv, that rows [first_row, first_row + rows) see: a
-// list of runs of neighbouring tiles. Row r is query r / group. With a block mask (its range is all keys) a tile may
-// come several times, with intervals of its own (mask_walk.h).
+// list of runs of neighbouring tiles. Row r is query r / group. With a block mask (its range is all keys) or a tree a
+// tile may come several times, with intervals of its own (mask_walk.h).
 class KvBlocks {
  public:
   // Writes the visible interval of each row to visible_begin and visible_end.
@@ -91,14 +92,17 @@ class KvBlocks {
     tiles_left_ = masked->num_tiles;
     visible_begin_ = visible_begin, visible_end_ = visible_end;
     first_row_ = first_row, group_ = group;
-    const KeyInterval behind = {std::max(some_.begin, prefix_end_), some_.end};
-    walk_ = MaskWalk(masked->mask, {first_row, rows, group}, prefix_end_, behind, masked->cursors);
+    const MaskWalk::Rows of_block = {first_row, rows, group};
+    const KeyInterval behind = {std::max(some_.begin, prefix_end_), std::min(some_.end, range_end_)};
+    walk_ = masked->tree ? MaskWalk(masked->tree, of_block, prefix_end_, behind, masked->cursors)
+                         : MaskWalk(masked->mask, of_block, prefix_end_, behind, masked->cursors);
+    walk_.skip_to(range.begin);
     for (int64_t i = 0; i < masked->first_tile && find_tile(); ++i) walk_.skip_to(tile_.end);
     tile_ = {};
   }
 
   // Describes the next tile, all but where its keys lie; false where none is left. Tiles ascend, with gaps. With a
-  // block mask, own_begin and own_end [rows] have room for intervals of the tile's own.
+  // block mask or a tree, own_begin and own_end [rows] have room for intervals of the tile's own.
   bool next(KvTile* tile, int64_t* own_begin = nullptr, int64_t* own_end = nullptr) {
     if (walk_) return next_masked(tile, own_begin, own_end);
     if (next_ >= run_end_) {  // the next run, behind the tiles of this one
@@ -120,7 +124,7 @@ class KvBlocks {
   }
 
  private:
-  // The next tile that some row sees by the block mask.
+  // The next tile that some row sees by the block mask or the tree.
   bool find_tile() {
     const int64_t key = walk_.next_key();
     if (key == MaskWalk::kNone) return false;
@@ -166,7 +170,7 @@ class KvBlocks {
   int64_t next_ = 0, run_end_ = 0;
   KeyInterval last_run_;
   KeyInterval keys_of_tile_;
-  // With a block mask:
+  // With a block mask or a tree:
   MaskWalk walk_;
   KeyInterval tile_;  // the tile at hand
   int64_t key_step_ = 0, tiles_left_ = 0;

@@ -5,9 +5,10 @@
 //     wave buffers        [min(heads, 2 heads_per_wave)] times, of each head
 //       packed tiles        [tiles_per_head][panels of K, panels of V]      packed_shared
 //       finite bits         [tiles_per_head] bool                           packed_shared
-//       states              [blocks][kv_splits] RowState                    kv_splits > 1
+//       states              [parts_per_head] RowState
 //     score matrices      [heads][blocks][block_q][matrix_stride]         standard path
 //     seen tiles          [heads][tiles_per_head] bool                    packed_shared, with a block mask
+//     parts done          [heads][blocks] int32_t                         parts_per_head > 0
 //   of each worker        Layout::Worker
 #pragma once
 
@@ -96,9 +97,9 @@ struct Layout {
     const void** groups;  // [group_lists][keys_per_call]
     float* floats;        // [widened_rows][the larger of head_dim and value_head_dim]
     KvTile* tiles;        // [tiles_per_task]
-    RowState state;       // kv_splits = 1
+    RowState state;       // of a block whose keys are not split
     char* packed;         // [tiles_per_task][panels of K, panels of V]; packed_per_task
-    MaskCursor* cursors;  // with a block mask
+    MaskCursor* cursors;  // with a block mask or a tree
     int64_t* own_begin;   // [tiles_per_task][own_rows], intervals of tiles
     int64_t* own_end;
     KeyInterval* runs;  // [block_kv], with sparse indices
@@ -126,8 +127,7 @@ struct Layout {
   const Size packed_bytes = Size(tile_bytes) * tiles_per_head + Arena::size_of<bool>(tiles_per_head);
   const int64_t packed_head_bytes = plan.kv_access == KvAccess::packed_shared ? packed_bytes.value() : 0;
   const int64_t state_bytes = bytes_of([&](auto& from) { take_state(from); });
-  const Size split_states = plan.kv_splits > 1 ? Size(blocks) * plan.kv_splits : 0;
-  const int64_t shared_head_bytes = (split_states * state_bytes + packed_head_bytes).value();
+  const int64_t shared_head_bytes = (Size(plan.parts_per_head) * state_bytes + packed_head_bytes).value();
   const int64_t matrix_block_bytes = standard ? bytes_of_rows(matrix_stride) : 0;
 
   const int64_t query_bytes = Arena::round_up(Size(plan.block_q) * query_stride * g.word_bytes);
@@ -148,8 +148,9 @@ struct Layout {
   const bool one_tile =
       plan.kv_access == KvAccess::packed_per_task || (plan.kv_access == KvAccess::in_place && p.copies_keys);
   const int64_t tiles_per_task = standard ? most_tiles : one_tile ? 1 : kTilesPerCall;
-  const Size mask_cursors = p.block_mask ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
-  const bool own_intervals = p.block_mask || (p.sparse_indices && plan.kv_access == KvAccess::panel_pages);
+  const bool walks = p.block_mask || p.has_tree_mask;  // tiles by a MaskWalk
+  const Size mask_cursors = walks ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
+  const bool own_intervals = walks || (p.sparse_indices && plan.kv_access == KvAccess::panel_pages);
   const int64_t own_rows = own_intervals ? plan.block_q : 0;
   const int64_t copied_keys = p.copies_keys ? plan.block_kv : 0;
   const bool marks_seen = p.block_mask && plan.kv_access == KvAccess::packed_shared;
@@ -161,8 +162,11 @@ struct Layout {
   int64_t wave_bytes() const { return (Size(std::min(heads, 2 * plan.heads_per_wave)) * shared_head_bytes).value(); }
   int64_t matrix_bytes() const { return (Size(heads) * blocks * matrix_block_bytes).value(); }
   int64_t shared_bytes() const {
-    const int64_t seen_bytes = marks_seen ? Arena::size_of<bool>(Size(heads) * tiles_per_head) : 0;
-    return (Size(matrix_bytes()) + wave_bytes() + seen_bytes).value();
+    return (Size(matrix_bytes()) + wave_bytes() + seen_bytes() + parts_done_bytes()).value();
+  }
+  int64_t seen_bytes() const { return marks_seen ? Arena::size_of<bool>(Size(heads) * tiles_per_head) : 0; }
+  int64_t parts_done_bytes() const {
+    return plan.parts_per_head > 0 ? Arena::size_of<int32_t>(Size(heads) * blocks) : 0;
   }
 
   // The pieces, taken from an Arena or counted.
@@ -182,7 +186,7 @@ struct Layout {
             .groups = from.template take<const void*>(Size(group_lists) * keys_per_call),
             .floats = from.template take<float>(Size(widened_rows) * std::max(p.head_dim, p.value_head_dim)),
             .tiles = from.template take<KvTile>(tiles_per_task),
-            .state = plan.kv_splits == 1 ? take_state(from) : RowState{},
+            .state = take_state(from),
             .packed = static_cast<char*>(from.take_bytes(Size(tile_bytes) * own_tiles)),
             .cursors = from.template take<MaskCursor>(mask_cursors),
             .own_begin = from.template take<int64_t>(Size(tiles_per_task) * own_rows),

@@ -11,11 +11,14 @@
 //
 // Where rows and tiles are cut as the mask is, which plans see to, an entry is a whole tile for all rows.
 //
+// A tree of draft tokens is walked in the same way: a query is a row, whose first run is all keys before the drafts.
+//
 // Work: each row's list is read once from the first tile to the last, a tile that some row sees costs a look at all
 // rows of the mask that the block has, and a tile that none sees costs nothing.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "attention/visibility.h"
@@ -82,9 +85,32 @@ struct HeadMask {
   }
 };
 
+// What a tree mask shows the queries of one sequence: all keys before the draft tokens, and those of its own bits.
+struct TreeRows {
+  const int64_t* words = nullptr;  // of query 0; null: no tree
+  int64_t stride = 0;
+  int64_t first_draft = 0;  // the key of query 0
+
+  explicit operator bool() const { return words != nullptr; }
+  // The first key from `key` on that a word shows, or kNone.
+  int64_t next_key(uint64_t word, int64_t key) const {
+    if (key < first_draft) return key;
+    const uint64_t left = key - first_draft < 64 ? word >> (key - first_draft) : 0;
+    return left == 0 ? kNone : key + std::countr_zero(left);
+  }
+  // One more than the last of the neighbouring keys from `key` on, which the word shows.
+  int64_t run_end(uint64_t word, int64_t key) const {
+    if (key < first_draft) return first_draft + std::countr_one(word);
+    return key + std::countr_one(word >> (key - first_draft));
+  }
+
+  static constexpr int64_t kMostQueries = 64;
+  static constexpr int64_t kNone = INT64_MAX;
+};
+
 // A row of the mask, as far as a walk has come.
 struct MaskCursor {
-  int64_t entry, end;  // what is left of the row
+  int64_t entry, end;  // what is left of the row; of a tree: its word
   int64_t key;         // keys below it are behind
   KeyInterval run;     // of the entry at hand; empty where end <= begin
 };
@@ -94,6 +120,9 @@ class MaskWalk {
   // Stacked rows [first_row, first_row + rows) of a head, row r being query r / group of head r % group of the group.
   struct Rows {
     int64_t first_row = 0, count = 0, group = 1;
+
+    int64_t first_query() const { return first_row / group; }
+    int64_t last_query() const { return (first_row + count - 1) / group; }
   };
   // The most rows of the mask, and so cursors, that a block of so many rows may have.
   static Size most_cursors(Size rows, int64_t group) { return rows + 2 * group; }
@@ -106,7 +135,7 @@ class MaskWalk {
         prefix_(prefix),
         keys_(keys),
         last_(std::max(prefix, keys.end)),
-        first_block_(rows.first_row / rows.group / block_q()),
+        first_block_(rows.first_query() / block_q()),
         cursors_(cursors) {
     const int64_t last_row = rows.first_row + rows.count - 1, last_block = last_row / rows.group / block_q();
     for (int64_t block = first_block_; block <= last_block; ++block) {
@@ -121,7 +150,19 @@ class MaskWalk {
       }
     }
   }
-  explicit operator bool() const { return mask_.mask != nullptr; }
+  MaskWalk(const TreeRows& tree, Rows rows, int64_t prefix, KeyInterval keys, MaskCursor* cursors)
+      : tree_(tree),
+        rows_(rows),
+        prefix_(prefix),
+        keys_(keys),
+        last_(std::max(prefix, keys.end)),
+        first_block_(rows.first_query()),
+        cursors_(cursors) {
+    for (int64_t query = first_block_; query <= rows.last_query(); ++query) {
+      cursors_[num_cursors_++] = {tree_.words[query * tree_.stride], 0, 0, {}};
+    }
+  }
+  explicit operator bool() const { return mask_.mask != nullptr || tree_; }
 
   // Goes on with the first key that some row sees, which it returns, or kNone.
   int64_t next_key() {
@@ -134,7 +175,9 @@ class MaskWalk {
   void skip_to(int64_t key) {
     for (int64_t i = 0; i < num_cursors_; ++i) {
       MaskCursor& c = cursors_[i];
-      if (c.key < key) c.key = key, c.entry = mask_.find(c.entry, c.end, key);
+      if (c.key >= key) continue;
+      c.key = key;
+      if (!tree_) c.entry = mask_.find(c.entry, c.end, key);
     }
   }
   // The next run of every row, of keys below `end`; false where no row has any. Runs do not cross the prefix.
@@ -177,10 +220,11 @@ class MaskWalk {
   }
 
  private:
-  int64_t block_q() const { return mask_.mask->block_q; }
+  int64_t block_q() const { return tree_ ? 1 : mask_.mask->block_q; }
   int64_t block_kv() const { return mask_.mask->block_kv; }
 
   int64_t next_key(MaskCursor& c) const {
+    if (tree_) return next_key_of_tree(c);
     while (c.entry < c.end) {
       const int64_t first = mask_.column(c.entry) * block_kv(), begin = std::max(first, c.key);
       if (begin >= last_) break;
@@ -196,10 +240,21 @@ class MaskWalk {
     c.entry = c.end;
     return kNone;
   }
+  int64_t next_key_of_tree(MaskCursor& c) const {
+    const auto word = static_cast<uint64_t>(c.entry);
+    int64_t key = tree_.next_key(word, c.key);
+    if (key >= prefix_ && key < keys_.begin) key = tree_.next_key(word, keys_.begin);
+    if (key >= last_) return kNone;
+    return c.key = key;
+  }
   KeyInterval next_run(MaskCursor& c, int64_t end) const {
     const int64_t begin = next_key(c);
     if (begin >= end) return {end, end};
     const int64_t stop = std::min({end, last_, begin < prefix_ ? prefix_ : last_});
+    if (tree_) {
+      c.key = std::min(tree_.run_end(static_cast<uint64_t>(c.entry), begin), stop);
+      return {begin, c.key};
+    }
     int64_t run_end = (mask_.column(c.entry) + 1) * block_kv();
     while (run_end < stop && c.entry + 1 < c.end && mask_.column(c.entry + 1) * block_kv() == run_end) {
       ++c.entry;
@@ -209,7 +264,8 @@ class MaskWalk {
     return {begin, c.key};
   }
 
-  HeadMask mask_;
+  HeadMask mask_;  // or:
+  TreeRows tree_;
   Rows rows_;
   int64_t prefix_ = 0;
   KeyInterval keys_;

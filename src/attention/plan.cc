@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <string>
 
+#include "attention/key_splits.h"
 #include "attention/kv_blocks.h"
 #include "attention/layout.h"
 #include "attention/mask_plan.h"
 #include "attention/selected_keys.h"
+#include "attention/sequences.h"
 #include "core/elements.h"
 #include "core/int_math.h"
 #include "core/text.h"
@@ -63,13 +65,14 @@ const char* to_string(AttentionProduct product) { return name_of(product, {"f32"
 
 namespace {
 
-// Keys below which a split is not worth its merge: in place, a split reads at least as much as its state is large.
-constexpr int64_t kMinSplitKeysInPlace = 512;
-constexpr int64_t kMinSplitKeysPacked = 1024;
 constexpr int64_t kMostWholeRows = 256;  // of one head, or of a query's group with a list, that may be one task
-// With a list, rows for which keys are read in place: packing them, for one query alone, costs as much as multiplying
-// them with a dozen rows, and reading them again from L2, a register tile of rows at a time, less (estimated).
-constexpr int64_t kListRowsInPlace = 24;
+// Rows for which keys are read in place where they are a list of one query alone, or hold the values as well: packing
+// them costs as much as multiplying them with a dozen rows, and reading them again from L2, a register tile of rows at
+// a time, less (estimated).
+constexpr int64_t kMoreRowsInPlace = 24;
+int64_t rows_in_place(const AttentionProblem& p, int64_t tile_rows) {
+  return p.sparse_indices || p.values_of_keys ? kMoreRowsInPlace : tile_rows;
+}
 // Packed keys and values of a wave of heads, to stay in cache (8 MB: 1 to 2 points slower at 2048 keys, head_dim 128).
 constexpr int64_t kWaveBytes = 2 << 20;
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
@@ -79,28 +82,41 @@ constexpr int64_t kCachesOfMemory = 4;
 // Keys per tile. The tile's packed K and V should take a quarter of L2: the next tile is being fetched meanwhile, and
 // query, output and scores want room. The scores of one register tile may outgrow L1 a little: they are read once, in
 // order, and larger tiles have fewer softmax passes (bf16, head_dim 64: 512 keys 79.4 %, 1024 keys 80.9 % of peak).
-int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
+int64_t most_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t key_bytes = ((Size(p.head_dim) + p.value_head_dim) * g.word_bytes).value() / g.step;
   const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;
   const int64_t by_l1 = m.cache.l1d_bytes * 6 / 5 / (g.tile_rows * g.accumulator_bytes);
   const int64_t keys = std::min(by_l2, by_l1) / g.panel * g.panel;
+  return std::clamp<int64_t>(keys, g.panel, 1024);
+}
+int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t read = std::max<int64_t>(attention::keys_read(p), 1);
-  return std::min(std::clamp<int64_t>(keys, g.panel, 1024), round_up(read, g.panel));
+  return std::min(most_block_kv(p, m, g), round_up(read, g.panel));
 }
 
 // Rows per task: enough that reading a tile from L2 or L3 costs little beside multiplying it (96 rows: 384 cycles of
 // multiplication per key against about 40 to 80 of transfer at head_dim 128), few enough that query and output rows
-// stay in L2 with the tile. The rows are dealt out evenly.
-int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t rows, int64_t block_kv) {
+// stay in L2 with the tile. The rows are dealt out evenly, those of each sequence by itself.
+struct RowLimits {
+  int64_t most;           // of a block, where there are several
+  int64_t whole;          // that make one block: a quarter more, since then nothing is packed for others;
+  int64_t whole_of_tile;  // and where the keys are one tile
+};
+RowLimits limit_rows(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t row_bytes = ((Size(p.head_dim) + p.value_head_dim) * g.accumulator_bytes).value();
   const int64_t by_l2 = m.cache.l2_bytes / 4 / row_bytes;
   const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 120);
-  // A quarter more rows still make one block: then nothing is packed for others. Twice as many do where the keys are
-  // one tile and heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
-  if (rows <= most + most / 4) return rows;
-  const bool single_tile = p.kv_len <= block_kv, many_heads = attention::heads_of(p) >= kWantedTasks / 2;
-  if (single_tile && many_heads && rows <= std::min<int64_t>(by_l2, kMostWholeRows)) return rows;
-  return ceil_div(rows, ceil_div(rows, most));
+  RowLimits rows = {most, most + most / 4, most + most / 4};
+  // Twice as many where heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
+  if (attention::heads_of(p) >= kWantedTasks / 2) {
+    rows.whole_of_tile = std::max(rows.whole, std::min<int64_t>(by_l2, kMostWholeRows));
+  }
+  return rows;
+}
+int64_t choose_block_q(const AttentionProblem& p, const Machine& m, const Geometry& g, int64_t rows, int64_t block_kv) {
+  const RowLimits limits = limit_rows(p, m, g);
+  if (rows <= (p.kv_len <= block_kv ? limits.whole_of_tile : limits.whole)) return rows;
+  return p.varlen_q ? limits.most : ceil_div(rows, ceil_div(rows, limits.most));
 }
 
 // Tiles of a block mask's size. Those that it makes smaller than is good are joined. The standard path goes through its
@@ -115,28 +131,13 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
   }
 }
 
-// Where blocks of rows are too few to share out, the keys that a block may see are split: parts of whole tiles.
-// by_memory: what bounds the time is reading keys and values.
-void split_keys(const AttentionProblem& p, bool by_memory, int64_t heads, int64_t blocks, AttentionPlan& plan) {
-  int64_t keys = p.kv_len;
-  if (!p.has_prefix) {
-    const int64_t queries = ceil_div(plan.block_q - 1, p.num_heads / p.num_kv_heads) + 1;
-    keys = attention::Visibility::most_keys(p.options, p.query_len, p.kv_len, queries);
-    keys = std::min(p.kv_len, keys + plan.block_kv - 1);
-  }
-  if (p.sparse_indices) keys = attention::listed_keys(p).value();
-  if (p.block_mask) {
-    const Size seen = attention::tiles_seen(p, plan.block_q, plan.block_kv) * plan.block_kv;
-    keys = std::min(keys, seen.value());
-  }
-  const int64_t min_keys = by_memory ? kMinSplitKeysInPlace : kMinSplitKeysPacked;
-  const int64_t head_blocks = (Size(heads) * blocks).value();
-  if (plan.path == AttentionPath::flash && head_blocks < kWantedTasks && keys >= 2 * min_keys) {
-    plan.kv_splits = std::min(ceil_div(kWantedTasks, head_blocks), keys / min_keys);
-  }
-  plan.keys_per_split = round_up(ceil_div(std::max<int64_t>(keys, 1), plan.kv_splits), plan.block_kv);
-  plan.kv_splits = std::max<int64_t>(1, ceil_div(keys, plan.keys_per_split));
-  plan.num_tasks = (Size(head_blocks) * plan.kv_splits).value();
+void split_keys(const AttentionProblem& p, int64_t heads, int64_t blocks, AttentionPlan& plan) {
+  const attention::SplitKeys split_keys(p, plan);
+  const attention::KeySplits longest = split_keys.of(p.query_len, p.kv_len, blocks, plan.block_q);
+  plan.kv_splits = longest.count;
+  plan.keys_per_split = longest.keys;
+  plan.parts_per_head = split_keys.most_of_head(blocks);
+  plan.num_tasks = (Size(heads) * blocks * plan.kv_splits).value();
 }
 
 }  // namespace
@@ -154,6 +155,8 @@ const char* attention::without_plan(const AttentionProblem& p) {
   if (p.rope_dim >= p.head_dim) return "rope_dim is not less than head_dim";
   if (p.sparse_indices && p.block_mask) return "sparse_indices and block_mask";
   if (p.sparse_indices && p.options.path == AttentionPath::standard) return "sparse_indices with path = standard";
+  if (p.has_tree_mask && (p.block_mask || p.sparse_indices)) return "tree_mask with block_mask or sparse_indices";
+  if (p.has_tree_mask && p.options.path == AttentionPath::standard) return "tree_mask with path = standard";
   const AttentionOptions& o = p.options;
   if (o.block_q < 0 || o.block_q > kMaxBlock || o.block_kv < 0 || o.block_kv > kMaxBlock) {
     return "block_q or block_kv is not 0 to 4096";
@@ -162,6 +165,20 @@ const char* attention::without_plan(const AttentionProblem& p) {
                      o.alignment <= CausalAlignment::bottom_right && o.alibi_form <= AlibiForm::square_root &&
                      o.page_layout <= PageLayout::panel32;
   return known ? nullptr : "an enumerator is unknown";
+}
+
+attention::SequenceKinds attention::sequence_kinds(const AttentionProblem& p, const Machine& machine) {
+  const int64_t few = rows_in_place(p, geometry_of(machine.isa, {}).tile_rows);
+  // With a list for each query all are read alike.
+  if (!p.varlen_q || p.num_heads == 0 || p.sparse_indices) return {};
+  SequenceKinds kinds = {.apart = true, .few_rows = few, .whole = few, .whole_of_tile = few};
+  if (p.block_mask || p.options.block_q > 0) return kinds;
+  const Geometry& g = geometry_of(machine.isa, choose_product(p, machine));
+  const RowLimits limits = limit_rows(p, machine, g);
+  kinds.whole = std::max(limits.whole, few);
+  kinds.whole_of_tile = std::max(limits.whole_of_tile, few);
+  kinds.tile_keys = p.options.block_kv > 0 ? p.options.block_kv : most_block_kv(p, machine, g);
+  return kinds;
 }
 
 AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) {
@@ -179,7 +196,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   // Rows that see the same keys: with a list for each query, its group.
   const bool lists(p.sparse_indices);
   const int64_t group = p.num_heads / p.num_kv_heads, rows_of_list = lists ? group : rows;
-  const bool few_rows = !pages && rows_of_list <= (lists ? kListRowsInPlace : g.tile_rows) && p.unit_stride_kv &&
+  const bool few_rows = !pages && rows_of_list <= rows_in_place(p, g.tile_rows) && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows_of_list);
   if (few_rows) {
@@ -228,12 +245,12 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead = plan.kv_access == KvAccess::packed_per_task && !lists &&
                      tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  split_keys(p, rows_of_list <= g.tile_rows && (few_rows || pages), heads, blocks, plan);
+  split_keys(p, heads, blocks, plan);
 
   // Memory.
   const attention::Layout layout = {p, plan, g};
   plan.heads_per_wave = heads;
-  if (plan.kv_access == KvAccess::packed_shared && plan.kv_splits == 1) {
+  if (plan.kv_access == KvAccess::packed_shared) {
     plan.heads_per_wave = std::clamp<int64_t>(kWaveBytes / std::max<int64_t>(layout.packed_head_bytes, 1), 1, heads);
   }
   plan.scratch_bytes_shared = layout.shared_bytes();

@@ -144,7 +144,16 @@ inline bool is_listed(const AttentionInputs& in, const Place& place, int64_t b, 
   return false;
 }
 
-// Whether query i sees key j, by structure, bool mask, block mask and list.
+// Whether the tree of draft tokens shows query i key j.
+inline bool in_tree(const AttentionInputs& in, const Place& place, int64_t b, int64_t i, int64_t j) {
+  const ConstTensor& t = in.tree_mask;
+  const int64_t token = j - (place.kv_len - place.query_len);
+  const int64_t at = t.rank == 1 ? (place.query_start + i) * t.strides[0] : b * t.strides[0] + i * t.strides[1];
+  const int64_t word = static_cast<const int64_t*>(t.data)[at];
+  return word == -1 || token < 0 || (static_cast<uint64_t>(word) >> token) % 2 == 1;
+}
+
+// Whether query i sees key j, by structure, bool mask, block mask, list and tree.
 inline bool sees(const AttentionInputs& in, const AttentionOptions& options, const Place& place, int64_t b, int64_t h,
                  int64_t i, int64_t j) {
   const int64_t distance = j - (i + diagonal(place, options));  // to the right of the diagonal
@@ -156,6 +165,7 @@ inline bool sees(const AttentionInputs& in, const AttentionOptions& options, con
   if (in.mask.data != nullptr && broadcast_at(in.mask, b, h, i, j) == 0) shown = false;
   if (shown && in.block_mask) shown = in_visible_blocks(in, b, h, i, j);
   if (shown && in.sparse_indices) shown = is_listed(in, place, b, h, i, j);
+  if (shown && in.tree_mask.data != nullptr) shown = in_tree(in, place, b, i, j);
   return shown;
 }
 

@@ -24,13 +24,12 @@
 namespace opst::attention {
 
 // Of the longest list, keys in whole blocks: no block comes twice.
-inline Size listed_keys(const AttentionProblem& p) {
-  const SparseIndicesSizes& s = p.sparse_indices;
-  return Size(std::min(s.count, ceil_div(p.kv_len, s.block_size))) * s.block_size;
+inline Size listed_keys(const SparseIndicesSizes& s, int64_t kv_len) {
+  return Size(std::min(s.count, ceil_div(kv_len, s.block_size))) * s.block_size;
 }
 // The most keys that a row reads.
 inline int64_t keys_read(const AttentionProblem& p) {
-  return p.sparse_indices ? std::min(Size(p.kv_len), listed_keys(p)).value() : p.kv_len;
+  return p.sparse_indices ? std::min(Size(p.kv_len), listed_keys(p.sparse_indices, p.kv_len)).value() : p.kv_len;
 }
 // Whether scores or weights depend on the positions of keys.
 inline bool reads_positions(const AttentionProblem& p) {

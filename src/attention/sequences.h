@@ -29,6 +29,24 @@ class Sequences {
     return p_.varlen_k ? index_at(in_.cu_seqlens_k, b + 1) - index_at(in_.cu_seqlens_k, b) : p_.kv_len;
   }
   int64_t prefix(int64_t b) const { return p_.has_prefix ? index_at(in_.prefix, b) : 0; }
+  // Word i of a sequence's tree mask, which the call has.
+  int64_t tree_word(int64_t b, int64_t i) const {
+    const ConstTensor& t = in_.tree_mask;
+    return static_cast<const int64_t*>(t.data)[tree_offset(b) + i * t.strides[t.rank - 1]];
+  }
+  // Whether its tree mask hides some draft token from some query.
+  bool has_tree(int64_t b) const {
+    if (!p_.has_tree_mask) return false;
+    const int64_t len = query_len(b);
+    int64_t i = 0;
+    while (i < len && tree_word(b, i) == -1) ++i;
+    return i < len;
+  }
+  // Of the sequence's first word, in elements.
+  int64_t tree_offset(int64_t b) const {
+    const ConstTensor& t = in_.tree_mask;
+    return p_.varlen_q ? query_start(b) * t.strides[0] : b * t.strides[0];
+  }
 
   // How many of the first sequences tell all lengths: 1 where one entry in memory, or none, serves all, else batch.
   // Loops over lengths end here, since a caller needs no memory for a batch of equal sequences and may state any size.
@@ -46,39 +64,57 @@ class Sequences {
   const AttentionProblem& p_;
 };
 
-// The sequences of a call with queries of different length are attended as up to two SequenceGroups, each by a plan of
-// its own: sequences with so few query rows per KV head that keys are best read in place, and the others. (Decoding
-// sequences beside a prompt's chunk would otherwise have all their keys packed.)
+// The kinds of sequences that a varlen call tells apart, so that each is attended as it would be alone: sequences with so
+// few query rows per KV head that keys are best read in place (decoding, trees), those whose rows are one block (fresh
+// prompts of a tile of keys, short chunks), and the others.
+struct SequenceKinds {
+  static constexpr int kCount = 4;
+
+  bool apart = false;  // else all are of one kind
+  int64_t few_rows = 0;
+  int64_t whole = 0, whole_of_tile = 0, tile_keys = 0;  // rows that are one block, if there are more keys than a tile
+
+  int of(int64_t rows, int64_t kv_len) const {
+    if (!apart) return 0;
+    if (rows <= few_rows) return 3;
+    if (rows <= whole_of_tile && kv_len <= tile_keys) return 2;
+    return rows <= whole ? 1 : 0;
+  }
+};
+SequenceKinds sequence_kinds(const AttentionProblem& problem, const Machine& machine);
+
+// The sequences of a kind are attended together, by one plan.
 struct SequenceGroup {
-  AttentionProblem problem;   // its query_len and kv_len are the longest of the group
-  int64_t above = -1;         // sequences of more than `above` queries belong to it,
-  int64_t most = kUnbounded;  // and at most `most`
+  AttentionProblem problem;  // its query_len and kv_len are the longest of the group
+  SequenceKinds kinds = {};
+  int kind = 0;
 };
 struct SequenceGroups {
-  SequenceGroup group[2];
+  SequenceGroup group[SequenceKinds::kCount];
   int count = 0;
 };
 inline SequenceGroups sequence_groups(const AttentionInputs& inputs, const AttentionProblem& problem,
-                                      int64_t few_rows) {
+                                      const SequenceKinds& kinds) {
   SequenceGroups groups;
-  // With a list for each query all are read alike.
-  if (!problem.varlen_q || problem.num_heads == 0 || problem.sparse_indices) {
+  if (!kinds.apart) {
     groups.group[groups.count++] = {problem};
     return groups;
   }
-  const int64_t few = few_rows / (problem.num_heads / problem.num_kv_heads);
   const Sequences sequences(inputs, problem);
-  for (const auto& [above, most] : {std::pair(few, kUnbounded), std::pair(int64_t{-1}, few)}) {
-    SequenceGroup group{problem, above, most};
-    group.problem.query_len = 0;
-    for (int64_t b = 0; b < sequences.num_different(); ++b) {
-      const int64_t query_len = sequences.query_len(b);
-      if (query_len == 0 || query_len <= above || query_len > most) continue;
-      if (group.problem.query_len == 0) group.problem.kv_len = 0;
-      group.problem.query_len = std::max(group.problem.query_len, query_len);
-      group.problem.kv_len = std::max(group.problem.kv_len, sequences.kv_len(b));
+  SequenceGroup* of_kind[SequenceKinds::kCount] = {};
+  const int64_t heads_of_group = problem.num_heads / problem.num_kv_heads;
+  for (int64_t b = 0; b < sequences.num_different(); ++b) {
+    const int64_t query_len = sequences.query_len(b), kv_len = sequences.kv_len(b);
+    if (query_len == 0) continue;
+    const int kind = kinds.of(query_len * heads_of_group, kv_len);
+    if (of_kind[kind] == nullptr) {
+      of_kind[kind] = &groups.group[groups.count++];
+      *of_kind[kind] = {problem, kinds, kind};
+      of_kind[kind]->problem.query_len = of_kind[kind]->problem.kv_len = 0;
     }
-    if (group.problem.query_len > 0) groups.group[groups.count++] = group;
+    AttentionProblem& p = of_kind[kind]->problem;
+    p.query_len = std::max(p.query_len, query_len);
+    p.kv_len = std::max(p.kv_len, kv_len);
   }
   return groups;
 }

@@ -18,8 +18,7 @@ struct TileRows : CallMemory {
   const Kernels& kernels;
   const TileScales scales{*this, layout.keys_per_call};
   // Values are the first columns of the keys' rows, in memory or in copies of them: their pointers are one list.
-  const bool values_are_keys = plan.kv_access == KvAccess::in_place && in.key.data == in.value.data &&
-                               p.value_head_dim <= p.head_dim - p.rope_dim && same_rows(in.key, in.value);
+  const bool values_are_keys = plan.kv_access == KvAccess::in_place && p.values_of_keys;
 
   // As attention::locate_keys (rope_rows.h), with the worker's memory.
   int64_t locate_keys(int64_t head, Runs runs, int64_t count, const Worker& w, const void** pointers) const {

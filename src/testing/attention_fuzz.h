@@ -146,7 +146,7 @@ inline void draw_scales(Choices& c, const AttentionSizes& s, DType kv, Operands&
   }
 }
 
-// The operands of AttentionInputs: 22 of them.
+// The operands of AttentionInputs: 23 of them.
 inline void draw_attention_inputs(Choices& c, AttentionSizes& s, DType q, DType kv, Operands& t) {
   const DType narrow = q == DType::f64 ? DType::f64 : DType::f32;
   const bool halves = kv == DType::u8;
@@ -189,6 +189,13 @@ inline void draw_attention_inputs(Choices& c, AttentionSizes& s, DType q, DType 
   rope ? t.input(q, s.query(rope_dim)) : t.absent();
   rope ? t.input(kv, s.keys(rope_dim)) : t.absent();
   draw_scales(c, s, kv, t);
+  maybe(6, [&] {  // tree_mask
+    std::vector<int64_t> words;
+    for (int64_t i = 0; i < (s.varlen_q ? 1 : s.batch) * s.q_len; ++i) {
+      words.push_back(c.coin() ? -1 : c.byte() % (int64_t{1} << std::min<int64_t>(s.q_len, 8)));
+    }
+    t.integers(DType::i64, s.varlen_q ? std::vector<int64_t>{s.q_len} : std::vector<int64_t>{s.batch, s.q_len}, words);
+  });
 }
 
 inline AttentionInputs attention_inputs(const Views& v, const AttentionSizes& s) {
@@ -212,9 +219,10 @@ inline AttentionInputs attention_inputs(const Views& v, const AttentionSizes& s)
                         .block_mask = {v[13], v[14], s.mask_block_q, s.mask_block_kv}};
   if (v[15].data != nullptr || v[15].rank != 0) in.sparse_indices = {v[15], s.index_block};
   in.query_rope = v[16], in.key_rope = v[17];
+  in.tree_mask = v[22];
   return in;
 }
-inline constexpr size_t kAttentionInputs = 22;
+inline constexpr size_t kAttentionInputs = 23;
 
 inline FuzzedCall draw_forward(Choices& c, Operands& t) {
   AttentionSizes s(c);

@@ -37,6 +37,7 @@ struct Draw {
   bool draws_all = false;
   int64_t index_block = 0, index_count = 0, rope_dim = 0;
   bool rope_beside = false, values_of_keys = false;
+  bool tree = false;  // a tree mask
   AttentionOptions options;
 
   int64_t batch() const { return static_cast<int64_t>(query_lens.size()); }
@@ -76,6 +77,7 @@ inline std::map<std::string, bool> options_of(const Draw& d) {
   on["sparse indices"] = d.index_block > 0;
   on["rope apart"] = d.rope_dim > 0;
   on["values of keys"] = d.values_of_keys;
+  on["tree mask"] = d.tree;
   return on;
 }
 
@@ -239,7 +241,15 @@ inline Draw draw_all(Random& random) {
   Draw d = draw(random);
   d.draws_all = true;
   const bool panels = d.keys == Keys::panel_pages;
-  if (d.mask_heads == 0 && random.chance(0.45)) {
+  if (random.chance(0.27)) {
+    d.tree = true;
+    d.mask_heads = 0;
+    d.options.path = AttentionPath::automatic;
+    if (random.chance(0.5)) {
+      for (size_t b = 0; b < d.query_lens.size(); ++b) d.query_lens[b] = std::min(d.query_lens[b], d.kv_lens[b]);
+      if (!d.varlen_q) std::fill(d.query_lens.begin(), d.query_lens.end(), d.query_lens[0]);
+    }
+  } else if (d.mask_heads == 0 && random.chance(0.45)) {
     d.index_block = panels ? random.pick<int64_t>({32, 64}) : random.pick<int64_t>({1, 1, 2, 4, 8, 16, 64});
     const int64_t blocks = ceil_div(d.longest_keys(), d.index_block);
     d.index_count =
@@ -298,14 +308,18 @@ struct DrawCounts {
     many_tiles += blocks && tiles ? 1 : 0;
   }
   // Prints the histogram. Of 1000 draws and more, half have at least three tiles in both directions and each option is
-  // in a quarter.
+  // in a quarter; of those that exclude each other in a sixth.
   void expect_shares(double worst_ratio) const {
     std::printf("%d draws, worst error / bound %.2f, with at least 3 tiles in both directions %.1f %%\n", draws,
                 worst_ratio, 100.0 * many_tiles / draws);
     for (const auto& [name, count] : of) std::printf("  %-24s %5.1f %%\n", name.c_str(), 100.0 * count / draws);
     if (draws < 1000) return;
     EXPECT_GE(many_tiles, draws / 2);
-    for (const auto& [name, count] : of) EXPECT_GE(count, draws / 4) << name;
+    for (const auto& [name, count] : of) {
+      const bool excludes = name == "block mask" || name == "sparse indices" || name == "tree mask" ||
+                            (name == "standard path" && of.count("tree mask") > 0);
+      EXPECT_GE(count, draws / (excludes ? 6 : 4)) << name;
+    }
   }
 };
 

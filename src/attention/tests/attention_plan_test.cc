@@ -114,6 +114,10 @@ TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
     // The parts cover the keys, and each holds some.
     EXPECT_GE(plan.kv_splits, 1);
     EXPECT_LE(plan.kv_splits, 16);
+    if (plan.kv_splits > 1 || plan.parts_per_head > 0) {
+      EXPECT_GE(plan.parts_per_head, ceil_div(rows, plan.block_q) * plan.kv_splits);
+      EXPECT_LT(p.num_kv_heads * plan.parts_per_head, 2 * 16 + p.num_kv_heads);
+    }
     EXPECT_EQ(plan.keys_per_split % plan.block_kv, 0);
     EXPECT_GE(plan.kv_splits * plan.keys_per_split, p.kv_len);
     EXPECT_LT((plan.kv_splits - 1) * plan.keys_per_split, std::max<int64_t>(p.kv_len, 1));
@@ -143,7 +147,8 @@ TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
       // Linear: no more than one packed copy with every tile's padding, and the states of split rows.
       const int64_t tile_bytes = layout.key_tile_bytes + layout.value_tile_bytes + 64;
       EXPECT_LE(plan.scratch_bytes_shared, heads * ((p.kv_len / plan.block_kv + 1) * tile_bytes + 64) +
-                                               (plan.kv_splits > 1 ? plan.num_tasks * layout.state_bytes : 0));
+                                               heads * plan.parts_per_head * layout.state_bytes +
+                                               layout.parts_done_bytes());
     }
     if (HasFailure()) return;
   }

@@ -102,6 +102,7 @@ class DrawnCall {
     }
     if (d.mask_heads > 0) make_block_mask(random);
     if (d.index_block > 0) make_indices(random);
+    if (d.tree) make_tree(random);
     if (d.non_finite) {
       const ConstTensor& t = random.chance(0.7) ? inputs.value : inputs.key;
       const double x = random.pick({std::numeric_limits<double>::quiet_NaN(), HUGE_VAL, -HUGE_VAL});
@@ -267,6 +268,27 @@ class DrawnCall {
     const Tensor t = keep(std::make_unique<View>(DType::i32, batch, len, heads, d_.index_count, strides))->tensor();
     draw_lists(d_, t, random);
     inputs.sparse_indices = {d_.varlen_q ? t.selected(0, 0) : t, d_.index_block};
+  }
+  // Words of trees by parents, of any bits, and that hide nothing; of rows behind the last sequence what would be refused.
+  void make_tree(Random& random) {
+    const int64_t total = ends(d_.query_lens).back() + d_.rows_behind, len = d_.query_lens[0];
+    const Strides strides = random.pick({Strides::bnsd, Strides::padded, Strides::transposed});
+    const Tensor t = keep(d_.varlen_q ? std::make_unique<View>(DType::i64, 1, 1, total, 1, strides)
+                                      : std::make_unique<View>(DType::i64, 1, d_.batch(), len, 1, strides))
+                         ->tensor();
+    const auto word = [&](int64_t i) -> int64_t& { return static_cast<int64_t*>(t.data)[offset_of(t, i)]; };
+    for (int64_t i = 0; i < t.num_elements(); ++i) word(i) = 12345;
+    for (size_t b = 0; b < d_.query_lens.size(); ++b) {
+      const int64_t n = d_.query_lens[b], first = ends(d_.query_lens)[b];
+      const bool tree = n <= 64 && n <= d_.kv_lens[b] && random.chance(0.85), by_parents = random.chance(0.7);
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t parent = random.integer(-1, i - 1);
+        const uint64_t any = n >= 64 ? random.bits() : random.bits() % (uint64_t{1} << n);
+        const uint64_t path = (parent < 0 ? 0 : static_cast<uint64_t>(word(first + parent))) | uint64_t{1} << i % 64;
+        word(first + i) = tree ? static_cast<int64_t>(by_parents ? path : any) : -1;
+      }
+    }
+    inputs.tree_mask = d_.varlen_q ? t.selected(0, 0).selected(0, 0).selected(1, 0) : t.selected(0, 0).selected(2, 0);
   }
   void make_table(Random& random) {
     int64_t used = 0, most = 2;
