@@ -187,7 +187,7 @@ class BackwardCallData {
 
 // Draws that have a backward pass: pages are norm ones.
 inline Draw draw_for_backward(Random& random) {
-  Draw d = draw_all(random);
+  Draw d = draw_all(random, false);
   if (d.keys == Keys::panel_pages) d.keys = Keys::norm_pages;
   d.options.page_layout = PageLayout::norm;
   return d;
