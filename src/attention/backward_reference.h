@@ -116,7 +116,7 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
           for (int64_t d = 0; d < value_head_dim; ++d)
             sum += term(number(grad_out, grad, d) * number(in.value, value, d));
           dp[n] = rounded_to(storage, sum * kept_scale);
-          if (row.score[n] != -infinity) delta += p[n] * dp[n];
+          if (!row.hidden[n]) delta += p[n] * dp[n];
         }
         magnitude = std::fabs(delta) + std::fabs(from_lse);
         delta = absolute ? magnitude : delta - from_lse;
