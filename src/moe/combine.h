@@ -68,9 +68,8 @@ void combine(const Combine& c) {
 template <class T>
 void combine_backward(const CombineBackward& c) {
   const T* const grad = static_cast<const T*>(c.grad_out);
-  const auto g = [&](int64_t f) OPST_INLINE_LAMBDA {
-    return tile::load_row<F32>(grad, c.grad_out_stride, f, c.features);
-  };
+  const auto g = [&](int64_t f)
+                     OPST_INLINE_LAMBDA { return tile::load_row<F32>(grad, c.grad_out_stride, f, c.features); };
   for (int64_t i = 0; i < c.count; ++i) {
     const int64_t index = c.index[i];
     if (c.grad_rows.data != nullptr && index >= 0) {
@@ -87,9 +86,10 @@ void combine_backward(const CombineBackward& c) {
     const auto part = [&](const T* from, int64_t stride, int64_t f) OPST_INLINE_LAMBDA {
       return from == nullptr ? F32::zero() : tile::load_row<F32>(from, stride, f, c.features);
     };
-    c.dots[i] = row == nullptr && bias == nullptr ? 0 : tile::sum(c.features, [&](F32 acc, int64_t f) OPST_INLINE_LAMBDA {
-      return simd::fma(g(f), part(row, c.rows.stride, f) + part(bias, c.bias.stride, f), acc);
-    });
+    c.dots[i] =
+        row == nullptr && bias == nullptr ? 0 : tile::sum(c.features, [&](F32 acc, int64_t f) OPST_INLINE_LAMBDA {
+          return simd::fma(g(f), part(row, c.rows.stride, f) + part(bias, c.bias.stride, f), acc);
+        });
   }
 }
 

@@ -191,8 +191,7 @@ OPST_INLINE void fill(float* weights, int64_t n, float value) {
 OPST_INLINE float chosen_logits(const float* logits, const int64_t* ids, int64_t k, float* to) {
   for (int64_t i = 0; i < k; ++i) to[i] = ids[i] < 0 ? kLowest : logits[ids[i]];
   for (int64_t i = k; i % F32::kLanes != 0; ++i) to[i] = kLowest;
-  return tile::greatest(
-      k, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return simd::max(F32::load(to + i), acc); });
+  return tile::greatest(k, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return simd::max(F32::load(to + i), acc); });
 }
 
 template <class T>
@@ -247,9 +246,8 @@ OPST_NOINLINE void chosen_gradient(const GateRules& r, const GateBackward& b, co
     total = exponentials(to, k, highest, to);
   }
   const F32 t = F32::set1(total);
-  const float along = tile::sum(k, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA {
-    return simd::fma(load(i), F32::load(to + i) / t, acc);
-  });
+  const float along = tile::sum(
+      k, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return simd::fma(load(i), F32::load(to + i) / t, acc); });
   for (int64_t i = 0; i < k; i += F32::kLanes) {
     const F32 share = r.sigmoid ? F32::set1(1) / t : F32::load(to + i) / t;
     (share * (load(i) - F32::set1(along)) * factor).store(to + i);

@@ -124,10 +124,10 @@ MoeGatingPlan plan_moe_gating(const MoeGatingProblem& p) {
   const MoeGatingOptions& o = p.options;
   const bool groups_by_scores = o.num_groups > 1 && o.group_score == GroupScore::top2_sum;
   plan.all_scores = p.wants_scores || p.has_bias || groups_by_scores;
-  plan.reason = p.wants_scores      ? "scores are asked for"
-                : p.has_bias        ? "scores and a bias choose"
-                : groups_by_scores  ? "sums of scores choose groups"
-                                    : "logits choose";
+  plan.reason = p.wants_scores     ? "scores are asked for"
+                : p.has_bias       ? "scores and a bias choose"
+                : groups_by_scores ? "sums of scores choose groups"
+                                   : "logits choose";
   if (p.tokens <= 0 || p.num_experts <= 0 || p.top_k < 0 || o.num_groups <= 0 || o.kept_groups <= 0) return plan;
   plan.tokens_per_task = rows_per_task(p.num_experts);
   plan.num_tasks = ceil_div(p.tokens, plan.tokens_per_task);

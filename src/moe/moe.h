@@ -78,8 +78,8 @@ struct SlotSort {
   const ConstTensor& ids;  // [tokens, top_k], checked for shape only
   int64_t begin, end;
   const MoeRoutingPlan& plan;
-  int64_t* starts = nullptr;    // [num_tasks][end - begin]: counts, then the first place of the task's slots in its bin
-  int64_t* refused = nullptr;   // [num_tasks]: the first slot whose id is refused, or -1
+  int64_t* starts = nullptr;   // [num_tasks][end - begin]: counts, then the first place of the task's slots in its bin
+  int64_t* refused = nullptr;  // [num_tasks]: the first slot whose id is refused, or -1
   int64_t bins = end - begin;
 
   SlotSort(const ConstTensor& topk_ids, int64_t first, int64_t last, const MoeRoutingPlan& p, Arena& arena)

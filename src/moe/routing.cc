@@ -15,8 +15,9 @@ void check_indices(ShapeCheck& check, const char* name, const ConstTensor& tenso
   for (int64_t i = 0; check.ok() && i < distinct(tensor, 0); ++i) {
     for (int64_t j = 0; check.ok() && j < (matrix ? distinct(tensor, 1) : 1); ++j) {
       const int64_t index = index_at(tensor, i, j);
-      check.require(index >= -1 && index < end, name, "[", i, [&] { return matrix ? text(", ", j) : ""; }, "] is ",
-                    index, ", but there are ", end, " ", what, " (-1 is none)");
+      check.require(
+          index >= -1 && index < end, name, "[", i, [&] { return matrix ? text(", ", j) : ""; }, "] is ", index,
+          ", but there are ", end, " ", what, " (-1 is none)");
     }
   }
 }
@@ -107,7 +108,8 @@ void check_routing(ShapeCheck& check, const ConstTensor& topk_ids, int64_t num_e
   check.tensor("topk_ids", topk_ids).dtype(kIntegers).dims({"tokens", "top_k"});
   check.output("row_of_slot", out.row_of_slot).dtype(kIntegers).dims({"tokens", "top_k"});
   if (out.slot_of_row) check.output("slot_of_row", out.slot_of_row).dtype(kIntegers).dims({"rows"});
-  if (out.expert_tokens) check.output("expert_tokens", out.expert_tokens).dtype(kIntegers).dims({"experts of the range"});
+  if (out.expert_tokens)
+    check.output("expert_tokens", out.expert_tokens).dtype(kIntegers).dims({"experts of the range"});
   check.require(num_experts >= 0 && num_experts <= kMaxBytes, "num_experts is ", num_experts,
                 ", but must be from 0 to 2^56");
   check.require(o.expert_begin >= 0 && o.expert_begin <= end && end <= num_experts, "the range of experts is [",
