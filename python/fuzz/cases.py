@@ -342,14 +342,11 @@ def moe_gating(d: Draw) -> Call:
     tokens, groups = d.outward(1, 5), d.pick((1, 2, 4))
     experts = groups * d.size(1, 20)
     x = d.array(d.real(), [tokens, experts])
-    biased, group_score = d.coin(), d.option(("max", "top2_sum"))
-    # Scores that are rounded otherwise may choose another expert.
-    exact = not biased and (groups == 1 or group_score == "max")
     return Call(moe.moe_gating, given(
-        logits=x, top_k=d.option((1, 2, 3)), scores=d.option(("softmax", "sigmoid")), bias=d.array("f32", [experts]) if biased else None,
+        logits=x, top_k=d.option((1, 2, 3)), scores=d.option(("softmax", "sigmoid")), bias=d.maybe(lambda: d.array("f32", [experts])),
         renormalise=d.option((False, True)), routed_scaling_factor=d.option((1.0, 2.5)), num_groups=d.option((groups,)),
-        kept_groups=d.option((groups, 1)), group_score=group_score, nan_is_error=d.option((False, True)),
-        return_scores=d.option((False, True))), **({} if exact else {"tolerance": float("inf")}))
+        kept_groups=d.option((groups, 1)), group_score=d.option(("max", "top2_sum")), nan_is_error=d.option((False, True)),
+        return_scores=d.option((False, True))))
 
 
 @case
