@@ -17,8 +17,8 @@ namespace {
 
 struct GateMemory {
   GateScratch scratch;
-  int64_t* ids;           // [top_k]
-  float *weights, *more;  // [padded(top_k)]
+  int64_t* ids;             // [top_k]
+  float *weights, *chosen;  // [padded(top_k)]
 };
 template <class From>
 GateMemory take_memory(From& from, const MoeGatingProblem& p) {
@@ -33,7 +33,7 @@ GateMemory take_memory(From& from, const MoeGatingProblem& p) {
   m.scratch.is_kept = from.template take<uint8_t>(p.options.num_groups);
   m.ids = from.template take<int64_t>(p.top_k);
   m.weights = floats(p.top_k);
-  m.more = floats(p.top_k);
+  m.chosen = floats(p.top_k);
   return m;
 }
 
@@ -49,6 +49,18 @@ GateRules rules_of(const MoeGatingProblem& p, const MoeGatingPlan& plan) {
           .kept_groups = o.kept_groups,
           .top2_sum = o.group_score == GroupScore::top2_sum,
           .all_scores = plan.all_scores};
+}
+
+// body(token, memory of the worker)
+template <class Body>
+void for_each_token(Context& context, const MoeGatingProblem& p, const MoeGatingPlan& plan, const Scratch& scratch,
+                    const Body& body) {
+  context.impl().pool.parallel_for(plan.num_tasks, [&](int64_t task, int worker) {
+    Arena arena = scratch.of_worker(worker);
+    const GateMemory memory = take_memory(arena, p);
+    const int64_t end = std::min(p.tokens, (task + 1) * plan.tokens_per_task);
+    for (int64_t t = task * plan.tokens_per_task; t < end; ++t) body(t, memory);
+  });
 }
 
 void check_weights(ShapeCheck& check, const MoeGatingOptions& o) {
@@ -173,10 +185,8 @@ Status moe_gating(Context& context, const MoeGatingInputs& in, const MoeGatingOu
       const float* const bias = widened(in.bias, num_experts, scratch.of_call().take<float>(padded(num_experts)));
       const GateRules rules = rules_of(problem, plan);
       const GateToken kernel = kernels_of(context, in.logits.dtype).gate;
-      context.impl().pool.for_each(tokens, plan.tokens_per_task, [&](int64_t t, int worker) {
-        Arena arena = scratch.of_worker(worker);
-        gate_token(rules, kernel, in, out, bias, t, take_memory(arena, problem));
-      });
+      for_each_token(context, problem, plan, scratch,
+                     [&](int64_t t, const GateMemory& memory) { gate_token(rules, kernel, in, out, bias, t, memory); });
       return Status();
     });
   });
@@ -210,9 +220,7 @@ Status moe_gating_backward(Context& context, const MoeGatingBackwardInputs& in, 
     return with_scratch(context, 0, plan.scratch_bytes_per_worker, [&](const Scratch& scratch) {
       const GateRules rules = rules_of(problem, plan);
       const GateTokenBackward kernel = kernels_of(context, in.logits.dtype).gate_backward;
-      context.impl().pool.for_each(problem.tokens, plan.tokens_per_task, [&](int64_t t, int worker) {
-        Arena arena = scratch.of_worker(worker);
-        const GateMemory m = take_memory(arena, problem);
+      for_each_token(context, problem, plan, scratch, [&](int64_t t, const GateMemory& m) {
         for (int64_t k = 0; k < problem.top_k; ++k) {
           m.ids[k] = index_at(in.topk_ids, t, k);
           m.weights[k] = m.ids[k] < 0 ? 0 : float_at(in.grad_topk_weights, t, k);
@@ -227,7 +235,7 @@ Status moe_gating_backward(Context& context, const MoeGatingBackwardInputs& in, 
                 .grad_scores_stride = in.grad_scores.strides[1],
                 .grad_logits = row_at(grad_logits, t),
                 .grad_logits_stride = grad_logits.strides[1],
-                .chosen = m.more},
+                .chosen = m.chosen},
                m.scratch);
       });
       return Status();

@@ -46,16 +46,16 @@ void check_slots(ShapeCheck& check, const MoeFinalizeInputs& in, DType dtype) {
   if (in.topk_weights) {
     check.tensor("topk_weights", in.topk_weights).dtype({DType::f32, dtype}).dims({"tokens", "top_k"});
   }
-  check.require(static_cast<bool>(in.bias) == static_cast<bool>(in.topk_ids), "bias is ",
-                in.bias ? "given, but topk_ids are" : "not given, but topk_ids are", in.topk_ids ? "" : " not");
-  if (!check.ok() || !in.bias) return;
+  const bool bias = is_given(in.bias), ids = is_given(in.topk_ids);
+  check.require(bias == ids, "bias is ", bias ? "given, but topk_ids are not" : "not given, but topk_ids are");
+  if (!check.ok() || !bias) return;
   check.tensor("bias", in.bias).dtype({dtype}).dims({"num_experts", "features"});
   check.tensor("topk_ids", in.topk_ids).dtype(kIntegers).dims({"tokens", "top_k"});
 }
 void check_slot_indices(ShapeCheck& check, const MoeFinalizeInputs& in, int64_t rows) {
   if (!check.ok()) return;
   check_indices(check, "row_of_slot", in.row_of_slot, rows, "rows");
-  if (in.bias) check_indices(check, "topk_ids", in.topk_ids, check["num_experts"], "experts");
+  if (is_given(in.bias)) check_indices(check, "topk_ids", in.topk_ids, check["num_experts"], "experts");
 }
 
 // A token's slots as the kernels read them.
@@ -258,7 +258,7 @@ Status moe_finalize_backward(Context& context, const ConstTensor& grad_out, cons
     }
     check.require(!grad.expanded || !check.ok() || !may_alias_itself(in.row_of_slot),
                   "row_of_slot has strides that repeat slots, but their gradients cannot share a row");
-    check.require(!grad.bias || in.bias, "grad.bias is asked for, but there is no bias");
+    check.require(!grad.bias || is_given(in.bias), "grad.bias is asked for, but there is no bias");
     if (grad.bias) check.output("grad.bias", grad.bias).dtype({dtype}).dims({"num_experts", "features"});
     if (!check.ok()) return check.status();
     check_slot_indices(check, in, in.expanded || grad.expanded ? check["rows"] : kMaxBytes);
