@@ -77,7 +77,7 @@ Status moe_gating(Context& context, const MoeGatingInputs& inputs, const MoeGati
                   const MoeGatingOptions& options = {});
 
 // grad_logits of topk_weights and, if given, of scores; the choice is constant.
-//   logits, topk_ids       as moe_gating took and gave them. Slots of id -1 give nothing
+//   logits, topk_ids       as moe_gating took and gave them; top_k <= num_experts. Slots of id -1 give nothing
 //   grad_topk_weights      [tokens, top_k] f32 or the dtype of logits
 //   grad_scores            [tokens, num_experts] f32
 //   grad_logits            [tokens, num_experts], the dtype of logits

@@ -351,7 +351,7 @@ def moe_gating(d: Draw) -> Call:
 
 @case
 def moe_gating_backward(d: Draw) -> Call:
-    tokens, experts, top_k, x = d.size(1, 5), d.size(1, 40), d.size(1, 4), d.real()
+    tokens, experts, top_k, x = d.size(1, 5), d.size(1, 40), d.size(1, 2), d.real()
     return Call(moe.moe_gating_backward, given(
         logits=d.array(x, [tokens, experts]), topk_ids=_slots(d, tokens, top_k, experts),
         grad_topk_weights=d.array(d.pick((x, "f32")), [tokens, top_k]), grad_scores=d.maybe(lambda: d.array("f32", [tokens, experts])),

@@ -203,6 +203,8 @@ Status moe_gating_backward(Context& context, const MoeGatingBackwardInputs& in, 
     if (in.grad_scores) check.tensor("grad_scores", in.grad_scores).dtype({DType::f32}).dims({"tokens", "num_experts"});
     check.output("grad_logits", grad_logits).dtype({in.logits.dtype}).dims({"tokens", "num_experts"});
     check_weights(check, options);
+    check.require(check["top_k"] <= check["num_experts"], "topk_ids dim 1 (top_k) is ", check["top_k"],
+                  ", but there are ", check["num_experts"], " experts");
     if (!check.ok()) return check.status();
     check_indices(check, "topk_ids", in.topk_ids, check["num_experts"], "experts");
     if (!check.ok() || grad_logits.num_elements() == 0) return check.status();

@@ -455,6 +455,9 @@ TEST(GatingBackward, RefusesIds) {
                        ", but there are 3 experts (-1 is none)");
     EXPECT_TRUE(untouched(grad));
   }
+  const Matrix many = matrix(DType::i32, 2, 4, {0}), weights = matrix(DType::f32, 2, 4, {1});
+  expect_refused(moe_gating_backward(context, {logits.tensor, many.tensor, weights.tensor}, grad.tensor),
+                 "moe_gating_backward: topk_ids dim 1 (top_k) is 4, but there are 3 experts");
 }
 
 }  // namespace

@@ -282,7 +282,7 @@ Status moe_finalize_backward(Context& context, const ConstTensor& grad_out, cons
           if (marks[row] == 0) clear_row(grad.expanded, row);
         });
       }
-      if (of_rows || of_weights) backward_tokens(context, grad_out, in, grad, s, scratch);
+      if (s.top_k > 0 && (of_rows || of_weights)) backward_tokens(context, grad_out, in, grad, s, scratch);
       if (of_bias) bias.run(context, grad_out, scratch.of_call());
       return Status();
     });
