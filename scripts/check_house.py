@@ -24,13 +24,14 @@ ROOM_LINES = {
     "core": 1350,
     "graph": 1950,
     "kv_cache": 2000,
-    "machine": 1450,
+    "machine": 1475,
     "matmul": 3750,
     "model": 3450,
+    "moe": 1600,
     "quant": 1000,
     "rowwise": 1250,
     "simd": 1450,
-    "tile": 600,
+    "tile": 625,
 }
 # The examples in src/extending: how their files begin, and what each costs its author, without its tests.
 EXAMPLES = {

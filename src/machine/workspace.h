@@ -142,6 +142,21 @@ class Arena {
   int64_t left_;
 };
 
+// Stands in for an Arena where a list of pieces is added up. (Backward's TakePieces does both, which short calls of
+// forward would feel: a Worker takes 36 ns instead of 20, a Layout 80 instead of 46.)
+struct CountBytes {
+  Size bytes = 0;
+
+  void* take_bytes(Size piece) {
+    bytes += piece;
+    return nullptr;
+  }
+  template <class T>
+  T* take(Size count) {
+    return static_cast<T*>(take_bytes(Arena::size_of<T>(count)));
+  }
+};
+
 // Memory for packed weights. Decoding a token streams all weights of a model through the caches; where each has small
 // pages of its own, the page tables are streamed with them (q4_1, one thread: 0.79 of plain reading instead of 0.92).
 // Therefore weights smaller than a huge page lie side by side in huge pages.

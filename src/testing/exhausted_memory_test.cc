@@ -12,6 +12,7 @@
 #include "opst/attention_backward.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
+#include "opst/moe.h"
 #include "opst/quant.h"
 #include "opst/rowwise.h"
 #include "testing/fail_allocations.h"
@@ -248,6 +249,29 @@ TEST(ExhaustedMemory, QuantAndRowwise) {
     return s;
   });
   refuses("rope refused", t, [&](Context& c) { return rope(c, heads, cosines, half, turned); });
+}
+
+TEST(ExhaustedMemory, Moe) {
+  Tensors t;
+  const Tensor logits = t(DType::f32, {9, 20}), weights = t(DType::f32, {9, 2}), scores = t(DType::f32, {9, 20});
+  const Tensor bias = t(DType::f32, {20}), x = t(DType::f32, {9, 32}), out = t(DType::f32, {9, 32});
+  const Tensor expanded = t(DType::f32, {18, 32}), grad_rows = t(DType::f32, {18, 32}),
+               experts = t(DType::f32, {20, 32});
+  const Tensor ids = t.integers(DType::i32, {9, 2}, std::vector<int64_t>(18, 3)), rows = t(DType::i64, {9, 2});
+  const Tensor slots = t(DType::i64, {18}), counts = t(DType::i64, {20}), grad_bias = t(DType::f32, {20, 32});
+  survives("moe", t, [&](Context& c) {
+    Status s =
+        moe_gating(c, {.logits = logits, .bias = bias}, {ids, weights, scores}, {.num_groups = 4, .kept_groups = 2});
+    if (s.ok()) s = moe_routing(c, ids, 20, {rows, slots, counts});
+    if (s.ok()) s = moe_permute(c, x, slots, 2, expanded);
+    const MoeFinalizeInputs in = {.expanded = expanded, .row_of_slot = rows, .bias = experts, .topk_ids = ids};
+    if (s.ok()) s = moe_finalize(c, in, out);
+    if (s.ok())
+      s = moe_finalize_backward(c, x, in, {.expanded = grad_rows, .topk_weights = weights, .bias = grad_bias});
+    if (s.ok()) s = moe_gating_backward(c, {logits, ids, weights}, scores);
+    return s;
+  });
+  refuses("moe refused", t, [&](Context& c) { return moe_routing(c, ids, 1, {rows, slots, counts}); });
 }
 
 TEST(ExhaustedMemory, KvCache) {
