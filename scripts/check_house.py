@@ -20,12 +20,12 @@ FUNCTION_LINES = 80
 # Lines of each room, headers in include/opst among them. A room may grow by what a new family of operators needs: whoever
 # raises a bound says in the commit what the lines buy, and why the room's furniture did not hold it already.
 ROOM_LINES = {
-    "attention": 9900,
+    "attention": 10600,
     "core": 1350,
     "graph": 1950,
     "kv_cache": 2000,
     "machine": 1475,
-    "matmul": 3750,
+    "matmul": 4650,
     "model": 3450,
     "moe": 1600,
     "quant": 1000,
