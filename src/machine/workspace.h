@@ -58,8 +58,8 @@ class WorkspaceLease {
   void* data() const { return buffer_.data(); }
   int64_t size_bytes() const { return size_bytes_; }
   // Before the same memory is cut into pieces of other sizes: under AddressSanitizer the red zones of the pieces before
-  // are forgotten and every byte is 0xff again.
-  void renew() const;
+  // are forgotten and every byte is 0xff again; of the bytes behind the first `kept`.
+  void renew(int64_t kept = 0) const;
 
  private:
   WorkspacePool* pool_;
