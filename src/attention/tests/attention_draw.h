@@ -21,6 +21,8 @@ struct Draw {
   Keys keys = Keys::dense;
   int64_t block_size = 16;
   bool share_pages = false;  // a block may come several times in the block table
+  // Pages: how many leading blocks of a sequence are those of the one before it; empty: none.
+  std::vector<int64_t> shared_blocks = {};
   Strides query_strides = Strides::bnsd, kv_strides = Strides::bnsd, out_strides = Strides::bnsd;
   bool prefix = false, mask = false, bias = false, alibi = false, sinks = false, drop_mask = false;
   // Which of [batch, num_heads, query_len, kv_len] the mask (bias) does not repeat, and how many dimensions it has.
@@ -109,6 +111,8 @@ inline std::string to_string(const Draw& d) {
   number("keys", static_cast<int>(d.keys));
   number("block_size", d.block_size);
   number("share_pages", static_cast<int>(d.share_pages));
+  numbers("shared blocks", d.shared_blocks);
+  number("shared_prefix", o.shared_prefix);
   number("left", o.window_left);
   number("right", o.window_right);
   number("softcap", o.softcap);
@@ -236,6 +240,13 @@ inline Draw draw(Random& random) {
   return d;
 }
 
+// Leading blocks of all sequences, and the option that tells of them.
+inline void share_prefix(Draw& d, Random& random) {
+  const int64_t keys = random.integer(0, *std::min_element(d.kv_lens.begin(), d.kv_lens.end()));
+  d.shared_blocks.assign(d.kv_lens.size(), ceil_div(keys, d.block_size));
+  d.options.shared_prefix = random.chance(0.2) ? 0 : keys;
+}
+
 // With what backward does not take.
 inline Draw draw_for_forward(Random& random) {
   Draw d = draw(random);
@@ -262,6 +273,7 @@ inline Draw draw_for_forward(Random& random) {
     d.rope_dim = random.pick<int64_t>({1, 3, 8, 16});
     d.rope_beside = random.chance(0.5);
   }
+  if (panels || d.keys == Keys::norm_pages) share_prefix(d, random);
   if (!panels && random.chance(0.4)) {
     d.values_of_keys = true;
     d.value_head_dim = random.chance(0.4) ? d.head_dim : random.integer(1, d.head_dim);
