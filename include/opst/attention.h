@@ -47,8 +47,8 @@
 // by the bool mask, the block mask or a list never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the
 // lowest finite float is only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of
 // threads, for contiguous keys and norm pages of the same values, and for a sequence whatever others the call has (but
-// with a block mask, dropout, or pages that neighbours share: options.shared_prefix). An option that changes nothing (a mask of ones,
-// keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
+// with a block mask, dropout, or pages that neighbours share, options.shared_prefix). An option that changes nothing (a
+// mask of ones, keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
 // packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, and a fixed
