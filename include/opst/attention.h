@@ -51,8 +51,9 @@
 // mask of ones, keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, and a fixed
-// amount per thread (plan_attention tells). Masks are never expanded.
+// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, of the rows of
+// sequences that share keys, and a fixed amount per thread (plan_attention and plan_shared_prefix tell). Masks are never
+// expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //
