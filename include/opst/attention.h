@@ -51,9 +51,9 @@
 // mask of ones, keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, of the rows of
-// sequences that share keys, and a fixed amount per thread (plan_attention and plan_shared_prefix tell). Masks are never
-// expanded.
+// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, sums of the
+// rows of sequences that share keys, and a fixed amount per thread (plan_attention and plan_shared_prefix tell). Masks
+// are never expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //
@@ -303,8 +303,9 @@ struct AttentionPlan {
 AttentionPlan plan_attention(const AttentionProblem& problem, const Machine& machine);
 std::string to_string(const AttentionPlan& plan);
 
-// A cascade: where groups of sequences share leading keys (AttentionOptions::shared_prefix), the call begins with a loop
-// over these, whose rows are the stacked queries of a group; the loops of plan_attention begin behind them, and join.
+// A cascade: where groups of sequences share leading keys (AttentionOptions::shared_prefix), the call begins with a
+// loop over these, whose rows are the stacked queries of a group; the loops of plan_attention begin behind them, and
+// join.
 struct SharedPrefixPlan {
   int64_t groups = 0;              // 0: nothing is shared
   int64_t keys = 0;                // the most that a group shares; a call cuts them to whole tiles of its own loop

@@ -5,9 +5,9 @@
 //   chunk/...    512 queries at the end of 8192 keys, in norm and panel32 pages: of_dense is the share of the machine's
 //                multiply-adds over that of the dense call of the same rows and keys
 //   tree/...     8 queries of 8192 keys: of_chain, the time of the causal call over that of the tree's
-//   shared/...   16 sequences of one query whose first 8192 keys are the same pages, and 64 keys of their own: times_alone, the
-//                time of the call that shares nothing over that of the call that does; times_of_own_pages, over it
-//                that of sequences with pages of their own
+//   shared/...   16 sequences of one query whose first 8192 keys are the same pages, and 64 keys of their own:
+//                times_alone, the time of the call that shares nothing over that of the call that does;
+//                times_of_own_pages, over it that of sequences with pages of their own
 //   latent/...   head_dim 576 whose first 512 columns are the values: of_reading, of_peak, and of_bound, the larger
 #include <algorithm>
 #include <chrono>

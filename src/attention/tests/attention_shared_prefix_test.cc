@@ -1,5 +1,5 @@
-// Cascades: sequences whose block tables begin alike read these keys once, against the reference, which knows nothing of
-// sharing. Found and told, groups of any sequences, tables that share by accident, every option, every kind of page.
+// Cascades: sequences whose block tables begin alike read these keys once, against the reference, which knows nothing
+// of sharing. Found and told, groups of any sequences, tables that share by accident, every option, every kind of page.
 #include <gtest/gtest.h>
 
 #include "attention/shared_prefix.h"
