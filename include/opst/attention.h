@@ -47,12 +47,13 @@
 // by the bool mask, the block mask or a list never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the
 // lowest finite float is only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of
 // threads, for contiguous keys and norm pages of the same values, and for a sequence whatever others the call has (but
-// with a block mask, or dropout). An option that changes nothing (a mask of ones,
-// keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
+// with a block mask, dropout, or pages that neighbours share, options.shared_prefix). An option that changes nothing (a
+// mask of ones, keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, and a fixed
-// amount per thread (plan_attention tells). Masks are never expanded.
+// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, sums of the
+// rows of sequences that share keys, and a fixed amount per thread (plan_attention and plan_shared_prefix tell). Masks
+// are never expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //
@@ -302,8 +303,9 @@ struct AttentionPlan {
 AttentionPlan plan_attention(const AttentionProblem& problem, const Machine& machine);
 std::string to_string(const AttentionPlan& plan);
 
-// A cascade: where groups of sequences share leading keys (AttentionOptions::shared_prefix), the call begins with a loop
-// over these, whose rows are the stacked queries of a group; the loops of plan_attention begin behind them, and join.
+// A cascade: where groups of sequences share leading keys (AttentionOptions::shared_prefix), the call begins with a
+// loop over these, whose rows are the stacked queries of a group; the loops of plan_attention begin behind them, and
+// join.
 struct SharedPrefixPlan {
   int64_t groups = 0;              // 0: nothing is shared
   int64_t keys = 0;                // the most that a group shares; a call cuts them to whole tiles of its own loop

@@ -196,6 +196,7 @@ void bind_attention(nb::module_& module) {
   option<&AttentionOptions::bias_scale>(type, "bias_scale");
   option<&AttentionOptions::alibi_query_start>(type, "alibi_query_start");
   option<&AttentionOptions::alibi_key_start>(type, "alibi_key_start");
+  option<&AttentionOptions::shared_prefix>(type, "shared_prefix");
   dropout_option<&DropoutOptions::keep_prob>(type, "keep_prob");
   dropout_option<&DropoutOptions::seed>(type, "seed");
   dropout_option<&DropoutOptions::offset>(type, "offset");

@@ -35,6 +35,7 @@ class Options(NamedTuple):
     first_head: int = 0
     total_heads: int = 0  # 0: all are here
     page_layout: str = "norm"
+    shared_prefix: int = -1  # keys that all sequences hold in the same pages; 0: none; -1: what the block table shows
     block_mask_block_q: int = 0  # of the option block_mask: queries and keys of a block
     block_mask_block_kv: int = 0
     sparse_block_size: int = 1  # of sparse_indices: keys of a block

@@ -1,5 +1,5 @@
-// PrefixCall: the first of a cascade's two loops (shared_prefix.h). A task is a block of the stacked query rows of a group's
-// sequences, for one KV head, against one part of the keys that the group shares.
+// PrefixCall: the first of a cascade's two loops (shared_prefix.h). A task is a block of the stacked query rows of a
+// group's sequences, for one KV head, against one part of the keys that the group shares.
 //
 // Rows of several sequences see keys by rules and intervals of their own: positions count from the end of each, so that
 // windows may cut the shared keys anywhere. `head` counts pairs of a group and a KV head.

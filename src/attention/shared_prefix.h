@@ -26,8 +26,9 @@ namespace opst::attention {
 
 // Found: fewer keys are not worth a loop of their own (as kMinSplitKeysInPlace).
 inline constexpr int64_t kLeastSharedKeys = 512;
-// Stacked rows of a sequence from which on it is attended alone: of n sequences with r rows, reading (or packing) keys for
-// each costs what multiplying them with a dozen rows costs, so that at most (12 + r) / (12 / n + r) is won; 1.3 of 48.
+// The most stacked rows of a sequence that shares. Reading (or packing) a key costs about what multiplying it with a
+// dozen rows costs, so that of n sequences of r rows a call becomes (12 + r) / (12 / n + r) times as fast: at most 4 of 4
+// rows, 1.25 of 48 (estimated).
 inline constexpr int64_t kMostSharingRows = 48;
 
 class SharedPrefixes {
@@ -101,7 +102,8 @@ class SharedPrefixes {
   const bool same_row_ = in_.block_table.rank == 2 && in_.block_table.strides[0] == 0;  // all sequences have one
 };
 
-// The plan of a call's first loop over the sequences of a kind, after what these share has become a part of their problem.
+// The plan of a call's first loop over the sequences of a kind, after what these share has become a part of their
+// problem.
 SharedPrefixPlan share_prefix(const AttentionInputs& in, SequenceGroup& chosen, const Machine& machine);
 
 // The problem that the shared keys pose: the queries of a group are those of one sequence.

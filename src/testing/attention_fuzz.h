@@ -25,6 +25,7 @@ inline AttentionOptions draw_options(Choices& c) {
   if (c.rarely(8)) o.bias_scale = 0.5f;
   if (c.rarely(8)) o.alibi_form = AlibiForm::square_root;
   if (c.rarely(8)) o.alibi_query_start = c.size(c.integer(0, 9)), o.alibi_key_start = c.size(c.integer(0, 9));
+  if (c.rarely(4)) o.shared_prefix = c.size(c.integer(-2, 20));
   if (c.rarely(4)) {
     o.dropout.keep_prob = c.pick({0.5, 0.9, 1.0, 0.0, -1.0, 2.0});
     o.dropout.seed = c.byte();

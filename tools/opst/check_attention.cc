@@ -72,6 +72,7 @@ void add_check_attention(CLI::App& check) {
           ->check(at_least(1))
           ->capture_default_str();
   command->add_flag("--backward", options->backward, "Check the gradients instead, all of them")
+      ->excludes("--shared-prefix")
       ->excludes(path)
       ->excludes(rows);
   command->add_flag(

@@ -1,5 +1,5 @@
-// Cascades: sequences whose block tables begin alike read these keys once, against the reference, which knows nothing of
-// sharing. Found and told, groups of any sequences, tables that share by accident, every option, every kind of page.
+// Cascades: sequences whose block tables begin alike read these keys once, against the reference, which knows nothing
+// of sharing. Found and told, groups of any sequences, tables that share by accident, every option, every kind of page.
 #include <gtest/gtest.h>
 
 #include "attention/shared_prefix.h"
@@ -255,7 +255,7 @@ TEST(AttentionSharedPrefix, RefusalsNameWhatIsWrong) {
     call.options.shared_prefix = told;
     if (dense) {
       call.inputs.block_table = call.inputs.kv_lengths = {};
-      call.inputs.query.shape[0] = 2, call.inputs.key = call.inputs.value = call.inputs.query;
+      call.inputs.key = call.inputs.value = call.inputs.query;
     }
     const Status status = call.run(context);
     for (const float x : call.result) EXPECT_TRUE(std::isnan(x));
