@@ -81,8 +81,8 @@ struct GroupedMatmulOptions {
 //   groups  E of them, m rows together or fewer
 // Rows behind the last group become zeros, and so do their out_scales; x and residual are not read there.
 // Numerics: the rows of a group have the bits of matmul of these rows and the group's weight, for any threads.
-// Memory: an out that is quantised passes through f32 in a tile of a task's rows per thread, of at most 1 MB or 12 rows;
-// where there are fewer such tasks than threads, in the workspace.
+// Memory: an out that is quantised passes through f32 in a tile of a task's whole rows, of at most 1 MB for each thread;
+// of a group with fewer such tasks than it has threads to keep busy, or with rows of more than 85 KB, all together.
 // Errors: invalid_argument for ranks, dtypes or sizes that disagree, and for a list that decreases, is negative or ends
 // behind row m; out_of_memory.
 Status grouped_matmul(Context& context, const ConstTensor& x, const GroupedWeight& weight, const GroupList& groups,

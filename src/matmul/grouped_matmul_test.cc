@@ -445,7 +445,7 @@ TEST_F(Refused, Stacks) {
   EXPECT_EQ(PackedWeight::pack_stack(one_context(), ConstTensor::contiguous(DType::f32, {2, 3}, zeros.data()))
                 .status()
                 .message(),
-            "PackedWeight::pack_stack: weights has rank 2, but must have 3: [count, n, k]");
+            "PackedWeight::pack_stack: weights has rank 2, but [count, n, k] has rank 3");
   const std::vector<int8_t> q(16);
   const IntMatrix whole{ConstTensor::contiguous(DType::i8, {2, 4}, q.data()),
                         ConstTensor::contiguous(DType::f32, {2, 1}, zeros.data())};

@@ -69,7 +69,7 @@ constexpr int64_t kInt8KBlock = 512;
 // weights_int_many_rows: the activations of a task's rows, at most kIntTaskRowBytes, stay in about half of a 1 MB L2.
 constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12, kIntTaskRowBytes = 560 << 10, kIntTaskColumns = 64;
 
-// Whole rows of out as f32, before they are quantised: written and read once each, so that they need not stay in L2.
+// Whole rows of out as f32, before they are quantised: written and read once each, so that they may take all of L2.
 // Fewer rows than a register tile's would decode the weight too often.
 constexpr int64_t kTileBytes = 1 << 20, kLeastTileRows = 12;
 // Of products with a group's rows each, so many tasks for a thread leave it waiting at the end for a quarter of a
@@ -275,12 +275,12 @@ int64_t columns_per_piece(const Plan& plan, int64_t unit, int num_threads) {
   return best * unit;
 }
 
-// Rows that are quantised: a task has whole ones where that leaves a task for each thread.
+// Rows that are quantised: a task has whole ones where that leaves a task for each thread, and enough rows for one.
 void use_whole_rows(Plan& plan, int num_threads) {
-  const int64_t most = std::max(kTileBytes / float_bytes(plan.width), kLeastTileRows);
+  const int64_t most = kTileBytes / float_bytes(plan.width);
   const int64_t share = std::max(ceil_div(plan.m, num_threads), kLeastTileRows);
-  const int64_t rows = balanced(plan.m, std::min({plan.rows_per_task, most, share}), 1);
-  if (ceil_div(plan.m, rows) < num_threads) {
+  const int64_t rows = balanced(plan.m, std::max<int64_t>(1, std::min({plan.rows_per_task, most, share})), 1);
+  if (most < std::min(plan.m, kLeastTileRows) || ceil_div(plan.m, rows) < num_threads) {
     plan.wide_out_bytes = float_bytes(Size(plan.m) * plan.width);
     return;
   }

@@ -10,6 +10,7 @@
 
 #include "opst/attention.h"
 #include "opst/attention_backward.h"
+#include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
 #include "opst/quant.h"
@@ -210,6 +211,30 @@ TEST(ExhaustedMemory, MatmulAndItsWeights) {
     return dynamic.ok() ? matmul(c, x, scaled.value(), out) : dynamic;
   });
   refuses("out", t, [&](Context& c) { return matmul(c, x, ConstTensor(q), few_out); });
+}
+
+TEST(ExhaustedMemory, GroupedProducts) {
+  Tensors t;
+  const Tensor x = t(DType::f32, {70, 64}), out = t(DType::f32, {70, 96}), stack = t(DType::bf16, {3, 96, 64});
+  const GroupList ends{t.integers(DType::i64, {3}, {1, 40, 70})};
+  survives("grouped", t, [&](Context& c) {
+    const Result<PackedWeight> packed = PackedWeight::pack_stack(c, stack);
+    if (!packed.ok()) return packed.status();
+    const Status status = grouped_matmul(c, x, packed.value(), ends, out);
+    return status.ok() ? grouped_matmul(c, x, stack, ends, out) : status;
+  });
+  survives("grouped backward", t, [&, gw = t(DType::f32, {3, 96, 64}), gx = t(DType::f32, {70, 64})](Context& c) {
+    return grouped_matmul_backward(c, out, x, stack, ends, {.x = gx, .weight = gw});
+  });
+  const Tensor q = t(DType::i8, {96, 64}), scales = t(DType::f32, {96, 1}), qx = t(DType::i8, {70, 64});
+  const Tensor x_scales = t(DType::f32, {70}), q_out = t(DType::i8, {70, 48}), out_scales = t(DType::f32, {70});
+  const IntMatrix matrices[] = {{q, scales}, {q, scales}, {q, scales}};
+  survives("grouped swiglu quant", t, [&](Context& c) {
+    const Result<PackedIntWeight> packed = PackedIntWeight::pack_stack(c, matrices);
+    if (!packed.ok()) return packed.status();
+    return grouped_matmul_swiglu_quant(c, qx, x_scales, packed.value(), ends, q_out, out_scales);
+  });
+  refuses("grouped", t, [&](Context& c) { return grouped_matmul(c, x, stack, ends, q_out); });
 }
 
 TEST(ExhaustedMemory, QuantAndRowwise) {

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
 #include "opst/quant.h"
@@ -53,6 +54,36 @@ FuzzedCall draw_matmul_backward(Choices& c, Operands& t) {
   c.rarely(4) ? t.absent() : t.output(x, {n});
   return {[](Context& context, const Views& v) {
     return matmul_backward(context, v[0], v[1], v[2], {v[3], v[4], v[5]});
+  }};
+}
+
+// Lists of counts or ends, which may be none.
+FuzzedCall draw_grouped(Choices& c, Operands& t) {
+  const int64_t groups = c.pick<int64_t>({1, 2, 5}), m = c.pick<int64_t>({4 * groups, 20}), n = c.integer(1, 30),
+                k = c.pick<int64_t>({1, 7, 32, 70});
+  const DType x = c.float_dtype();
+  t.input(c.pick({DType::i64, DType::i32}), {groups}, c.rarely(16) ? -1 : 0, c.rarely(16) ? 30 : 4);
+  const auto type = c.rarely(4) ? GroupListType::ends : GroupListType::counts;
+  t.input(x, {m, k});
+  t.input(x, {groups, n, k});
+  if (c.rarely(3)) {
+    t.input(x, {m, n});
+    t.output(x, {m, k});
+    c.coin() ? t.output(x, {groups, n, k}) : t.absent();
+    c.coin() ? t.output(x, {groups, n}) : t.absent();
+    return {[=](Context& context, const Views& v) {
+      return grouped_matmul_backward(context, v[3], v[1], v[2], {v[0], type}, {v[4], v[5], v[6]});
+    }};
+  }
+  c.coin() ? t.absent() : t.input(x, {groups, n});
+  c.coin() ? t.absent() : t.input(x, {m, n});
+  t.output(x, {m, n});
+  const bool packed = c.coin();
+  return {[=](Context& context, const Views& v) {
+    const GroupedMatmulOptions options{.bias = v[3], .activation = Activation::silu, .residual = v[4]};
+    if (!packed) return grouped_matmul(context, v[1], v[2], {v[0], type}, v[5], options);
+    const Result<PackedWeight> weight = PackedWeight::pack_stack(context, v[2]);
+    return weight.ok() ? grouped_matmul(context, v[1], weight.value(), {v[0], type}, v[5], options) : weight.status();
   }};
 }
 
@@ -303,7 +334,7 @@ FuzzedCall draw_call(Choices& c, Operands& t) {
     case 3:
       return draw_merge(c, t);
     case 4:
-      return draw_matmul(c, t);
+      return c.coin() ? draw_matmul(c, t) : draw_grouped(c, t);
     case 5:
       return draw_matmul_backward(c, t);
     case 6:
