@@ -41,7 +41,7 @@ struct QuantCall {
         out_scales(DType::f32, m, 1, false, Guard::after),
         smooth(DType::f32, static_cast<int64_t>(rows.size()), half, false, Guard::after) {
     for (int64_t i = 0; i < m * e.k; ++i) test::set(x.tensor, i, static_cast<double>(random.integer(-128, 127)));
-    for (int64_t i = 0; i < m; ++i) test::set(x_scales.tensor, i, random.uniform(0.001, 0.01));
+    for (int64_t i = 0; i < m; ++i) test::set(x_scales.tensor, i, random.uniform(1e-4, 1e-3));
     for (int64_t i = 0; i < smooth.tensor.num_elements(); ++i) test::set(smooth.tensor, i, random.uniform(0.25, 4));
   }
   Status run(Context& context) {
@@ -67,7 +67,7 @@ struct QuantCall {
     }
     return s;
   }
-  // At most one step off, on one value in a thousand and one; scales to some roundings. Rows of no group: zeros.
+  // At most one step off, on one value in a thousand and two; scales to some roundings. Rows of no group: zeros.
   void check(Context& context) {
     const Status status = run(context);
     ASSERT_TRUE(status.ok()) << status.message();
@@ -77,7 +77,7 @@ struct QuantCall {
         const std::vector<double> s = row_of(row, e);
         double top = 0;
         for (const double value : s) top = std::max(top, std::abs(value));
-        ASSERT_NEAR(test::get(out_scales.tensor, row), top / 127, top / 127 * 1e-5) << "row " << row;
+        ASSERT_NEAR(test::get(out_scales.tensor, row), top / 127, top / 127 * 2e-5 + 1e-12) << "row " << row;
         for (size_t j = 0; j < s.size(); ++j, ++values) {
           const double q = test::get(out.tensor, row * half + static_cast<int64_t>(j));
           const double exact = top == 0 ? 0 : std::nearbyint(s[j] / (top / 127));
@@ -86,7 +86,7 @@ struct QuantCall {
         }
       }
     }
-    EXPECT_LE(off, values / 1000 + 1);
+    EXPECT_LE(off, values / 1000 + 2);
     for (; row < m; ++row) {
       EXPECT_EQ(test::get(out_scales.tensor, row), 0);
       for (int64_t j = 0; j < half; ++j) ASSERT_EQ(test::get(out.tensor, row * half + j), 0);
@@ -341,8 +341,8 @@ TEST(GroupedMatmulBackward, Refuses) {
             name + "weight has rank 2, but [groups, n, k] has rank 3");
   EXPECT_EQ(message({1, 2}, stack, {.x = grad_x.tensor.narrowed(0, 0, 3)}),
             name + "gradients.x dim 0 (m) is 3, but grad_out set m = 4");
-  EXPECT_EQ(message({1, 2}, stack, {.x = x.tensor}).substr(0, 40),
-            (name + "gradients.x f32 [4, 2] overlaps").substr(0, 40));
+  EXPECT_EQ(message({1, 2}, stack, {.x = grad_out.tensor.narrowed(1, 0, 2)}),
+            name + "gradients.x f32 [4, 2] overlaps grad_out f32 [4, 3] in memory, but an output must not");
   for (const double value : test::to_doubles(grad_x.tensor)) EXPECT_TRUE(std::isnan(value));
 }
 

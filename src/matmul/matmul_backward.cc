@@ -28,7 +28,7 @@ void sum_rows(Context& context, const ConstTensor& grad_out, const Tensor& out, 
   }
 }
 
-void sum_rows_f64(const ConstTensor& grad_out, const Tensor& out, int64_t column, Group group) {
+void sum_rows_f64(Context&, const ConstTensor& grad_out, const Tensor& out, int64_t column, Group group) {
   for (int64_t j = column; j < std::min(column + kBiasColumns, grad_out.shape[1]); ++j) {
     double sum = 0;
     for (int64_t i = group.first; i < group.first + group.rows; ++i) {
@@ -40,7 +40,7 @@ void sum_rows_f64(const ConstTensor& grad_out, const Tensor& out, int64_t column
 
 // The bias's gradients of all groups: out [groups, n].
 void sum_groups(Context& context, const ConstTensor& grad_out, const GroupList& groups, const Tensor& out) {
-  const auto sum = grad_out.dtype == DType::f64 ? [](Context&, auto... of) { sum_rows_f64(of...); } : sum_rows;
+  const auto sum = grad_out.dtype == DType::f64 ? sum_rows_f64 : sum_rows;
   for_each_group(groups, [&](const Group& group) {
     context.impl().pool.parallel_for(ceil_div(grad_out.shape[1], kBiasColumns), [&](int64_t task, int) {
       sum(context, grad_out, out, task * kBiasColumns, group);
