@@ -1,6 +1,7 @@
 // grouped_matmul: each group's rows have the bits of a product of their own, and what is refused.
 #include <gtest/gtest.h>
 
+#include "core/int_math.h"
 #include "matmul/test_groups.h"
 #include "testing/contexts.h"
 #include "testing/effort.h"
@@ -320,22 +321,41 @@ TEST(GroupedMatmul, MultipliesF64) {
   EXPECT_EQ(test::to_doubles(out.tensor), test::to_doubles(expected.tensor));
 }
 
-// The plan of a few drawn calls is what they take: description and scratch, and nothing more in the second call.
+// A call takes the memory that its plan says, and nothing more in the second call.
 TEST(GroupedMatmul, TakesTheMemoryOfItsPlan) {
   Random random(test::seed());
+  const std::vector<int64_t> rows = {1, 0, 40, 3, 9};
+  const auto rounded = [](int64_t bytes) { return round_up(bytes, bytes < (2 << 20) ? 64 << 10 : 2 << 20); };
   for (const Isa isa : test::levels()) {
     for (const int threads : {1, 3}) {
-      const int64_t count = 5;
-      const Experts experts = test::drawn_experts(one_context(), count, random);
-      Call call(experts, {1, 0, 40, 3, 9}, Activation::swiglu, DType::f32, DType::f32, random);
-      Context context = std::move(Context::create({.isa = isa, .num_threads = threads}).value());
-      const auto run = [&] {
-        return grouped_matmul(context, call.x.tensor, experts.grouped(), call.list.list, call.out.tensor, call.options);
-      };
-      ASSERT_TRUE(run().ok());
-      const int64_t bytes = context.workspace_bytes();
-      ASSERT_TRUE(run().ok());
-      EXPECT_EQ(context.workspace_bytes(), bytes) << experts.about;
+      for (const bool packed : {false, true}) {
+        constexpr int64_t kN = 300, kK = 512;
+        Matrix weight(DType::bf16, 5 * kN, kK, false, Guard::after);
+        test::fill(weight.tensor, Fill::normal, random);
+        const ConstTensor stack = ConstTensor::contiguous(DType::bf16, {5, kN, kK}, weight.tensor.data);
+        const PackedWeight in_advance = std::move(PackedWeight::pack_stack(one_context(), stack).value());
+        const DrawnList list(rows, random);
+        Matrix x(DType::bf16, list.total(), kK, false, Guard::after),
+            out(DType::f32, list.total(), kN, false, Guard::after);
+        test::fill(x.tensor, Fill::normal, random);
+        Context context = std::move(Context::create({.isa = isa, .num_threads = threads}).value());
+        MatmulProblem product = matmul_problem(x.tensor, ConstTensor(stack.selected(0, 0)), out.tensor).value();
+        if (packed) product.weight = MatmulWeight::packed;
+        const GroupedMatmulPlan plan = plan_grouped_matmul(product, rows, context.machine(), threads).value();
+        SCOPED_TRACE(to_string(plan));
+        for (int call = 0; call < 2; ++call) {
+          ASSERT_TRUE(grouped_matmul(context, x.tensor, packed ? GroupedWeight(in_advance) : GroupedWeight(stack),
+                                     list.list, out.tensor)
+                          .ok());
+          EXPECT_EQ(
+              context.workspace_bytes(),
+              rounded(plan.list_bytes) + rounded(plan.scratch_bytes_shared + threads * plan.scratch_bytes_per_worker));
+        }
+        EXPECT_EQ(plan.groups, 4);
+        EXPECT_EQ(plan.waves, 1);
+        EXPECT_EQ(to_string(plan.smallest.path), std::string("few_rows"));
+        EXPECT_EQ(to_string(plan.largest.path), std::string("many_rows"));
+      }
     }
   }
 }
