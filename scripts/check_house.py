@@ -25,7 +25,7 @@ ROOM_LINES = {
     "graph": 1950,
     "kv_cache": 2000,
     "machine": 1450,
-    "matmul": 3750,
+    "matmul": 4650,
     "model": 3450,
     "quant": 1000,
     "rowwise": 1250,
