@@ -94,7 +94,7 @@ struct GroupedSwigluQuantOptions {
 };
 
 // The gate and up product of a quantised mixture, for rows i of group e (GroupedMatmulSwigluQuant):
-//   C[i, j] = (sum_t x[i, t] q[e, j, t]) * scale[e, j] * x_scales[i]
+//   C[i, j] = (sum_t x[i, t] q[e, j, t]) * scale[e, j] * x_scales[i]        bias: of i32 joins the sum, of f32 C
 //   S[i, j] = silu(C[i, j]) * C[i, n / 2 + j] (* smooth)
 //   out_scales[i] = max_j |S[i, j]| / 127,  out[i, j] = round(S[i, j] / out_scales[i]), ties to even
 //   x         [m, k] i8, x_scales [m] f32
