@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/int_math.h"
 #include "opst/attention.h"
 
 namespace opst::tools {
@@ -15,9 +14,11 @@ struct PageTable {
   int64_t columns, num_blocks;
   std::vector<int64_t> blocks, lengths;  // [batch][columns], [batch]
 
+  static int64_t pages(int64_t keys) { return (keys + kKeys - 1) / kKeys; }
+
   PageTable(const AttentionProblem& p, int64_t shared)
-      : columns(ceil_div(p.kv_len, kKeys)), lengths(static_cast<size_t>(p.batch), p.kv_len) {
-    const int64_t same = ceil_div(shared, kKeys), own = columns - same;
+      : columns(pages(p.kv_len)), lengths(static_cast<size_t>(p.batch), p.kv_len) {
+    const int64_t same = pages(shared), own = columns - same;
     num_blocks = same + p.batch * own;
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t i = 0; i < columns; ++i) blocks.push_back(i < same ? i : i + b * own);
