@@ -84,7 +84,13 @@ TEST(AttentionUsedScales, HiddenOnesDoNotMatterAndOthersAreRefused) {
         ASSERT_EQ(clean.status.message(), "");
         const Outcome hidden = scales.run_spoiled(problem, t, in, 0);
         ASSERT_EQ(hidden.status.message(), "");
-        ASSERT_EQ(hidden.differs_from(clean), "");
+        if (in.mask) {  // a tile with numbers that are not finite is summed key by key
+          for (int64_t i = 0; i < 4 * kQueries * 16; ++i) {
+            ASSERT_NEAR(get(hidden.out->tensor(), i), get(clean.out->tensor(), i), 1e-5);
+          }
+        } else {
+          ASSERT_EQ(hidden.differs_from(clean), "");
+        }
         const Outcome seen = scales.run_spoiled(problem, t, in, 1);
         ASSERT_EQ(seen.status.message(), refusal);
         for (int64_t i = 0; i < 4 * kQueries * 16; ++i) ASSERT_TRUE(std::isnan(get(seen.out->tensor(), i)));
