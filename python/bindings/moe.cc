@@ -49,10 +49,8 @@ void bind_gating(nb::module_& module) {
          float eps) {
         const MoeGatingBackwardInputs in = {logits.input(), topk_ids.input(), grad_topk_weights.input(),
                                             input_or_empty(grad_scores)};
-        const MoeGatingOptions options = {.scores = parse_scores(kind),
-                                          .renormalise = renormalise,
-                                          .routed_scaling_factor = factor,
-                                          .eps = eps};
+        const MoeGatingOptions options = {
+            .scores = parse_scores(kind), .renormalise = renormalise, .routed_scaling_factor = factor, .eps = eps};
         run([&, g = grad_logits.output("grad_logits")] { return moe_gating_backward(context, in, g, options); });
       },
       arg("context"), arg("logits"), arg("topk_ids"), arg("grad_topk_weights"), arg("grad_scores").none(),

@@ -27,13 +27,13 @@ std::vector<std::vector<uint64_t>> lists(int64_t count) {
   for (size_t i = 0; i < n; ++i) {
     const auto x = static_cast<uint32_t>(random());
     highs[0][i] = x;
-    highs[1][i] = 7;                             // ties everywhere
-    highs[2][i] = x % 3;                         // many
-    highs[3][i] = static_cast<uint32_t>(i);      // ascending,
-    highs[4][i] = 0xffffffffu - highs[3][i];     // descending
+    highs[1][i] = 7;                                                    // ties everywhere
+    highs[2][i] = x % 3;                                                // many
+    highs[3][i] = static_cast<uint32_t>(i);                             // ascending,
+    highs[4][i] = 0xffffffffu - highs[3][i];                            // descending
     highs[5][i] = i == 0 ? 0xffffffffu : static_cast<uint32_t>(i % 5);  // one far from the others
-    highs[6][i] = uint32_t{1} << (x % 32);       // denser and denser
-    highs[7][i] = 0xbf800000u + (x & 0xffff);    // scores of one power of two
+    highs[6][i] = uint32_t{1} << (x % 32);                              // denser and denser
+    highs[7][i] = 0xbf800000u + (x & 0xffff);                           // scores of one power of two
   }
   std::vector<std::vector<uint64_t>> all;
   for (const auto& high : highs) all.push_back(words_of(high));
