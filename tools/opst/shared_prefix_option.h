@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/int_math.h"
 #include "opst/attention.h"
 
 namespace opst::tools {
@@ -16,8 +15,8 @@ struct PageTable {
   std::vector<int64_t> blocks, lengths;  // [batch][columns], [batch]
 
   PageTable(const AttentionProblem& p, int64_t shared)
-      : columns(ceil_div(p.kv_len, kKeys)), lengths(static_cast<size_t>(p.batch), p.kv_len) {
-    const int64_t same = ceil_div(shared, kKeys), own = columns - same;
+      : columns((p.kv_len + kKeys - 1) / kKeys), lengths(static_cast<size_t>(p.batch), p.kv_len) {
+    const int64_t same = (shared + kKeys - 1) / kKeys, own = columns - same;
     num_blocks = same + p.batch * own;
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t i = 0; i < columns; ++i) blocks.push_back(i < same ? i : i + b * own);
