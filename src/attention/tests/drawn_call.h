@@ -316,7 +316,8 @@ class DrawnCall {
         const bool again = d_.share_pages && next > 0 && random.chance(0.4);
         int64_t block =
             again ? order[static_cast<size_t>(random.integer(0, static_cast<int64_t>(next) - 1))] : order[next++];
-        if (b > 0 && !d_.shared_blocks.empty() && i < d_.shared_blocks[static_cast<size_t>(b)]) {
+        if (b > 0 && !d_.shared_blocks.empty() && i < d_.shared_blocks[static_cast<size_t>(b)] &&
+            i < ceil_div(d_.kv_lens[static_cast<size_t>(b - 1)], d_.block_size)) {
           block = static_cast<int64_t>(get(table, (b - 1) * most + i));
         }
         set(table, b * most + i, static_cast<double>(block));
