@@ -31,8 +31,10 @@ Draw draw_sharing(Random& random) {
   if (d.keys == Keys::panel_pages || random.chance(0.4)) d.options.block_kv = random.pick<int64_t>({0, 32});
   if (random.chance(0.5)) d.options.block_q = 0;
   if (random.chance(0.85)) d.mask_heads = 0, d.index_block = 0, d.prefix = false;
+  if (d.index_block > 0 && d.keys == Keys::panel_pages) d.index_block = 32;
   if (d.mask_heads == 0) d.mask_batch = 1;
-  if (d.options.path == AttentionPath::standard && random.chance(0.85)) d.options.path = AttentionPath::automatic;
+  const bool flash = d.keys == Keys::panel_pages || random.chance(0.85);
+  if (d.options.path == AttentionPath::standard && flash) d.options.path = AttentionPath::automatic;
   if (d.options.dropout.total_heads > 0) d.options.dropout.first_head = 0;
 
   const int64_t batch = random.integer(2, 6), least = told ? 40 : 560;
@@ -85,7 +87,7 @@ TEST(AttentionSharedPrefix, RandomCallsAgreeWithTheReference) {
   for (const auto& [name, count] : alone_for) std::printf("  alone: %-60s %d\n", name.c_str(), count);
   std::printf("%d draws, %d of them shared, worst error / bound %.2f\n", draws, shared, worst_ratio);
   if (draws < 500) return;
-  EXPECT_GE(shared, draws / 2);
+  EXPECT_GE(shared, draws / 3);
   for (const char* access : {"in_place", "panel_pages", "packed_per_task", "packed_shared"}) {
     EXPECT_GE(shared_by[access], draws / 50) << access;
   }
