@@ -147,7 +147,7 @@ TEST(Finalize, EqualsTheReferenceInEveryContext) {
       ASSERT_TRUE(status.ok()) << about << status.message();
       std::vector<Doubles> expected;
       for (int64_t token = 0; token < f.out.tensor.shape[0]; ++token) expected.push_back(f.expected(token));
-      expect_close(f.out.tensor, test::Expected(expected, features), about, 3e-6);
+      expect_close(f.out.tensor, test::Expected(expected, features), about, 1e-5);
       EXPECT_TRUE(f.out.intact());
       if (HasFatalFailure()) return;
     }
@@ -290,9 +290,10 @@ TEST(FinalizeBackward, EqualsTheReferenceInEveryContext) {
                                 {of_rows ? grad_rows.tensor : Tensor{}, of_weights ? grad_weights.tensor : Tensor{},
                                  of_bias ? grad_bias.tensor : Tensor{}});
       ASSERT_TRUE(status.ok()) << about << status.message();
+      // Sums in f32: of 300 products of features, of 100 slots of an expert that reach 50.
       if (of_rows) expect_close(grad_rows.tensor, test::Expected(by_row, features), about + ", expanded", 1e-6);
-      if (of_weights) expect_close(grad_weights.tensor, test::Expected(by_slot, top_k), about + ", weights", 3e-5);
-      if (of_bias) expect_close(grad_bias.tensor, test::Expected(by_expert, features), about + ", bias", 1e-5);
+      if (of_weights) expect_close(grad_weights.tensor, test::Expected(by_slot, top_k), about + ", weights", 1e-4);
+      if (of_bias) expect_close(grad_bias.tensor, test::Expected(by_expert, features), about + ", bias", 4e-4);
       EXPECT_TRUE(grad_rows.intact() && grad_weights.intact() && grad_bias.intact());
       EXPECT_TRUE(of_rows || untouched(grad_rows));
       if (HasFatalFailure()) return;

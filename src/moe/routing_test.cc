@@ -28,7 +28,13 @@ struct Routing {
               RowLayout::contiguous),
         counts(counts_type, 1, range(o, experts), RowLayout::contiguous),
         num_experts(experts),
-        options(o) {}
+        options(o) {
+    // What nobody writes shows: the memory's own filling would be -1.
+    for (const Matrix* m : {&rows, &slots, &counts}) {
+      for (int64_t i = 0; i < m->tensor.num_elements(); ++i) set(m->tensor, i, kBefore);
+    }
+  }
+  static constexpr double kBefore = 77;
   static int64_t range(const MoeRoutingOptions& o, int64_t experts) {
     return std::max<int64_t>(0, (o.expert_end < 0 ? experts : o.expert_end) - o.expert_begin);
   }
@@ -40,7 +46,13 @@ struct Routing {
   Indices row_of_slot() const { return integers_of(rows.tensor); }
   Indices slot_of_row() const { return integers_of(slots.tensor); }
   Indices expert_tokens() const { return integers_of(counts.tensor); }
-  bool all_untouched() const { return untouched(rows) && untouched(slots) && untouched(counts); }
+  bool all_untouched() const {
+    for (const Matrix* m : {&rows, &slots, &counts}) {
+      const Doubles values = to_doubles(m->tensor);
+      if (std::any_of(values.begin(), values.end(), [](double v) { return v != kBefore; })) return false;
+    }
+    return true;
+  }
 };
 
 // The rule, slot by slot for each expert.
