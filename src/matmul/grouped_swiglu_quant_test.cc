@@ -77,8 +77,10 @@ struct QuantCall {
         const std::vector<double> s = row_of(row, e);
         double top = 0;
         for (const double value : s) top = std::max(top, std::abs(value));
-        ASSERT_NEAR(test::get(out_scales.tensor, row), top / 127, top / 127 * 2e-5 + 1e-12) << "row " << row;
-        for (size_t j = 0; j < s.size(); ++j, ++values) {
+        ASSERT_NEAR(test::get(out_scales.tensor, row), top / 127, top / 127 * 2e-5 + 1e-30) << "row " << row;
+        // Far below the smallest normal f32: silu of -100 rounds to few bits or to 0.
+        const bool tiny = top != 0 && top < 1e-30;
+        for (size_t j = 0; !tiny && j < s.size(); ++j, ++values) {
           const double q = test::get(out.tensor, row * half + static_cast<int64_t>(j));
           const double exact = top == 0 ? 0 : std::nearbyint(s[j] / (top / 127));
           ASSERT_LE(std::abs(q - exact), 1) << "row " << row << ", column " << j;
