@@ -65,7 +65,7 @@ AttentionSetup::Sequence parse_sequence(const std::string& text) {
 
 }  // namespace
 
-void add_attention_options(CLI::App& command, AttentionArguments& a) {
+AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArguments& a) {
   const auto dtypes = one_of({"f32", "bf16", "f16", "f64"});
   const auto count = between(1, kMostHeads), tokens = between(1, kMostTokens), dim = between(1, 768),
              block = between(1, 4096);
@@ -114,6 +114,7 @@ void add_attention_options(CLI::App& command, AttentionArguments& a) {
   command.add_option("--block-kv", a.block_kv, "Keys of a tile, 1 to 4096 (default: the plan's choice)")->check(block);
   add_threads_option(command, a.num_threads);
   command.add_flag("--json", a.json, "Print one JSON object");
+  return {sparse, shared};
 }
 
 // For keys of length kv_len (varlen: of the given lengths).

@@ -38,7 +38,13 @@ struct AttentionArguments {
   bool json = false;
 };
 
-void add_attention_options(CLI::App& command, AttentionArguments& arguments);
+// Options that a command's own may exclude or need. (By their names CLI11 looks options up in a function that is noexcept
+// but takes memory: without any it ends the process.)
+struct AttentionCommandOptions {
+  CLI::Option* sparse;
+  CLI::Option* shared_prefix;
+};
+AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArguments& arguments);
 
 // A problem with what AttentionProblem leaves to the tensors.
 struct AttentionSetup {

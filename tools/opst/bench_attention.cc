@@ -229,12 +229,12 @@ void add_bench_attention(CLI::App& bench) {
   auto options = std::make_shared<Options>();
   CLI::App* command =
       bench.add_subcommand("attention", "Standard and flash attention side by side: time, memory, fraction of peak");
-  add_attention_options(*command, options->problem);
+  const AttentionCommandOptions common = add_attention_options(*command, options->problem);
   command
       ->add_option("--memory-limit", options->memory_limit,
                    "Bytes that the standard and the naive form may take (default: half of the available memory)")
       ->check(at_least(1));
-  command->add_flag("--backward", options->backward, "Measure the gradients instead")->excludes("--shared-prefix");
+  command->add_flag("--backward", options->backward, "Measure the gradients instead")->excludes(common.shared_prefix);
   command->callback([options] {
     options->backward ? bench_attention_backward(options->problem, memory_limit(*options)) : run(*options);
   });

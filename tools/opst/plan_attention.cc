@@ -127,14 +127,16 @@ void add_plan_attention(CLI::App& plan) {
   auto arguments = std::make_shared<AttentionArguments>();
   CLI::App* command =
       plan.add_subcommand("attention", "Tiles, what lives in which cache, bytes moved, and what bounds the time");
-  add_attention_options(*command, *arguments);
+  const AttentionCommandOptions common = add_attention_options(*command, *arguments);
   CLI::Option* path = command->add_option("--path", arguments->path, "automatic, standard or flash")
                           ->check(one_of({"automatic", "standard", "flash"}))
                           ->capture_default_str();
   auto backward = std::make_shared<bool>(false);
-  command->add_flag("--backward", *backward, "Plan the gradients instead")->excludes(path)->excludes("--shared-prefix");
+  command->add_flag("--backward", *backward, "Plan the gradients instead")
+      ->excludes(path)
+      ->excludes(common.shared_prefix);
   auto draw = std::make_shared<bool>(false);
-  command->add_flag("--draw", *draw, "Print the block mask of --sparse as text")->needs("--sparse");
+  command->add_flag("--draw", *draw, "Print the block mask of --sparse as text")->needs(common.sparse);
   command->callback([arguments, backward, draw] {
     *backward ? plan_attention_backward_command(*arguments) : run(*arguments, *draw);
   });
