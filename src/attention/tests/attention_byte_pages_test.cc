@@ -88,6 +88,7 @@ TEST(AttentionBytePages, EveryOptionAgreesWithTheReference) {
       d.options.block_kv = d.options.block_kv == 0 ? 0 : 32;
       if (d.index_block > 0) d.index_block = 32;
     }
+    share_prefix(d, random);
     DrawnCall call(d, random);
     const BytePages bytes(call.inputs, format, random);
     const InSomeLayout of_bytes(bytes, panels);
