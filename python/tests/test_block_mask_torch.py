@@ -52,7 +52,8 @@ def test_score_and_its_grad_function():
     out, top, total = flash_attention_score(q, k, v, input_layout="BNSD", block_mask=mask)
     got = flash_attention_grad(q, k, v, grad_out, top, total, out, input_layout="BNSD", block_mask=mask)
     want = torch.autograd.grad(ours(*inputs)[0], inputs, grad_out)
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)  # of max and sum, and of their logarithm
 
 
 def test_gradients_of_pages():

@@ -34,6 +34,7 @@ def named(name, *functions):
 EVERYWHERE = by_name(SCORE, GRAD, PLAIN, PAGED)
 RESULT = "a result: the function gives all of them back"
 GRAPH = "graphs of operators are not in Python"
+GROUPED = "grouped products are not in Python"
 
 
 def each(names, where):
@@ -119,6 +120,9 @@ LIST = {
                                  by_name("moe.moe_finalize", "moe.moe_finalize_backward")),
                           **each("skip1 skip2", by_name("moe.moe_finalize"))},
     "MoeFinalizeGradients": each("expanded topk_weights bias", RESULT),
+    "GroupedMatmulOptions": each("bias activation residual activations batch_invariant x_scales out_scales smooth_scales",
+                                 GROUPED),
+    "GroupedSwigluQuantOptions": each("bias smooth_scales", GROUPED),
     "ContextOptions": {"num_threads": by_name("_core.Context"),
                        "isa": by_name("_core.Context"),
                        **each("cache bf16_product", "for tests and benches; OPST_BF16 sets the product for a process"),
@@ -142,7 +146,7 @@ def fields_of(struct):
 
 def test_the_parser_reads_fields():
     assert fields_of("AttentionSaved") == ["out", "softmax_lse", "softmax_max", "softmax_sum", "grad_out", "grad_lse"]
-    assert len(fields_of("AttentionOptions")) == 15 and fields_of("LayerNormNodeOptions") == ["eps", "weight", "bias"]
+    assert len(fields_of("AttentionOptions")) == 16 and fields_of("LayerNormNodeOptions") == ["eps", "weight", "bias"]
 
 
 @pytest.mark.parametrize("struct", LIST)
