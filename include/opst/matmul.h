@@ -262,10 +262,10 @@ struct MatmulPlan {
 };
 
 // A pure function. The number of threads decides only how products of few rows cut the outputs into tasks, and whether
-// tasks of rows that are quantised have whole rows; no bit of a result depends on it. Rows that fixed point cannot hold are multiplied by few_rows nevertheless: a plan does not know
-// the values of x. For any numbers: a problem that no call may pose (a size that is negative or beyond 2^56, k that is
-// not whole blocks, an unknown enumerator) has a plan of no tasks and no memory whose reason says so. Counts of tasks
-// and bytes beyond 2^56 are 2^56.
+// tasks of rows that are quantised have whole rows; no bit of a result depends on it. Rows that fixed point cannot hold
+// are multiplied by few_rows nevertheless: a plan does not know the values of x. For any numbers: a problem that no call
+// may pose (a size that is negative or beyond 2^56, k that is not whole blocks, an unknown enumerator) has a plan of no
+// tasks and no memory whose reason says so. Counts of tasks and bytes beyond 2^56 are 2^56.
 MatmulPlan plan_matmul(const MatmulProblem& problem, const Machine& machine, int num_threads = 1);
 std::string to_string(const MatmulPlan& plan);
 

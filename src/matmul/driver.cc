@@ -259,10 +259,6 @@ void multiply_f64(Context& context, Activation activation, const Operands& o) {
   });
 }
 
-}  // namespace
-
-namespace {
-
 // Quantises rows that lie as f32 in the workspace; scales of rows without columns are written all the same.
 Status quantise_wide(Context& context, const SingleProduct& product) {
   const Operands& o = *product.operands;

@@ -210,6 +210,7 @@ Result<GroupedMatmulPlan> plan_grouped_matmul(const MatmulProblem& product, std:
                                               const Machine& machine, int num_threads) {
   return guarded([&]() -> Result<GroupedMatmulPlan> {
     GroupedMatmulPlan plan;
+    num_threads = std::max(1, num_threads);
     for (const int64_t count : rows) plan.groups += count > 0;
     std::vector<SingleProduct> products;
     const int threads = threads_per_group(plan.groups, num_threads);

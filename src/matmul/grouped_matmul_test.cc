@@ -290,6 +290,7 @@ TEST(GroupedMatmul, MultipliesInWaves) {
   EXPECT_EQ(plan.groups, 8);
   EXPECT_GT(plan.waves, 1) << to_string(plan);
   EXPECT_LT(plan.scratch_bytes_shared, 20 << 20);
+  EXPECT_EQ(to_string(plan_grouped_matmul(product, rows, context.machine(), -5).value()), to_string(plan));
   ASSERT_TRUE(grouped_matmul(context, x.tensor, stack, list.list, out.tensor).ok());
   int64_t first = 0;
   for (int64_t e = 0; e < kCount; ++e) {

@@ -286,6 +286,20 @@ TEST(GroupedMatmulBackward, IsALoopOfGradients) {
   }
 }
 
+// The only row may have any stride, also where an empty group begins behind it.
+TEST(GroupedMatmulBackward, IgnoresTheStrideOfOneRow) {
+  std::vector<float> grad_out = {1, 2, 3}, x = {4, 5}, grad_weight(12, 7);
+  std::vector<int64_t> ends = {1, 1};
+  ConstTensor g = ConstTensor::contiguous(DType::f32, {1, 3}, grad_out.data()),
+              row = ConstTensor::contiguous(DType::f32, {1, 2}, x.data());
+  g.strides[0] = INT64_MAX, row.strides[0] = INT64_MIN;
+  ASSERT_TRUE(grouped_matmul_backward(one_context(), g, row, {},
+                                      {ConstTensor::contiguous(DType::i64, {2}, ends.data())},
+                                      {.weight = Tensor::contiguous(DType::f32, {2, 3, 2}, grad_weight.data())})
+                  .ok());
+  EXPECT_EQ(grad_weight, (std::vector<float>{4, 5, 8, 10, 12, 15, 0, 0, 0, 0, 0, 0}));
+}
+
 // Integers: gradients by the definition, exactly.
 TEST(GroupedMatmulBackward, SumsSmallIntegersExactly) {
   Random random(test::seed());

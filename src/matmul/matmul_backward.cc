@@ -118,10 +118,12 @@ Status grouped_matmul_backward(Context& context, const ConstTensor& grad_out, co
     }
     if (gradients.weight) {
       const MatmulProblem problem = problem_of(grad_out, x, gradients.weight.shape[2]);
+      // An empty group may begin behind the only row, whose stride means nothing.
+      const ConstTensor g_rows = normal_strides(grad_out), x_rows = normal_strides(x);
       const Status status = multiply_groups(context, problem, groups, true, [&](const Group& g, GroupOperands& to) {
-        to.operands.x = grad_out.narrowed(0, g.first, g.rows).transposed(0, 1);
+        to.operands.x = g_rows.narrowed(0, g.first, g.rows).transposed(0, 1);
         to.operands.out = gradients.weight.selected(0, g.index);
-        to.give(to.operands.weight, to.weight, x.narrowed(0, g.first, g.rows).transposed(0, 1));
+        to.give(to.operands.weight, to.weight, x_rows.narrowed(0, g.first, g.rows).transposed(0, 1));
       });
       if (!status.ok()) return status;
     }
