@@ -52,7 +52,8 @@ enum class GroupScore : uint8_t {
 // NaN: an expert whose logit (or c) is NaN comes last, behind those of -inf; its s is 0. With nan_is_error such a logit
 // is refused. A token whose logits are all -inf or NaN has ids 0 .. top_k - 1, weights routed_scaling_factor / top_k and
 // scores 0; where a bias chooses logits of -inf alone, renormalised softmax weights are routed_scaling_factor / top_k
-// too. A logit of +inf makes its token's softmax NaN, and with a bias c as well; without one it is chosen first.
+// too. A logit of +inf makes its token's softmax NaN, and with a bias c as well; without one it is chosen first of the
+// groups that stay, which are the first ones where the sums of s that choose groups are NaN.
 struct MoeGatingInputs {
   ConstTensor logits;
   ConstTensor bias = {};

@@ -140,7 +140,7 @@ TEST(Gating, EqualsTheReferenceInEveryContext) {
 
 TEST(Gating, SameBitsForAnyNumberOfThreadsAndTokens) {
   Random random(seed());
-  for (int64_t tokens : {1, 1023, 1024, 1025, 2048}) {
+  for (int64_t tokens : {1, 1023, 1024, 1025, 2048, 7000}) {  // 2048 tokens are a task
     Gating all(random_logits(DType::f32, tokens, 8, random), 2);
     all.options.scores = GateScores::softmax;
     for (const TestContext& t : contexts_with_threads(1)) {
@@ -297,6 +297,14 @@ TEST(Gating, ALogitOfInfinityIsLegal) {
     EXPECT_TRUE(std::isnan(g.weights_of(0)[0]));
     expect_ids(g, 1, {4, 3});
     EXPECT_GT(g.weights_of(1)[0], 0.6);
+    // Sums of scores that are NaN keep the first groups.
+    Gating groups(matrix(DType::f32, 1, 6, {0, 1, 2, kInf, 4, 5}), 2);
+    groups.options = {.num_groups = 2, .group_score = GroupScore::top2_sum};
+    ASSERT_TRUE(groups.run(t.context).ok());
+    expect_ids(groups, 0, {2, 1});
+    groups.options.scores = GateScores::sigmoid;
+    ASSERT_TRUE(groups.run(t.context).ok());
+    expect_ids(groups, 0, {3, 5});
     g.options.scores = GateScores::sigmoid;
     ASSERT_TRUE(g.run(t.context).ok());
     expect_ids(g, 0, {2, 4});

@@ -256,8 +256,11 @@ Status moe_finalize_backward(Context& context, const ConstTensor& grad_out, cons
     if (grad.topk_weights) {
       check.output("grad.topk_weights", grad.topk_weights).dtype({DType::f32, dtype}).dims({"tokens", "top_k"});
     }
-    check.require(!grad.expanded || !check.ok() || !may_alias_itself(in.row_of_slot),
-                  "row_of_slot has strides that repeat slots, but their gradients cannot share a row");
+    const ConstTensor& slots = in.row_of_slot;
+    check.require(
+        !grad.expanded || !check.ok() || !may_alias_itself(slots), "row_of_slot ", [&] { return to_string(slots); },
+        " has strides [", slots.strides[0], ", ", slots.strides[1],
+        "], with which slots share numbers, but their gradients cannot share a row");
     check.require(!grad.bias || is_given(in.bias), "grad.bias is asked for, but there is no bias");
     if (grad.bias) check.output("grad.bias", grad.bias).dtype({dtype}).dims({"num_experts", "features"});
     if (!check.ok()) return check.status();

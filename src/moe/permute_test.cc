@@ -301,6 +301,40 @@ TEST(FinalizeBackward, EqualsTheReferenceInEveryContext) {
   }
 }
 
+// More slots than a task sorts: the bias of an expert gets those of all tasks. Small integers, so that sums are exact.
+TEST(FinalizeBackward, SumsTheBiasOverEveryTask) {
+  Random random(seed());
+  const int64_t tokens = 3001, top_k = 4, features = 5, experts = 3;
+  Matrix ids(DType::i64, tokens, top_k, RowLayout::contiguous);
+  for (int64_t i = 0; i < tokens * top_k; ++i) set(ids.tensor, i, static_cast<double>(random.integer(-1, experts - 1)));
+  Matrix grad_out(DType::f32, tokens, features, RowLayout::contiguous),
+      weights(DType::f32, tokens, top_k, RowLayout::contiguous);
+  fill(grad_out.tensor, Fill::small_integers, random);
+  fill(weights.tensor, Fill::small_integers, random);
+  const Matrix nowhere = matrix(DType::i32, tokens, top_k, {-1}), bias = matrix(DType::f32, experts, features, {0});
+  Doubles expected(static_cast<size_t>(experts * features), 0.0);
+  for (int64_t slot = 0; slot < tokens * top_k; ++slot) {
+    const auto expert = static_cast<int64_t>(get(ids.tensor, slot));
+    for (int64_t f = 0; expert >= 0 && f < features; ++f) {
+      expected[static_cast<size_t>(expert * features + f)] +=
+          get(weights.tensor, slot) * get(grad_out.tensor, slot / top_k * features + f);
+    }
+  }
+  ASSERT_GT(plan_moe_routing(tokens, top_k, experts).num_tasks, 1);
+  for (const TestContext& t : contexts()) {
+    Matrix grad_bias(DType::f32, experts, features, RowLayout::contiguous);
+    ASSERT_TRUE(moe_finalize_backward(t.context, grad_out.tensor,
+                                      {.expanded = {},
+                                       .row_of_slot = nowhere.tensor,
+                                       .topk_weights = weights.tensor,
+                                       .bias = bias.tensor,
+                                       .topk_ids = ids.tensor},
+                                      {.bias = grad_bias.tensor})
+                    .ok());
+    EXPECT_EQ(to_doubles(grad_bias.tensor), expected) << t.name;
+  }
+}
+
 // The gradient of permute is finalize without weights.
 TEST(FinalizeBackward, PermuteAndFinalizeAreEachOthersGradient) {
   Random random(seed());
@@ -338,7 +372,8 @@ TEST(FinalizeBackward, RefusesWithAMessage) {
   repeated.row_of_slot.strides[0] = 0;
   expect_refused(
       moe_finalize_backward(context, grad_out.tensor, repeated, {.expanded = grad.tensor}),
-      "moe_finalize_backward: row_of_slot has strides that repeat slots, but their gradients cannot share a row");
+      "moe_finalize_backward: row_of_slot i32 [2, 2] has strides [0, 1], with which slots share numbers, but their "
+      "gradients cannot share a row");
   expect_refused(moe_finalize_backward(context, grad_out.tensor, f.inputs(), {.bias = grad.tensor}),
                  "moe_finalize_backward: grad.bias is asked for, but there is no bias");
   set(f.rows.tensor, 3, 4);
