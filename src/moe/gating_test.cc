@@ -124,6 +124,8 @@ TEST(Gating, EqualsTheReferenceInEveryContext) {
       if (random.chance(0.3)) {
         g.finished.emplace(matrix(DType::boolean, 1, g.tokens(), {0}));
         set(vector_of(*g.finished), g.tokens() / 2, 1);
+        // What nobody writes shows: the memory's own filling would be -1.
+        for (int64_t i = 0; i < g.tokens() * top_k; ++i) set(g.ids.tensor, i, 77);
       }
       if (random.chance(0.3)) set(g.logits.tensor, random.integer(0, g.logits.tensor.num_elements() - 1), kNan);
       if (random.chance(0.3)) set(g.logits.tensor, random.integer(0, g.logits.tensor.num_elements() - 1), -kInf);
