@@ -120,6 +120,35 @@ TEST(AttentionMixedBatch, EachSequenceHasTheBitsThatItHasAlone) {
   }
 }
 
+// What decides about splits and about reading in place is the sequence's own, where another has more rows: the keys of a
+// window, for each of which (of length 920 to 1060) a row more may make a part more; register tiles of f64; block_q.
+TEST(AttentionMixedBatch, ALongerNeighbourChangesNothing) {
+  Random random(seed() + 4);
+  const auto check = [&](DType dtype, int64_t window, int64_t block_q, const std::vector<int64_t>& query_lens) {
+    Draw d;
+    d.draws_all = d.for_forward = true;
+    d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
+    d.head_dim = d.value_head_dim = 16;
+    d.keys = Keys::varlen, d.varlen_q = true;
+    d.query_lens = query_lens, d.kv_lens.assign(query_lens.size(), 3000);
+    d.options.causal = true, d.options.window_left = window, d.options.block_q = block_q;
+    DrawnCall call(d, random);
+    for (const TestContext& t : contexts_with_threads(2)) {
+      const DrawnCall::Outputs whole = call.make_outputs();
+      ASSERT_TRUE(flash_attention_forward(t.context, call.inputs, whole.tensors, d.options).ok());
+      for (size_t b = 0; b < query_lens.size(); ++b) {
+        ASSERT_EQ(Part(call, b, 1).differs(t.context, whole), "") << t.name << "\n  " << to_string(d);
+      }
+    }
+  };
+  for (int64_t window = 920; window < 1060; window += 7) {
+    check(DType::f32, window, 0, {1, 4});
+    check(DType::f32, window, 0, {20, 120});
+  }
+  check(DType::f64, kUnbounded, 0, {1, 6, 11});
+  check(DType::f32, kUnbounded, 3, {2, 4});
+}
+
 // The task that finishes the last part of a block joins the parts: whichever it is, in the order of the keys.
 TEST(AttentionMixedBatch, TheSameBitsForAnyThreads) {
   Random random(seed() + 1);
