@@ -34,6 +34,7 @@ class Part {
     if (d.keys == Keys::varlen) {
       inputs.key = inputs.key.narrowed(0, key_start, keys.back());
       inputs.value = inputs.value.narrowed(0, key_start, keys.back());
+      if (d.rope_dim > 0) inputs.key_rope = inputs.key_rope.narrowed(0, key_start, keys.back());
       inputs.cu_seqlens_k = offsets(key_offsets_);
     } else {
       inputs.kv_lengths = inputs.kv_lengths.narrowed(0, from, n);
@@ -41,6 +42,10 @@ class Part {
     }
     if (d.prefix) inputs.prefix = inputs.prefix.narrowed(0, from, n);
     if (d.tree) inputs.tree_mask = inputs.tree_mask.narrowed(0, query_start_, tokens_);
+    if (d.rope_dim > 0) inputs.query_rope = inputs.query_rope.narrowed(0, query_start_, tokens_);
+    if (d.index_block > 0) {
+      inputs.sparse_indices.indices = inputs.sparse_indices.indices.narrowed(0, query_start_, tokens_);
+    }
   }
   // "" where the call of the part alone writes what the whole call has written for it.
   std::string differs(Context& context, const DrawnCall::Outputs& whole) const {
@@ -116,6 +121,40 @@ TEST(AttentionMixedBatch, EachSequenceHasTheBitsThatItHasAlone) {
           }
         }
       }
+    }
+  }
+}
+
+// With any options but those of which more sequences are known to change bits.
+TEST(AttentionMixedBatch, EachSequenceOfRandomCallsHasTheBitsThatItHasAlone) {
+  Random random(seed() + 5);
+  const int draws = static_cast<int>((exhaustive() ? 3000 : 120) * kEffort);
+  for (int n = 0; n < draws; ++n) {
+    Draw d = draw_all(random, true);
+    const bool fits_panels = d.keys == Keys::panel_pages;
+    d.varlen_q = true;
+    if (!fits_panels) d.keys = random.pick({Keys::varlen, Keys::norm_pages});
+    d.options.shared_prefix = 0;
+    d.mask_heads = 0, d.drop_mask = d.slopes_of_batch = d.mask_dims[0] = d.bias_dims[0] = false;
+    d.options.dropout = {};
+    if (random.chance(0.6)) d.options.block_q = 0;
+    if (random.chance(0.6)) d.options.block_kv = 0;
+    d.query_lens.clear(), d.kv_lens.clear();
+    for (int64_t b = random.integer(2, 6); b > 0; --b) {
+      d.query_lens.push_back(random.pick<int64_t>({0, 1, 1, 2, 4, 7, 12, 20, 40, 130}));
+      d.kv_lens.push_back(random.pick<int64_t>({0, 5, 60, 500, 1100, 1600, 2300}));
+    }
+    d.shared_blocks.clear();
+    if (random.chance(0.5)) d.options.window_left = random.integer(0, 2000);
+    DrawnCall call(d, random);
+    const auto last = static_cast<int64_t>(contexts().size()) - 1;
+    const TestContext& t = contexts()[static_cast<size_t>(random.integer(0, last))];
+    const DrawnCall::Outputs whole = call.make_outputs();
+    const Status status = flash_attention_forward(t.context, call.inputs, whole.tensors, d.options);
+    ASSERT_TRUE(status.ok()) << status.message() << "\n  " << to_string(d);
+    for (size_t b = 0; b < d.query_lens.size(); ++b) {
+      ASSERT_EQ(Part(call, b, 1).differs(t.context, whole), "")
+          << "draw " << n << " " << t.name << " sequence " << b << "\n  " << to_string(d);
     }
   }
 }
