@@ -177,7 +177,11 @@ attention::SequenceKinds attention::sequence_kinds(const AttentionProblem& p, co
   int64_t few = rows_in_place(p, g.tile_rows);
   if (p.options.block_q > 0) few = std::min(few, p.options.block_q);
   SequenceKinds kinds = {.apart = true, .few_rows = few, .whole = few, .whole_of_tile = few};
-  if (p.block_mask || p.options.block_q > 0) return kinds;
+  if (p.block_mask) return kinds;
+  if (p.options.block_q > 0) {  // as many rows are one block
+    kinds.whole = kinds.whole_of_tile = p.options.block_q;
+    return kinds;
+  }
   const RowLimits limits = limit_rows(p, machine, g);
   kinds.whole = std::max(limits.whole, few);
   kinds.whole_of_tile = std::max(limits.whole_of_tile, few);

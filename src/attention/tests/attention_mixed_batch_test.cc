@@ -160,15 +160,18 @@ TEST(AttentionMixedBatch, EachSequenceOfRandomCallsHasTheBitsThatItHasAlone) {
 }
 
 // What decides about splits and about reading in place is the sequence's own, where another has more rows: the keys of a
-// window, for each of which (of length 920 to 1060) a row more may make a part more; register tiles of f64; block_q.
+// window, for each of which (of length 920 to 1060) a row more may make a part more; register tiles of f64; block_q, by
+// which a tree's tiles are packed for one block or whole for several, and panels are read for few rows or for more.
 TEST(AttentionMixedBatch, ALongerNeighbourChangesNothing) {
   Random random(seed() + 4);
-  const auto check = [&](DType dtype, int64_t window, int64_t block_q, const std::vector<int64_t>& query_lens) {
+  const auto check = [&](DType dtype, int64_t window, int64_t block_q, const std::vector<int64_t>& query_lens,
+                         bool tree = false, Keys keys = Keys::varlen) {
     Draw d;
-    d.draws_all = d.for_forward = true;
+    d.draws_all = d.for_forward = true, d.tree = tree;
     d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
     d.head_dim = d.value_head_dim = 16;
-    d.keys = Keys::varlen, d.varlen_q = true;
+    d.keys = keys, d.varlen_q = true;
+    if (keys == Keys::panel_pages) d.block_size = 32, d.options.page_layout = PageLayout::panel32;
     d.query_lens = query_lens, d.kv_lens.assign(query_lens.size(), 3000);
     d.options.causal = true, d.options.window_left = window, d.options.block_q = block_q;
     DrawnCall call(d, random);
@@ -186,6 +189,8 @@ TEST(AttentionMixedBatch, ALongerNeighbourChangesNothing) {
   }
   check(DType::f64, kUnbounded, 0, {1, 6, 11});
   check(DType::f32, kUnbounded, 3, {2, 4});
+  for (int n = 0; n < 4; ++n) check(DType::f32, kUnbounded, 38, {14, 40}, true);
+  check(DType::f32, kUnbounded, 2, {8, 48}, false, Keys::panel_pages);
 }
 
 // The task that finishes the last part of a block joins the parts: whichever it is, in the order of the keys.
