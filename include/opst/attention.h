@@ -308,7 +308,7 @@ std::string to_string(const AttentionPlan& plan);
 // join.
 struct SharedPrefixPlan {
   int64_t groups = 0;              // 0: nothing is shared
-  int64_t keys = 0;                // the most that a group shares; a call cuts them to whole tiles of its own loop
+  int64_t keys = 0;                // the most that a group shares
   AttentionPlan prefix = {};       // of the first loop
   int64_t scratch_bytes_sums = 0;  // which the loops have in common
   const char* reason = "";         // why, or why nothing is shared

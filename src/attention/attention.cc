@@ -315,7 +315,7 @@ void run_group(const AttentionInputs& in, const AttentionOutputs& out, const Seq
   PrefixSums sums(p, shared.prefix, geometry_of(impl.machine.isa, shared.prefix.product));
   Arena arena(lease.data(), shared.scratch_bytes_sums);
   sums.take(arena);
-  sums.find(SharedPrefixes(in, p, chosen), Sequences(in, p), plan.block_kv);
+  sums.find(SharedPrefixes(in, p, chosen), Sequences(in, p), plan);
   const auto memory = static_cast<char*>(lease.data()) + shared.scratch_bytes_sums;
   PrefixCall(in, p, keys, shared.prefix, sums, impl, memory, interruption).run();
   lease.renew(shared.scratch_bytes_sums);

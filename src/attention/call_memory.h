@@ -33,7 +33,9 @@ struct CallMemory : CallHeads {
   KeySplits splits_of(int64_t head, int64_t num_blocks) const {
     if (plan.parts_per_head == 0) return {plan.kv_splits, plan.keys_per_split};
     const int64_t b = batch(head);
-    return split_keys.of(sequences.query_len(b), sequences.kv_len(b), num_blocks, block_rows(head));
+    // A sequence whose rows are one block has no more of them, however many a longer one has.
+    const int64_t most_rows = std::min(block_rows(head), rows(head));
+    return split_keys.of(sequences.query_len(b), sequences.kv_len(b), num_blocks, most_rows);
   }
 
   Layout::Worker worker(int index) const {

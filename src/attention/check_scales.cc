@@ -4,7 +4,7 @@
 // attention reads, and no others. With a scale to a row of i8 they are as many bytes as a hundredth to a thirtieth of
 // the keys, with a scale to 32 numbers of u8 a quarter; they are read again at once. Where heads share their
 // keys they are looked at together, in the order of memory. Only if a number there is none that may be
-// read, the rows are asked one by one, by the bool mask, too, whether any of them sees its key.
+// read, the rows are asked one by one, by the bool mask and the tree, too, whether any of them sees its key.
 #include <atomic>
 
 #include "attention/call_heads.h"
@@ -109,6 +109,7 @@ class ScalesInUse : CallHeads {
   }
   bool some_row_sees(int64_t head, int64_t key) const {
     const Visibility v = visibility(head);
+    const TreeRows tree = tree_of(head);
     const auto holds_key = [&](KeyInterval keys) { return keys.begin <= key && key < keys.end; };
     for (int64_t r = 0; r < query_rows(head); ++r) {
       const int64_t query = r / group;
@@ -122,6 +123,7 @@ class ScalesInUse : CallHeads {
         continue;
       }
       if (key >= v.prefix && !holds_key(v.keys_of_query(query))) continue;
+      if (tree && !tree.shows(query, key)) continue;
       if (!p.block_mask) return true;
       const HeadMask mask = head_mask(head);
       if (mask.any_run(query, mask.heads > 1 ? r % group : 0, {key, key + 1}, holds_key)) return true;

@@ -27,9 +27,10 @@ struct KeySplits {
 
 class SplitKeys {
  public:
-  // The plan's block_kv, kv_access, path and tile_rows have been chosen.
+  // The plan's block_q, block_kv, kv_access, path and tile_rows have been chosen.
   SplitKeys(const AttentionProblem& problem, const AttentionPlan& plan) : p_(problem), plan_(plan) {
-    const int64_t group = p_.num_heads / p_.num_kv_heads, rows = p_.sparse_indices ? group : rows_of(p_);
+    const int64_t group = p_.num_heads / p_.num_kv_heads;
+    const int64_t rows = p_.sparse_indices ? group : std::min(rows_of(p_), plan.block_q);
     // What bounds the time is reading keys and values.
     const bool few_rows = plan.kv_access == KvAccess::panel_pages && rows <= plan.tile_rows;
     const bool by_memory = plan.kv_access == KvAccess::in_place || few_rows;

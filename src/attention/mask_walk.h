@@ -92,6 +92,9 @@ struct TreeRows {
   int64_t first_draft = 0;  // the key of query 0
 
   explicit operator bool() const { return words != nullptr; }
+  bool shows(int64_t query, int64_t key) const {
+    return next_key(static_cast<uint64_t>(words[query * stride]), key) == key;
+  }
   // The first key from `key` on that a word shows, or kNone.
   int64_t next_key(uint64_t word, int64_t key) const {
     if (key < first_draft) return key;

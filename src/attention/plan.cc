@@ -170,12 +170,18 @@ const char* attention::without_plan(const AttentionProblem& p) {
 }
 
 attention::SequenceKinds attention::sequence_kinds(const AttentionProblem& p, const Machine& machine) {
-  const int64_t few = rows_in_place(p, geometry_of(machine.isa, {}).tile_rows);
   // With a list for each query all are read alike.
   if (!p.varlen_q || p.num_heads == 0 || p.sparse_indices) return {};
-  SequenceKinds kinds = {.apart = true, .few_rows = few, .whole = few, .whole_of_tile = few};
-  if (p.block_mask || p.options.block_q > 0) return kinds;
   const Geometry& g = geometry_of(machine.isa, choose_product(p, machine));
+  // As in plan_attention: no more than a block that the caller asks for.
+  int64_t few = rows_in_place(p, g.tile_rows);
+  if (p.options.block_q > 0) few = std::min(few, p.options.block_q);
+  SequenceKinds kinds = {.apart = true, .few_rows = few, .whole = few, .whole_of_tile = few};
+  if (p.block_mask) return kinds;
+  if (p.options.block_q > 0) {  // as many rows are one block
+    kinds.whole = kinds.whole_of_tile = p.options.block_q;
+    return kinds;
+  }
   const RowLimits limits = limit_rows(p, machine, g);
   kinds.whole = std::max(limits.whole, few);
   kinds.whole_of_tile = std::max(limits.whole_of_tile, few);

@@ -143,12 +143,14 @@ class PrefixSums {
     max_ = static_cast<char*>(from.take_bytes(Arena::round_up(rows)));
     sums_ = static_cast<char*>(from.take_bytes(Arena::round_up(rows * geometry_.lanes)));
   }
-  // Keys of a group are cut to whole tiles of the sequences' own loop, which goes on behind them.
-  void find(const SharedPrefixes& prefixes, const Sequences& sequences, int64_t block_kv) {
+  // The sequences' own loop, by plan `own`, goes on behind the keys of a group. They are cut to whole tiles of it where
+  // its tiles are packed for several blocks of rows; others may begin at any key (of panels, every page is whole ones).
+  void find(const SharedPrefixes& prefixes, const Sequences& sequences, const AttentionPlan& own) {
+    const int64_t step = own.kv_access == KvAccess::packed_shared ? own.block_kv : 1;
     std::fill_n(sequence_, batch_, OfSequence{});
     SharedGroup* next = group;
     prefixes.for_groups([&](SharedGroup found) {
-      found.keys = found.keys / block_kv * block_kv;
+      found.keys = found.keys / step * step;
       *next++ = found;
       int64_t query = found.first_query;
       for (int64_t b = found.first; b < found.first + found.count; ++b) {

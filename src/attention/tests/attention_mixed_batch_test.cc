@@ -34,6 +34,7 @@ class Part {
     if (d.keys == Keys::varlen) {
       inputs.key = inputs.key.narrowed(0, key_start, keys.back());
       inputs.value = inputs.value.narrowed(0, key_start, keys.back());
+      if (d.rope_dim > 0) inputs.key_rope = inputs.key_rope.narrowed(0, key_start, keys.back());
       inputs.cu_seqlens_k = offsets(key_offsets_);
     } else {
       inputs.kv_lengths = inputs.kv_lengths.narrowed(0, from, n);
@@ -41,6 +42,10 @@ class Part {
     }
     if (d.prefix) inputs.prefix = inputs.prefix.narrowed(0, from, n);
     if (d.tree) inputs.tree_mask = inputs.tree_mask.narrowed(0, query_start_, tokens_);
+    if (d.rope_dim > 0) inputs.query_rope = inputs.query_rope.narrowed(0, query_start_, tokens_);
+    if (d.index_block > 0) {
+      inputs.sparse_indices.indices = inputs.sparse_indices.indices.narrowed(0, query_start_, tokens_);
+    }
   }
   // "" where the call of the part alone writes what the whole call has written for it.
   std::string differs(Context& context, const DrawnCall::Outputs& whole) const {
@@ -118,6 +123,74 @@ TEST(AttentionMixedBatch, EachSequenceHasTheBitsThatItHasAlone) {
       }
     }
   }
+}
+
+// With any options but those of which more sequences are known to change bits.
+TEST(AttentionMixedBatch, EachSequenceOfRandomCallsHasTheBitsThatItHasAlone) {
+  Random random(seed() + 5);
+  const int draws = static_cast<int>((exhaustive() ? 3000 : 120) * kEffort);
+  for (int n = 0; n < draws; ++n) {
+    Draw d = draw_all(random, true);
+    const bool fits_panels = d.keys == Keys::panel_pages;
+    d.varlen_q = true;
+    if (!fits_panels) d.keys = random.pick({Keys::varlen, Keys::norm_pages});
+    d.options.shared_prefix = 0;
+    d.mask_heads = 0, d.drop_mask = d.slopes_of_batch = d.mask_dims[0] = d.bias_dims[0] = false;
+    d.options.dropout = {};
+    if (random.chance(0.6)) d.options.block_q = 0;
+    if (random.chance(0.6)) d.options.block_kv = 0;
+    d.query_lens.clear(), d.kv_lens.clear();
+    for (int64_t b = random.integer(2, 6); b > 0; --b) {
+      d.query_lens.push_back(random.pick<int64_t>({0, 1, 1, 2, 4, 7, 12, 20, 40, 130}));
+      d.kv_lens.push_back(random.pick<int64_t>({0, 5, 60, 500, 1100, 1600, 2300}));
+    }
+    d.shared_blocks.clear();
+    if (random.chance(0.5)) d.options.window_left = random.integer(0, 2000);
+    DrawnCall call(d, random);
+    const auto last = static_cast<int64_t>(contexts().size()) - 1;
+    const TestContext& t = contexts()[static_cast<size_t>(random.integer(0, last))];
+    const DrawnCall::Outputs whole = call.make_outputs();
+    const Status status = flash_attention_forward(t.context, call.inputs, whole.tensors, d.options);
+    ASSERT_TRUE(status.ok()) << status.message() << "\n  " << to_string(d);
+    for (size_t b = 0; b < d.query_lens.size(); ++b) {
+      ASSERT_EQ(Part(call, b, 1).differs(t.context, whole), "")
+          << "draw " << n << " " << t.name << " sequence " << b << "\n  " << to_string(d);
+    }
+  }
+}
+
+// What decides about splits and about reading in place is the sequence's own, where another has more rows: the keys of a
+// window, for each of which (of length 920 to 1060) a row more may make a part more; register tiles of f64; block_q, by
+// which a tree's tiles are packed for one block or whole for several, and panels are read for few rows or for more.
+TEST(AttentionMixedBatch, ALongerNeighbourChangesNothing) {
+  Random random(seed() + 4);
+  const auto check = [&](DType dtype, int64_t window, int64_t block_q, const std::vector<int64_t>& query_lens,
+                         bool tree = false, Keys keys = Keys::varlen) {
+    Draw d;
+    d.draws_all = d.for_forward = true, d.tree = tree;
+    d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
+    d.head_dim = d.value_head_dim = 16;
+    d.keys = keys, d.varlen_q = true;
+    if (keys == Keys::panel_pages) d.block_size = 32, d.options.page_layout = PageLayout::panel32;
+    d.query_lens = query_lens, d.kv_lens.assign(query_lens.size(), 3000);
+    d.options.causal = true, d.options.window_left = window, d.options.block_q = block_q;
+    DrawnCall call(d, random);
+    for (const TestContext& t : contexts_with_threads(2)) {
+      const DrawnCall::Outputs whole = call.make_outputs();
+      ASSERT_TRUE(flash_attention_forward(t.context, call.inputs, whole.tensors, d.options).ok());
+      for (size_t b = 0; b < query_lens.size(); ++b) {
+        ASSERT_EQ(Part(call, b, 1).differs(t.context, whole), "") << t.name << "\n  " << to_string(d);
+      }
+    }
+  };
+  for (int64_t window = 920; window < 1060; window += 7) {
+    check(DType::f32, window, 0, {1, 4});
+    check(DType::f32, window, 0, {20, 120});
+  }
+  check(DType::f64, kUnbounded, 0, {1, 6, 11});
+  check(DType::f32, kUnbounded, 3, {2, 4});
+  for (int n = 0; n < 4; ++n) check(DType::f32, kUnbounded, 38, {14, 40}, true);
+  check(DType::f32, kUnbounded, 2, {8, 48}, false, Keys::panel_pages);
 }
 
 // The task that finishes the last part of a block joins the parts: whichever it is, in the order of the keys.

@@ -33,9 +33,10 @@ class ScalesInUse {
     calls[2].sparse_indices = {ConstTensor::contiguous(DType::i32, {1, kQueries, 2, 18}, listed_.data()), 4};
     return calls;
   }
-  // Runs with bad numbers in the last group of kKey's rows of one KV head.
-  Outcome run_spoiled(const Problem& problem, const TestContext& t, const AttentionInputs& in, int64_t kv_head) const {
-    const int64_t row = (pages.norm.table[kKey / 16] * 16 + kKey % 16) * 2 + kv_head;
+  // Runs with bad numbers in the last group of a key's rows of one KV head.
+  Outcome run_spoiled(const Problem& problem, const TestContext& t, const AttentionInputs& in, int64_t kv_head,
+                      int64_t key = kKey) const {
+    const int64_t row = (pages.norm.table[static_cast<size_t>(key / 16)] * 16 + key % 16) * 2 + kv_head;
     struct Spoilt {
       float* at;
       float kept;
@@ -97,6 +98,27 @@ TEST(AttentionUsedScales, HiddenOnesDoNotMatterAndOthersAreRefused) {
       }
       ASSERT_EQ(scales.run_spoiled(problem, t, scales.pages.inputs, 1).status.message(), refusal);
     }
+  }
+}
+
+// The second of three draft tokens, on no path or on its own.
+TEST(AttentionUsedScales, DraftTokensOnNoPathDoNotMatter) {
+  Random random(seed());
+  const Problem problem(sizes(), random);
+  const ScalesInUse scales(problem, kByteFormats[1], random);
+  const std::vector<int64_t> without = {1, 1, 5}, with = {1, 3, 5};
+  AttentionInputs in = scales.pages.inputs;
+  for (const TestContext& t : contexts()) {
+    in.tree_mask = ConstTensor::contiguous(DType::i64, {1, kQueries}, without.data());
+    const Outcome clean = problem.run(t.context, in);
+    const Outcome hidden = scales.run_spoiled(problem, t, in, 1, kKeys - 2);
+    ASSERT_EQ(hidden.status.message(), "") << t.name;
+    for (int64_t i = 0; i < 4 * kQueries * 16; ++i) {
+      ASSERT_NEAR(get(hidden.out->tensor(), i), get(clean.out->tensor(), i), 1e-5) << t.name;
+    }
+    in.tree_mask = ConstTensor::contiguous(DType::i64, {1, kQueries}, with.data());
+    const std::string refusal = scales.run_spoiled(problem, t, in, 1, kKeys - 2).status.message();
+    ASSERT_NE(refusal.find(", row 4, head 1, group "), std::string::npos) << refusal;
   }
 }
 
