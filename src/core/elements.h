@@ -3,6 +3,8 @@
 
 #include <bit>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "core/convert.h"
 #include "opst/tensor.h"
@@ -34,6 +36,33 @@ void store_element(const Tensor& tensor, int64_t offset, Real x) {
   } else {
     static_cast<f16*>(tensor.data)[offset] = to_f16(x);
   }
+}
+
+// Copies n elements of `bytes` bytes each, 1, 2, 4 or 8. Strides in elements; a source of stride 0 is repeated.
+inline void copy_elements(const void* from, int64_t from_stride, void* to, int64_t to_stride, int64_t n,
+                          int64_t bytes) {
+  const auto* const source = static_cast<const char*>(from);
+  auto* const target = static_cast<char*>(to);
+  const auto copy_each = [&](auto size) {  // a constant, so that memcpy is a load and a store
+    for (int64_t i = 0; i < n; ++i) std::memcpy(target + i * to_stride * size, source + i * from_stride * size, size);
+  };
+  if (from_stride == 1 && to_stride == 1) {
+    if (n > 0) std::memcpy(target, source, static_cast<size_t>(n * bytes));
+  } else if (bytes == 1) {
+    copy_each(std::integral_constant<int, 1>());
+  } else if (bytes == 2) {
+    copy_each(std::integral_constant<int, 2>());
+  } else if (bytes == 4) {
+    copy_each(std::integral_constant<int, 4>());
+  } else {
+    copy_each(std::integral_constant<int, 8>());
+  }
+}
+// n elements become 0.
+inline void clear_elements(void* to, int64_t stride, int64_t n, int64_t bytes) {
+  constexpr uint64_t kZero = 0;
+  if (stride != 1) return copy_elements(&kZero, 0, to, stride, n, bytes);
+  if (n > 0) std::memset(to, 0, static_cast<size_t>(n * bytes));
 }
 
 // The product of all dimensions but the last.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -70,6 +71,33 @@ TEST(Elements, StoredElementsAreRoundedOnce) {
   EXPECT_EQ(bits(uint16_t{}, DType::bf16, 1.0 + 0x1p-8), 0x3f80);            // a tie, to even
   EXPECT_EQ(bits(uint16_t{}, DType::bf16, 1.0 + 0x1p-8 + 0x1p-40), 0x3f81);  // through f32 it would be that tie
   EXPECT_EQ(bits(uint16_t{}, DType::f16, 1.0 + 0x1p-11 + 0x1p-40), 0x3c01);
+}
+
+TEST(Elements, CopiesAndClearsEverySizeThroughEveryStride) {
+  const auto check = [](auto zero) {
+    using T = decltype(zero);
+    constexpr int64_t kBytes = sizeof(T);
+    for (const int64_t from_stride : {0, 1, 2, -1}) {
+      for (const int64_t to_stride : {1, 3}) {
+        T from[8], to[16];
+        for (int i = 0; i < 8; ++i) from[i] = static_cast<T>(i + 1);
+        std::fill_n(to, 16, T{99});
+        copy_elements(from + (from_stride < 0 ? 3 : 0), from_stride, to + 1, to_stride, 4, kBytes);
+        T expected[16];
+        std::fill_n(expected, 16, T{99});
+        for (int64_t i = 0; i < 4; ++i) {
+          expected[1 + i * to_stride] = from[(from_stride < 0 ? 3 : 0) + i * from_stride];
+        }
+        EXPECT_TRUE(std::equal(to, to + 16, expected)) << kBytes << " bytes, " << from_stride << " to " << to_stride;
+        for (int64_t i = 0; i < 4; ++i) expected[1 + i * to_stride] = 0;
+        clear_elements(to + 1, to_stride, 4, kBytes);
+        EXPECT_TRUE(std::equal(to, to + 16, expected)) << kBytes << " bytes, stride " << to_stride;
+      }
+    }
+  };
+  check(uint8_t{}), check(uint16_t{}), check(uint32_t{}), check(uint64_t{});
+  copy_elements(nullptr, 1, nullptr, 1, 0, 4);
+  clear_elements(nullptr, 1, 0, 4);
 }
 
 TEST(Elements, AMutableViewIsTheSameView) {

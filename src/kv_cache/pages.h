@@ -17,6 +17,7 @@
 #include "core/elements.h"
 #include "core/shape_check.h"
 #include "kv_cache/kernels.h"
+#include "machine/thread_pool.h"
 #include "opst/kv_cache.h"
 
 namespace opst::kv_cache {
@@ -29,9 +30,6 @@ inline constexpr std::initializer_list<DType> kPageTypes = {DType::f32, DType::b
 // Whether pages hold integers, which have scales; how many numbers an element of them is.
 inline bool holds_integers(DType dtype) { return dtype == DType::i8 || dtype == DType::u8; }
 inline int64_t numbers_of(DType dtype) { return dtype == DType::u8 ? 2 : 1; }
-
-// Elements of a task: fewer are not worth handing out.
-inline constexpr int64_t kTaskElements = int64_t{1} << 14;
 
 // Checks a cache of floats, a pair of inputs or outputs: a layout that can hold it, or unsupported; dtypes, ranks and
 // sizes that agree, strides that the layout allows. Binds the names of PageSizes. The result means nothing where the

@@ -28,6 +28,12 @@ namespace opst {
 
 inline constexpr int kMaxThreads = 1024;
 
+// Elements of a task whose work for each is little: some microseconds, fewer are not worth handing out.
+inline constexpr int64_t kTaskElements = int64_t{1} << 14;
+inline int64_t rows_per_task(int64_t elements_per_row) {
+  return std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, elements_per_row));
+}
+
 class ThreadPool {
  public:
   // The caller included, clamped to [1, kMaxThreads]. Workers start with the first region that can use them.

@@ -1,5 +1,4 @@
 // Grouped products: checks, and the operands of each group. The products are the driver's.
-#include <cstring>
 #include <vector>
 
 #include "matmul/groups.h"
@@ -166,14 +165,8 @@ void gemm::clear_rows(Context& context, const Tensor& tensor, int64_t first) {
   const int64_t columns = out.rank == 1 ? 1 : out.shape[1], stride = out.rank == 1 ? 1 : out.strides[1];
   const int64_t element = size_bytes(out.dtype);
   if (columns == 0 || first >= out.shape[0]) return;
-  const int64_t per_task = std::max<int64_t>(1, (int64_t{1} << 18) / std::min<int64_t>(columns * element, 1 << 18));
-  context.impl().pool.for_each(out.shape[0] - first, per_task, [&](int64_t row, int) {
-    char* const to = static_cast<char*>(out.data) + (first + row) * out.strides[0] * element;
-    if (stride == 1) {
-      std::memset(to, 0, static_cast<size_t>(columns * element));
-    } else {
-      for (int64_t j = 0; j < columns; ++j) std::memset(to + j * stride * element, 0, static_cast<size_t>(element));
-    }
+  context.impl().pool.for_each(out.shape[0] - first, rows_per_task(columns), [&](int64_t row, int) {
+    clear_elements(static_cast<char*>(out.data) + (first + row) * out.strides[0] * element, stride, columns, element);
   });
 }
 

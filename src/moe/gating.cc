@@ -97,11 +97,7 @@ void check_numbers(ShapeCheck& check, const ConstTensor& logits) {
 // In f32, as the kernels read it.
 const float* widened(const ConstTensor& bias, int64_t n, float* to) {
   if (!bias) return nullptr;
-  for (int64_t e = 0; e < n; ++e) {
-    to[e] = bias.dtype == DType::f32    ? static_cast<const float*>(bias.data)[e * bias.strides[0]]
-            : bias.dtype == DType::bf16 ? to_f32(static_cast<const bf16*>(bias.data)[e * bias.strides[0]])
-                                        : to_f32(static_cast<const f16*>(bias.data)[e * bias.strides[0]]);
-  }
+  for (int64_t e = 0; e < n; ++e) to[e] = float_at(bias, e);
   return to;
 }
 

@@ -22,12 +22,6 @@ constexpr int64_t padded(int64_t n) { return round_up(n, kMaxLanes); }
 inline constexpr std::initializer_list<DType> kIntegers = {DType::i32, DType::i64};
 inline constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::bf16, DType::f16};
 
-// Elements of a task: some microseconds.
-inline constexpr int64_t kTaskElements = int64_t{1} << 14;
-inline int64_t rows_per_task(int64_t elements_per_row) {
-  return std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, elements_per_row));
-}
-
 inline void store_index(const Tensor& tensor, int64_t value, int64_t i, int64_t j = 0) {
   const int64_t offset = i * tensor.strides[0] + (tensor.rank > 1 ? j * tensor.strides[1] : 0);
   if (tensor.dtype == DType::i64)
@@ -35,9 +29,9 @@ inline void store_index(const Tensor& tensor, int64_t value, int64_t i, int64_t 
   else
     static_cast<int32_t*>(tensor.data)[offset] = static_cast<int32_t>(value);
 }
-// Element (i, j) of a tensor [m, n] of floats.
-inline float float_at(const ConstTensor& tensor, int64_t i, int64_t j) {
-  const int64_t offset = i * tensor.strides[0] + j * tensor.strides[1];
+// Element i of a tensor [n] of floats, or (i, j) of [m, n].
+inline float float_at(const ConstTensor& tensor, int64_t i, int64_t j = 0) {
+  const int64_t offset = i * tensor.strides[0] + (tensor.rank > 1 ? j * tensor.strides[1] : 0);
   if (tensor.dtype == DType::bf16) return to_f32(static_cast<const bf16*>(tensor.data)[offset]);
   if (tensor.dtype == DType::f16) return to_f32(static_cast<const f16*>(tensor.data)[offset]);
   return static_cast<const float*>(tensor.data)[offset];

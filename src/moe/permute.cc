@@ -1,7 +1,6 @@
 // moe_permute, moe_finalize and its gradient: check -> run. The loops over rows and tokens are here; sums of rows are
 // the kernels of combine.h.
 #include <algorithm>
-#include <cstring>
 
 #include "moe/moe.h"
 
@@ -10,30 +9,8 @@ namespace opst {
 namespace moe {
 namespace {
 
-// n elements, `stride` of the source 0: one element, repeated.
-void copy_elements(const void* from, int64_t from_stride, void* to, int64_t to_stride, int64_t n, int64_t bytes) {
-  const auto copy = [&]<class T>(const T* source) {
-    for (int64_t i = 0; i < n; ++i) static_cast<T*>(to)[i * to_stride] = source[i * from_stride];
-  };
-  if (from_stride == 1 && to_stride == 1) {
-    std::memcpy(to, from, static_cast<size_t>(n * bytes));
-  } else if (bytes == 1) {
-    copy(static_cast<const uint8_t*>(from));
-  } else if (bytes == 2) {
-    copy(static_cast<const uint16_t*>(from));
-  } else if (bytes == 4) {
-    copy(static_cast<const uint32_t*>(from));
-  } else {
-    copy(static_cast<const uint64_t*>(from));
-  }
-}
 void clear_row(const Tensor& to, int64_t row) {
-  const int64_t bytes = size_bytes(to.dtype);
-  constexpr uint64_t kZero = 0;
-  if (to.strides[1] == 1)
-    std::memset(row_at(to, row), 0, static_cast<size_t>(to.shape[1] * bytes));
-  else
-    copy_elements(&kZero, 0, row_at(to, row), to.strides[1], to.shape[1], bytes);
+  clear_elements(row_at(to, row), to.strides[1], to.shape[1], size_bytes(to.dtype));
 }
 
 struct Sizes {

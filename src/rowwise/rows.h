@@ -56,10 +56,8 @@ inline Row row_of(const Tensor& tensor, int64_t row) {
 // Calls body(row, worker) for every row, in tasks of some microseconds.
 template <class Body>
 void for_each_row(Context& context, int64_t rows, int64_t elements_per_row, const Body& body) {
-  constexpr int64_t kTaskElements = int64_t{1} << 14;
   if (rows == 0 || elements_per_row == 0) return;
-  const int64_t rows_per_task = std::max<int64_t>(1, kTaskElements / elements_per_row);
-  context.impl().pool.for_each(rows, rows_per_task, body);
+  context.impl().pool.for_each(rows, rows_per_task(elements_per_row), body);
 }
 
 }  // namespace opst::rowwise
