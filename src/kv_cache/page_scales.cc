@@ -42,7 +42,11 @@ void check_scales(ShapeCheck& check, PageLayout layout, const Side& s, CacheUse 
   }
 }
 
+// The rules of the numbers that scales and offsets may be. +inf marks a row that was not finite.
+bool is_scale(float x) { return x >= 0; }
+bool is_finite(float x) { return x - x == 0; }
 // A whole number, the negative of one that a byte (or half of one) holds: from `least` to 1 - least.
+float least_zero_point(DType dtype) { return dtype == DType::i8 ? -127.0f : -7.0f; }
 bool is_zero_point(float x, float least) {
   return x >= least && x <= 1 - least && x == static_cast<float>(static_cast<int>(x));
 }
@@ -92,7 +96,7 @@ ScaleCheck::ScaleCheck(const CacheTensors& cache, bool given)
                  : cache.scales.key_offsets       ? 4
                                                   : 2),
       given_(given),
-      least_offset_(cache.key.dtype == DType::i8 ? -127.0f : -7.0f) {}
+      least_offset_(least_zero_point(cache.key.dtype)) {}
 
 template <class Rule>
 bool ScaleCheck::all(const Pages& pages, int64_t block, int64_t row, int64_t count, int64_t head, int64_t num_heads,
@@ -133,10 +137,10 @@ bool ScaleCheck::hold(int64_t block, int64_t row, int64_t count, int64_t head, i
   };
   for (int i = 0; i < num_lists_; ++i) {
     const List& list = lists_[i];
-    const bool good = !given_           ? (list.is_offsets ? all_of(list, [](float x) { return x - x == 0; })
-                                                           : all_of(list, [](float x) { return x >= 0; }))
+    const bool good = !given_           ? (list.is_offsets ? all_of(list, [](float x) { return is_finite(x); })
+                                                           : all_of(list, [](float x) { return is_scale(x); }))
                       : list.is_offsets ? all_of(list, [&](float x) { return is_zero_point(x, least_offset_); })
-                                        : all_of(list, [](float x) { return x >= 0 && x - x == 0; });
+                                        : all_of(list, [](float x) { return is_scale(x) && is_finite(x); });
     if (!good) return false;
   }
   return true;
@@ -160,13 +164,13 @@ void check_row_scales(ShapeCheck& check, const CacheNames& names, const CacheTen
       }
     };
     each(keys ? names.key_scales : names.value_scales, scales, [&](float x) -> const char* {
-      if (!(x >= 0)) return ">= 0";
-      return given && x - x != 0 ? "finite" : nullptr;
+      if (!is_scale(x)) return ">= 0";
+      return given && !is_finite(x) ? "finite" : nullptr;
     });
     if (!offsets) continue;
     each(keys ? names.key_offsets : names.value_offsets, offsets, [&](float x) -> const char* {
-      if (!given) return x - x == 0 ? nullptr : "finite";
-      if (is_zero_point(x, dtype == DType::i8 ? -127.0f : -7.0f)) return nullptr;
+      if (!given) return is_finite(x) ? nullptr : "finite";
+      if (is_zero_point(x, least_zero_point(dtype))) return nullptr;
       return dtype == DType::i8 ? "a whole number in -127..128" : "a whole number in -7..8";
     });
   }
