@@ -62,8 +62,8 @@ struct SharedGroup {
 struct CallHeads {
   const AttentionInputs& in;
   const AttentionProblem& p;
-  const SharedGroup* groups =
-      nullptr;  // not null: in the place of (batch, KV head), (group, KV head); its first sequence
+  // Not null: a head is a pair of a group of sequences and a KV head, and its batch is the group's first sequence.
+  const SharedGroup* groups = nullptr;
   const Sequences sequences{in, p};
   const int64_t group = p.num_heads / p.num_kv_heads;  // query heads per KV head
   const int64_t heads = p.batch * p.num_kv_heads;

@@ -1,10 +1,10 @@
 // The numbers in the scales of pages of integers, before anything is written: those of keys that some query sees.
 //
-// All threads look at what is shown by structure (lengths, windows, prefix), the block mask and the lists: as many rows as
-// attention reads, and no others. With a scale to a row of i8 they are as many bytes as a hundredth to a thirtieth of
-// the keys, with a scale to 32 numbers of u8 a quarter; they are read again at once. Where heads share their
-// keys they are looked at together, in the order of memory. Only if a number there is none that may be
-// read, the rows are asked one by one, by the bool mask and the tree, too, whether any of them sees its key.
+// All threads look at what is shown by structure (lengths, windows, prefix), the block mask and the lists: the rows that
+// attention reads, and no others. With one scale for a row of i8 these scales are a hundredth to a thirtieth of the
+// keys' bytes, with a scale for 32 numbers of u8 a quarter; attention reads them again at once. Where heads share their
+// keys, their scales are looked at together, in the order of memory. Only where a number breaks the rules, each query
+// row is asked whether it sees the number's key, by the bool mask and the tree, too.
 #include <atomic>
 
 #include "attention/call_heads.h"

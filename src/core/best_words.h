@@ -1,6 +1,5 @@
 // The largest of many distinct 64-bit words, and their order: by histograms of digits, not by comparisons, whose
-// outcomes no processor foresees (4096 words, the best 2048: std::nth_element mispredicts about every fourth of its
-// comparisons).
+// outcomes no processor foresees.
 //
 //   const uint64_t last = keep_largest(words, 4096, 2048);      words[0 .. 2048), in the order in which they stood
 //   sort_by_high_halves(words, 2048, scratch);                  descending; equal high halves stay in their order
