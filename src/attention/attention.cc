@@ -114,19 +114,8 @@ class ForwardCall : TileRows {
     const bool walks = p.block_mask || masked.tree;
     const bool single_tile =
         single_tiles_ && !walks && splits.count == 1 && visible.kv_len <= plan.block_kv && shared_keys(head) == 0;
-    QueryBlock q = {.rows = std::min(most_rows, rows(head) - first_row),
-                    .head_dim = p.head_dim,
-                    .value_head_dim = p.value_head_dim,
-                    .query = w.query,
-                    .query_stride = layout.query_stride,
-                    .state = splits.count > 1 ? split_state(head, block * splits.count + split) : w.state,
-                    .acc_stride = layout.acc_stride,
-                    .exponent_scale = rules_.exponent_scale(),
-                    .scores = w.scores,
-                    .scores_stride = layout.scores_stride,
-                    .visible_begin = w.visible_begin,
-                    .visible_end = w.visible_end,
-                    .rules = nullptr};
+    const RowState state = splits.count > 1 ? split_state(head, block * splits.count + split) : w.state;
+    QueryBlock q = query_block(std::min(most_rows, rows(head) - first_row), state, rules_.exponent_scale(), w);
     ScoreRules rules;
     if (const int64_t b = batch(head); rules_.any(b)) {
       rules = rules_.of_block(b, kv_head(head), first_row, q.rows, w.rules);

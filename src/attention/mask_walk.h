@@ -133,13 +133,7 @@ class MaskWalk {
   MaskWalk() = default;
   // Walks over keys below `prefix` and over `keys`, which lie behind it, of rows > 0.
   MaskWalk(const HeadMask& mask, Rows rows, int64_t prefix, KeyInterval keys, MaskCursor* cursors)
-      : mask_(mask),
-        rows_(rows),
-        prefix_(prefix),
-        keys_(keys),
-        last_(std::max(prefix, keys.end)),
-        first_block_(rows.first_query() / block_q()),
-        cursors_(cursors) {
+      : MaskWalk(mask, {}, rows, prefix, keys, cursors) {
     const int64_t last_row = rows.first_row + rows.count - 1, last_block = last_row / rows.group / block_q();
     for (int64_t block = first_block_; block <= last_block; ++block) {
       // The block's rows that are queries of this row of the mask.
@@ -154,13 +148,7 @@ class MaskWalk {
     }
   }
   MaskWalk(const TreeRows& tree, Rows rows, int64_t prefix, KeyInterval keys, MaskCursor* cursors)
-      : tree_(tree),
-        rows_(rows),
-        prefix_(prefix),
-        keys_(keys),
-        last_(std::max(prefix, keys.end)),
-        first_block_(rows.first_query()),
-        cursors_(cursors) {
+      : MaskWalk({}, tree, rows, prefix, keys, cursors) {
     for (int64_t query = first_block_; query <= rows.last_query(); ++query) {
       cursors_[num_cursors_++] = {tree_.words[query * tree_.stride], 0, 0, {}};
     }
@@ -223,6 +211,17 @@ class MaskWalk {
   }
 
  private:
+  // Of a mask or a tree, the other one empty; the cursors are for the caller to add.
+  MaskWalk(const HeadMask& mask, const TreeRows& tree, Rows rows, int64_t prefix, KeyInterval keys, MaskCursor* cursors)
+      : mask_(mask),
+        tree_(tree),
+        rows_(rows),
+        prefix_(prefix),
+        keys_(keys),
+        last_(std::max(prefix, keys.end)),
+        first_block_(rows.first_query() / block_q()),
+        cursors_(cursors) {}
+
   int64_t block_q() const { return tree_ ? 1 : mask_.mask->block_q; }
   int64_t block_kv() const { return mask_.mask->block_kv; }
 

@@ -58,19 +58,9 @@ class PrefixCall : TileRows {
     const int64_t first_row = block * dealt, end_row = std::min(first_row + dealt, rows_of_group);
     if (first_row >= end_row) return;
     ScoreRules rules;
-    QueryBlock q = {.rows = end_row - first_row,
-                    .head_dim = p.head_dim,
-                    .value_head_dim = p.value_head_dim,
-                    .query = w.query,
-                    .query_stride = layout.query_stride,
-                    .state = sums_.state_of_query(shared.first_query, kv_head(head), first_row, split),
-                    .acc_stride = layout.acc_stride,
-                    .exponent_scale = rules_.exponent_scale(),
-                    .scores = w.scores,
-                    .scores_stride = layout.scores_stride,
-                    .visible_begin = w.visible_begin,
-                    .visible_end = w.visible_end,
-                    .rules = rules_.any(shared.first) ? &rules : nullptr};
+    const RowState sums = sums_.state_of_query(shared.first_query, kv_head(head), first_row, split);
+    QueryBlock q = query_block(end_row - first_row, sums, rules_.exponent_scale(), w);
+    if (rules_.any(shared.first)) q.rules = &rules;
     // Of each sequence those of its rows that the block has.
     int64_t row = 0;  // the sequence's first one, among the group's
     for (int64_t b = shared.first; b < shared.first + shared.count && row < end_row; ++b) {

@@ -24,6 +24,23 @@ struct TileRows : CallMemory {
                                            : plan.kv_access == KvAccess::panel_pages ? kernels.attend_pages
                                                                                      : kernels.attend;
 
+  // A block of so many rows, in the worker's memory but for their running softmax; its rules are the caller's.
+  QueryBlock query_block(int64_t rows, const RowState& state, double exponent_scale, const Worker& w) const {
+    return {.rows = rows,
+            .head_dim = p.head_dim,
+            .value_head_dim = p.value_head_dim,
+            .query = w.query,
+            .query_stride = layout.query_stride,
+            .state = state,
+            .acc_stride = layout.acc_stride,
+            .exponent_scale = exponent_scale,
+            .scores = w.scores,
+            .scores_stride = layout.scores_stride,
+            .visible_begin = w.visible_begin,
+            .visible_end = w.visible_end,
+            .rules = nullptr};
+  }
+
   // The words of q.rows query rows of a head of `of` to `to`, before those of query_rope.
   void copy_queries(const CallHeads& of, int64_t head, int64_t first_row, double factor, QueryBlock q, void* to) const {
     q.head_dim -= p.rope_dim;
