@@ -129,13 +129,10 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
         for (size_t n = 0; n < num_keys; ++n) {
           const int64_t j = row.keys[n];
           Real ds = absolute ? p[n] * (dp[n] + delta) : p[n] * (dp[n] - delta);
-          if (in.bias.data != nullptr) {
-            const Real bias = bias_scale * static_cast<Real>(broadcast_at(in.bias, b, h, i, j));
-            if (row.score[n] != -infinity) {
-              grad_bias[static_cast<size_t>(broadcast_offset(at_bias, {b, h, i, j}))] += term(bias_scale * ds);
-            }
-            if (bias == -infinity && row.score[n] == -infinity) continue;
+          if (in.bias.data != nullptr && row.score[n] != -infinity) {
+            grad_bias[static_cast<size_t>(broadcast_offset(at_bias, {b, h, i, j}))] += term(bias_scale * ds);
           }
+          if (row.hidden[n]) continue;
           // The slope of the cap is 1 - tanh^2, which cancels where scores reach the cap.
           ds = rounded_to(storage, ds * (absolute ? 2 - row.cap_slope[n] : row.cap_slope[n]));
           const int64_t key = row_offset(in, in.key, b, kv_head, j);

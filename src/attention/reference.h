@@ -246,7 +246,7 @@ struct Softmax {
   std::vector<Real> cap_slope;    // dY / dZ
   std::vector<Real> probability;  // exp(score - max) / sum, before dropout
   std::vector<char> kept;         // by dropout
-  std::vector<char> hidden;       // by a bias of -inf
+  std::vector<char> hidden;       // by a bias of -inf; all, where all scores are -inf: such a row sees no key
   Real max = -std::numeric_limits<Real>::infinity();
   Real sum = 0;            // the sink's share is in it
   bool defined = true;     // no score is NaN or +inf
@@ -319,9 +319,10 @@ Softmax<Real> softmax(const AttentionInputs& in, const AttentionOptions& options
     row.score.push_back(score);
     row.cap_slope.push_back(cap_slope);
     row.kept.push_back(!drops || keeps(in, options, place, b, h, i, j));
-    row.hidden.push_back(bias == -infinity);
+    row.hidden.push_back(bias == -infinity && score == -infinity);
     see_score(score);
   }
+  if (row.defined && row.max == -infinity) std::fill(row.hidden.begin(), row.hidden.end(), char{true});
   Real sink = -infinity;
   if (in.sinks.data != nullptr) see_score(sink = static_cast<Real>(number_at(in.sinks, h * in.sinks.strides[0])));
 
