@@ -37,7 +37,7 @@ inline uint64_t nth_largest(const uint64_t* words, int64_t count, int64_t rank) 
     width = std::min(width - (bin << shift), (uint64_t{1} << shift) - 1);
     if (width == 0) return low;
   }
-  std::array<uint64_t, kFew> few;
+  std::array<uint64_t, kFew> few = {};
   int64_t n = 0;
   for (int64_t i = 0; i < count; ++i) {
     if (words[i] - low <= width) few[static_cast<size_t>(n++)] = words[i];
