@@ -6,12 +6,15 @@
 //
 //   load_stored<V>(p), load_stored_n<V>(p, n)  the same of any storage type: also int8_t, and uint8_t for two numbers of
 //                                              four bits in a byte, of which n is even
+//   load_stored<V>(p, v)                       vectors v[0 .. N) of N * kLanes numbers; of f8 two cost less than one and
+//                                              one
 //   number_at(p, i), stored_bytes<T>(n)        where number i lies, an even one in uint8_t; bytes of n numbers
 //
-// Widening: the bits of a magnitude, moved to where f32 has exponent and mantissa, are its value times a power of two,
-// subnormals included. Narrowing: above the smallest normal number the exponent is moved and the bits that go are
-// rounded as an integer; below it, adding 2^23 units of the last place rounds. Subnormal floats occur on the way: the
-// processor must not take them for zeros (the pool's threads do not).
+// Widening: the bits of a magnitude, moved to where f16 has exponent and mantissa, are its value times a power of two,
+// subnormals included, and processors widen f16 at full speed (moved to where f32 has them, a subnormal number costs
+// Intel's cores 150 cycles when it is multiplied). Narrowing: above the smallest normal number the exponent is moved and
+// the bits that go are rounded as an integer; below it, adding 2^23 units of the last place rounds. Subnormal floats
+// occur on the way: the processor must not take them for zeros (the pool's threads do not).
 #pragma once
 
 #include "simd/small_ints.h"
@@ -40,20 +43,65 @@ OPST_INLINE Words where_above(Words x, uint32_t most, Words a, Words b) {
   return {(a.v & mask) | (b.v & ~mask)};
 }
 
+// As f16: of f8_e4m3 times 2^-8. kNan is what the f16 of a NaN then lacks.
+inline constexpr int kShiftOfE4m3 = 7, kShiftOfE5m2 = 8;
+inline constexpr uint16_t kNanOfE4m3 = 0x3f80, kNanLacks = 0x7e00 - kNanOfE4m3;
+#if defined(__AVX512F__)
+template <class T>
+OPST_INLINE __m512i f16_of_f8(__m512i words) {  // of numbers with their sign in the upper byte
+  if constexpr (__is_same(T, f8_e5m2)) return _mm512_slli_epi16(words, kShiftOfE5m2);
+  const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(words, kShiftOfE4m3), _mm512_set1_epi16(-0x4001));
+  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+  const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(kNanOfE4m3));
+  return _mm512_mask_add_epi16(bits, nan, bits, _mm512_set1_epi16(kNanLacks));
+}
+template <class T>
+OPST_INLINE F32 widen_half_of_f8(__m256i halves) {
+  const F32 v = {_mm512_cvtph_ps(halves)};
+  return __is_same(T, f8_e5m2) ? v : v * F32::set1(256.0f);
+}
+template <class T>
+OPST_INLINE void load_f8(const T* p, F32& low, F32& high) {
+  const __m512i halves = f16_of_f8<T>(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+  low = widen_half_of_f8<T>(_mm512_castsi512_si256(halves));
+  high = widen_half_of_f8<T>(_mm512_extracti64x4_epi64(halves, 1));
+}
 template <class T>
 OPST_INLINE F32 load_f8(const T* p) {
-  using Format = Float8<T>;
-  constexpr int kShift = 23 - Format::kMantissaBits;
-  const Words wide = {(Words::Register)load_ints(reinterpret_cast<const int8_t*>(p)).v};  // the sign in all upper bits
-  const Words sign = wide & words_of(0x80000000u), magnitude = wide & words_of(0x7fu);
-  const Words bits = (wide << kShift) & words_of(0x80000000u | 0x7fu << kShift);
-  const F32 value = as_floats(bits) * as_floats(words_of(static_cast<uint32_t>(254 - Format::kBias) << 23));
-  Words out = as_words(value);
-  if constexpr (Format::kInfinity <= Format::kNanAbove) {
-    out = where_above(magnitude, Format::kLargest, sign | words_of(0x7f800000u), out);
-  }
-  return as_floats(where_above(magnitude, Format::kNanAbove, sign | words_of(0x7fc00000u), out));
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return widen_half_of_f8<T>(_mm512_castsi512_si256(f16_of_f8<T>(_mm512_castsi256_si512(words))));
 }
+#else
+template <class T>
+OPST_INLINE F32 load_f8(const T* p) {
+  f16 halves[F32::kLanes];
+#if defined(__AVX2__)
+  const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  __m128i bits = _mm_slli_epi16(words, kShiftOfE5m2);
+  if constexpr (__is_same(T, f8_e4m3)) {
+    bits = _mm_and_si128(_mm_slli_epi16(words, kShiftOfE4m3), _mm_set1_epi16(-0x4001));
+    const __m128i magnitude = _mm_and_si128(bits, _mm_set1_epi16(0x7fff));
+    const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(kNanOfE4m3));
+    bits = _mm_add_epi16(bits, _mm_and_si128(nan, _mm_set1_epi16(kNanLacks)));
+  }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(halves), bits);
+#else
+  OPST_UNROLL for (int i = 0; i < F32::kLanes; ++i) {
+    const int bits = p[i].bits, sign = (bits & 0x80) << 8, magnitude = bits & 0x7f;
+    const int half = __is_same(T, f8_e5m2) ? magnitude << kShiftOfE5m2
+                                           : (magnitude << kShiftOfE4m3) + (magnitude == 0x7f ? kNanLacks : 0);
+    halves[i].bits = static_cast<uint16_t>(sign | half);
+  }
+#endif
+  const F32 v = F32::load(halves);
+  return __is_same(T, f8_e5m2) ? v : v * F32::set1(256.0f);
+}
+template <class T>
+OPST_INLINE void load_f8(const T* p, F32& low, F32& high) {
+  low = load_f8(p);
+  high = load_f8(p + F32::kLanes);
+}
+#endif
 
 // The bytes, one to a lane.
 template <class T>
@@ -117,6 +165,14 @@ OPST_INLINE V load_stored(const T* p) {
     return load_i4(p);
   else
     return V::load(p);
+}
+template <class V, class T, int N>
+OPST_INLINE void load_stored(const T* p, V (&v)[N]) {
+  if constexpr (kIsFloat8<T> && N % 2 == 0) {
+    OPST_UNROLL for (int i = 0; i < N; i += 2) load_f8(p + i * V::kLanes, v[i], v[i + 1]);
+  } else {
+    OPST_UNROLL for (int i = 0; i < N; ++i) v[i] = load_stored<V>(number_at(p, i * V::kLanes));
+  }
 }
 template <class V, class T>
 OPST_INLINE V load_stored_n(const T* p, int64_t n) {
