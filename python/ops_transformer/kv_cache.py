@@ -13,7 +13,7 @@ eight bits in layout "norm"). Token p of a sequence is row p % block_size of the
 p / block_size; slot = block * block_size + row. Page layouts:
 
     "norm"     [num_blocks, block_size, num_kv_heads, head_dim], any strides
-    "panel32"  what attention multiplies without packing: all but float16, block_size a multiple of 32; new_pages has its
+    "panel32"  what attention multiplies without packing: block_size a multiple of 32; new_pages has its
                shapes
 
 Integer arguments are int32 or int64 arrays, or sequences of numbers. A call that is refused raises ValueError with the

@@ -1,8 +1,8 @@
 // PagesSource: panel32 pages, whose keys and values are multiplied where they are, for any number of query rows.
 //
 // Shapes     a tile's keys in stretches of 32 (`group` in names), each somewhere in a page (opst/page_layout.h):
-//              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32, eight bits) or 2
-//              value_rows[g]  [32 / e][value_head_dim] words     (bf16)
+//              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 2 of bf16, else 1
+//              value_rows[g]  [32 / e][value_head_dim] words
 //            of i8 a scale for each key, and for each value
 // Loop nest  as packed tiles. Values of stretches that follow one another in memory (in a page) are multiplied as one
 // Memory     nothing is packed. Up to four rows the products are bound by the stream of pages: a tile's keys, stretch

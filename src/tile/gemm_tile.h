@@ -19,7 +19,7 @@
 //            summand, so that splitting the depth over several calls adds in the same order
 //
 // A word is one lane of the product instruction's operand: a float, a double, or a pair of bf16 (k, k + 1). Where B is
-// narrower than A (ProductWiden, ProductOfBytes), a word of B goes with kParts words of A.
+// narrower than A (ProductWiden, ProductOfStored), a word of B goes with kParts words of A.
 //
 // MR x NV: 12 x 2 on 32 registers (24 accumulators hide the latency of two FMA units; loads per FMA 0.58), 6 x 2 on 16.
 // Each instantiation is a function of its own: inlined into a larger loop, g++ keeps that loop's constants in registers
@@ -126,9 +126,9 @@ struct ProductWiden : ProductF32 {
   }
 };
 
-// f32 times numbers of eight bits (int8_t, f8_e4m3, f8_e5m2), which are widened in registers.
+// f32 times numbers of another type (f16, int8_t, f8_e4m3, f8_e5m2), which are widened in registers.
 template <class T>
-struct ProductOfBytes : ProductF32 {
+struct ProductOfStored : ProductF32 {
   using WordB = T;
   struct OperandB {
     V v;
