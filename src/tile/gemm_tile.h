@@ -12,7 +12,7 @@
 // Memory     A: MR rows, `lda` words apart, read one word at a time                              L1
 //            B: packed rows of NV vectors, `ldb` words apart (in a panel: ldb = NV * lanes)      L1 or L2, streamed
 //            C: MR * NV accumulators                                                             registers
-//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to four rows, bound by the
+//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to kStreamRows, bound by the
 //            stream of B) the lines at the same offsets of `ahead`, the piece of the stream that is read next but one
 //            or two: the caller knows its address, while the hardware's prefetchers stop at the end of a page
 // Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A. C is the first
@@ -358,11 +358,12 @@ OPST_INLINE auto accumulate_transposed_for(int rows) {
   return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return accumulate_transposed<P, n, NV>; });
 }
 
-inline constexpr int kStreamRows = 4;
+// Vectors side by side, so that rows of B are read whole: kStreamVecs of few rows of A, kTileVecs of more.
+inline constexpr int kFewStreamRows = 4;
 #if defined(__AVX512F__)
-inline constexpr int kStreamVecs = 4;  // side by side, so that rows of B are read whole
+inline constexpr int kStreamRows = 8, kStreamVecs = 4;
 #else
-inline constexpr int kStreamVecs = 2;
+inline constexpr int kStreamRows = kFewStreamRows, kStreamVecs = 2;
 #endif
 template <class P, int NV>
 OPST_INLINE auto stream_product_with_max_for(int rows) {
@@ -372,7 +373,8 @@ OPST_INLINE auto stream_product_with_max_for(int rows) {
 template <class P, int NV>
 OPST_INLINE auto stream_scaled_accumulate_for(int rows) {
   using Ahead = const typename P::WordB*;
-  return with_rows<kStreamRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, Ahead>; });
+  constexpr int kMost = NV > P::kTileVecs ? kFewStreamRows : kStreamRows;
+  return with_rows<kMost>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, Ahead>; });
 }
 
 }  // namespace opst::OPST_ISA_NS::tile
