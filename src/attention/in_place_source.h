@@ -62,6 +62,7 @@ class InPlaceSource {
   template <class Sink>
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
     static_assert(!Sink::kOnly, "adds to what is there");
+    if constexpr (kScaled) OnlineSoftmax<P>::scale_columns(s, tile_.value_scales, tile_.count);
     const bool by_row = tile_.partial && q_.rules == nullptr;
     for (int i = 0; i < s.rt.rows; i += by_row ? 1 : kMaxGroup) {
       const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(s.rt.first + i) : RowKeys{0, tile_.count};
@@ -290,10 +291,8 @@ class InPlaceSource {
                               : in_group(v[c], tile_.value_groups, j, group[c]);
         }
       }
-      S scale = 1;
-      if constexpr (kScaled) scale = tile_.value_scales[j];
       OPST_UNROLL for (int i = 0; i < R; ++i) {
-        const V pi = V::set1(kScaled ? p[i * stride + j] * scale : p[i * stride + j]);
+        const V pi = V::set1(p[i * stride + j]);
         OPST_UNROLL for (int c = 0; c < C; ++c) acc[i][c] = simd::fma(pi, v[c], acc[i][c]);
       }
     }
