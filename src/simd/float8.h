@@ -43,63 +43,47 @@ OPST_INLINE Words where_above(Words x, uint32_t most, Words a, Words b) {
   return {(a.v & mask) | (b.v & ~mask)};
 }
 
-// As f16: of f8_e4m3 times 2^-8. kNan is what the f16 of a NaN then lacks.
-inline constexpr int kShiftOfE4m3 = 7, kShiftOfE5m2 = 8;
-inline constexpr uint16_t kNanOfE4m3 = 0x3f80, kNanLacks = 0x7e00 - kNanOfE4m3;
+// As f16, f8_e4m3 is 2^-8 times as large, and its NaN a number that lacks kNanLacks.
+inline constexpr int kNanAsF16 = 0x7f << 7, kNanLacks = 0x7e00 - kNanAsF16;
 #if defined(__AVX512F__)
 template <class T>
-OPST_INLINE __m512i f16_of_f8(__m512i words) {  // of numbers with their sign in the upper byte
-  if constexpr (__is_same(T, f8_e5m2)) return _mm512_slli_epi16(words, kShiftOfE5m2);
-  const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(words, kShiftOfE4m3), _mm512_set1_epi16(-0x4001));
-  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-  const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(kNanOfE4m3));
-  return _mm512_mask_add_epi16(bits, nan, bits, _mm512_set1_epi16(kNanLacks));
-}
-template <class T>
-OPST_INLINE F32 widen_half_of_f8(__m256i halves) {
-  const F32 v = {_mm512_cvtph_ps(halves)};
-  return __is_same(T, f8_e5m2) ? v : v * F32::set1(256.0f);
+OPST_INLINE void widen_f8(__m256i bytes, F32& low, F32& high) {
+  constexpr bool kE4m3 = __is_same(T, f8_e4m3);
+  __m512i halves = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), kE4m3 ? 7 : 8);
+  if constexpr (kE4m3) {
+    halves = _mm512_and_si512(halves, _mm512_set1_epi16(-0x4001));  // the sign came twice
+    const __m512i magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
+    const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(kNanAsF16));
+    halves = _mm512_mask_add_epi16(halves, nan, halves, _mm512_set1_epi16(kNanLacks));
+  }
+  low = {_mm512_cvtph_ps(_mm512_castsi512_si256(halves))};
+  high = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1))};
+  if constexpr (kE4m3) low = low * F32::set1(256), high = high * F32::set1(256);
 }
 template <class T>
 OPST_INLINE void load_f8(const T* p, F32& low, F32& high) {
-  const __m512i halves = f16_of_f8<T>(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-  low = widen_half_of_f8<T>(_mm512_castsi512_si256(halves));
-  high = widen_half_of_f8<T>(_mm512_extracti64x4_epi64(halves, 1));
+  widen_f8<T>(F32::load_halves(p), low, high);
 }
 template <class T>
 OPST_INLINE F32 load_f8(const T* p) {
-  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return widen_half_of_f8<T>(_mm512_castsi512_si256(f16_of_f8<T>(_mm512_castsi256_si512(words))));
+  F32 low, unused;
+  widen_f8<T>(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), low, unused);
+  return low;
 }
 #else
 template <class T>
 OPST_INLINE F32 load_f8(const T* p) {
+  constexpr bool kE4m3 = __is_same(T, f8_e4m3);
   f16 halves[F32::kLanes];
-#if defined(__AVX2__)
-  const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  __m128i bits = _mm_slli_epi16(words, kShiftOfE5m2);
-  if constexpr (__is_same(T, f8_e4m3)) {
-    bits = _mm_and_si128(_mm_slli_epi16(words, kShiftOfE4m3), _mm_set1_epi16(-0x4001));
-    const __m128i magnitude = _mm_and_si128(bits, _mm_set1_epi16(0x7fff));
-    const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(kNanOfE4m3));
-    bits = _mm_add_epi16(bits, _mm_and_si128(nan, _mm_set1_epi16(kNanLacks)));
+  for (int i = 0; i < F32::kLanes; ++i) {
+    const int sign = (p[i].bits & 0x80) << 8, magnitude = (p[i].bits & 0x7f) << (kE4m3 ? 7 : 8);
+    halves[i].bits = static_cast<uint16_t>(sign | (magnitude + (kE4m3 && magnitude == kNanAsF16 ? kNanLacks : 0)));
   }
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(halves), bits);
-#else
-  OPST_UNROLL for (int i = 0; i < F32::kLanes; ++i) {
-    const int bits = p[i].bits, sign = (bits & 0x80) << 8, magnitude = bits & 0x7f;
-    const int half = __is_same(T, f8_e5m2) ? magnitude << kShiftOfE5m2
-                                           : (magnitude << kShiftOfE4m3) + (magnitude == 0x7f ? kNanLacks : 0);
-    halves[i].bits = static_cast<uint16_t>(sign | half);
-  }
-#endif
-  const F32 v = F32::load(halves);
-  return __is_same(T, f8_e5m2) ? v : v * F32::set1(256.0f);
+  return kE4m3 ? F32::load(halves) * F32::set1(256) : F32::load(halves);
 }
 template <class T>
 OPST_INLINE void load_f8(const T* p, F32& low, F32& high) {
-  low = load_f8(p);
-  high = load_f8(p + F32::kLanes);
+  low = load_f8(p), high = load_f8(p + F32::kLanes);
 }
 #endif
 
