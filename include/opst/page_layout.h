@@ -14,7 +14,7 @@ namespace opst {
 // panel32: pages that attention multiplies without packing. Keys are transposed in panels of 32 rows; bf16 lies in
 // pairs, of two consecutive elements of a key, or of the same element of two consecutive rows of values. block_size is
 // a multiple of 32; head_dim is even for bf16. The dimensions after num_kv_heads are contiguous, as the shape says (the
-// stride of a dimension of size 1 is ignored); the strides of num_blocks and num_kv_heads are free. All but f16.
+// stride of a dimension of size 1 is ignored); the strides of num_blocks and num_kv_heads are free.
 //
 // An element of u8 pages holds two numbers of four bits, of a row's neighbours: head_dim and value_head_dim are even,
 // and stand halved below. Scales and offsets of integers (KvFormat in kv_cache.h) lie in f32 pages of the same layout,
@@ -25,7 +25,7 @@ namespace opst {
 //                 value  [num_blocks, block_size, num_kv_heads, value_head_dim]                1           1
 //   panel32 f32   key    [num_blocks, num_kv_heads, block_size / 32, head_dim, 32]             32          1
 //                 value  [num_blocks, num_kv_heads, block_size, value_head_dim]                1           1
-//           i8, u8, f8   as f32
+//           f16, i8, u8, f8   as f32
 //           bf16  key    [num_blocks, num_kv_heads, block_size / 32, head_dim / 2, 64]         32          2
 //                 value  [num_blocks, num_kv_heads, block_size / 2, 2 * value_head_dim]        2           1
 // A tensor has at most five dimensions: 64 = 32 rows x 2 elements, 2 * value_head_dim = value_head_dim x 2 rows. All

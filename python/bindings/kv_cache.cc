@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <bit>
+#include <memory>
 #include <utility>
 
 #include "view.h"
@@ -96,6 +97,18 @@ void bind_page_format(nb::module_& module) {
              arg("num_kv_heads"), arg("head_dim"), arg("value_head_dim"));
   module.def("scale_shapes", &shapes<true>, arg("layout"), arg("dtype"), arg("num_blocks"), arg("block_size"),
              arg("num_kv_heads"), arg("head_dim"), arg("value_head_dim"));
+  // A new array of NumPy, in memory that asks the system for huge pages from 2 MiB on (Buffer).
+  module.def(
+      "huge_bytes",
+      [](int64_t size) {
+        auto kept = std::make_unique<Buffer>(value_or_raise(Buffer::allocate(size)));
+        void* const data = kept->data();
+        const nb::capsule owner(kept.get(), [](void* buffer) noexcept { delete static_cast<Buffer*>(buffer); });
+        kept.release();
+        const size_t shape[] = {static_cast<size_t>(size)};
+        return nb::ndarray<nb::numpy, uint8_t>(data, 1, shape, owner);
+      },
+      arg("size"));
   // The dtype of a format's pages, and whether it has offsets.
   module.def(
       "kv_format",

@@ -413,7 +413,7 @@ class Cache:
 
     def __init__(self, d: Draw) -> None:
         self.layout = d.pick(("norm", "norm", "panel32"))
-        self.dtype = d.pick(("f32", "bf16")) if self.layout == "panel32" else d.real()
+        self.dtype = d.real()
         self.num_blocks, self.heads, self.dim = d.size(1, 6), d.size(1, 3), 2 * d.integer(1, 16)
         self.value_dim = d.pick((self.dim, 2 * d.integer(1, 16)))
         self.block_size = 32 if self.layout == "panel32" or d.coin() else d.integer(1, 20)
@@ -465,7 +465,7 @@ def rope_scatter_pa_kv_cache(d: Draw) -> Call:
 def convert_pages(d: Draw) -> Call:
     c = Cache(d)
     to = d.pick(("norm", "panel32")) if c.block_size == 32 else "norm"
-    dtype = d.pick(("f32", "bf16")) if to == "panel32" else d.real()
+    dtype = d.real()
     (a, b), (e, f) = c.pages(d, False), c.pages(d, True, to, dtype)
     return Call(kv_cache.convert_pages, given(from_key=a, from_value=b, to_key=e, to_value=f, from_layout=d.option((c.layout,)),
                                               to_layout=d.option((to,))), tolerance=0.0)

@@ -6,11 +6,13 @@ so raises TypeError or ValueError; `_calls.public` puts the function's and the a
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, NamedTuple, Optional, Sequence
 
 import numpy as np
 
+from . import _core
 from ._core import Context, View
 
 
@@ -336,12 +338,28 @@ _NUMPY = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "i8": np.int8
 _TAKEN = frozenset(np.dtype(kind) for kind in _NUMPY.values())
 
 
-def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
+# Bytes from which on the system has huge pages to give.
+_HUGE_BYTES = 2 << 20
+
+
+def _huge_bytes(shape: Sequence[int], item: int) -> Optional[np.ndarray]:
+    """The bytes of an array, in huge pages where the system has any; None where they are too few."""
+    size = 0 if min(shape, default=0) < 0 else math.prod(shape) * item
+    if size > 2**56:
+        raise MemoryError("more bytes than a tensor can have")
+    return _core.huge_bytes(size) if size >= _HUGE_BYTES else None
+
+
+def empty(like: Any, shape: Sequence[int], dtype: str, huge: bool = False) -> Any:
     """A new array of the kind of `like`: torch for torch, else NumPy; bf16 and f8 tagged or of ml_dtypes, as `like` is.
 
-    MemoryError where no memory holds it.
+    huge: from 2 MiB on in huge pages. MemoryError where no memory holds it.
     """
     shape = tuple(shape)
+
+    def new(kind: Any) -> np.ndarray:
+        memory = _huge_bytes(shape, np.dtype(kind).itemsize) if huge else None
+        return np.empty(shape, kind) if memory is None else memory.view(kind).reshape(shape)
     try:
         if is_torch(like):
             torch = sys.modules["torch"]
@@ -350,19 +368,22 @@ def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
             for name, kind in _FLOAT8.items():
                 if kind == dtype:
                     types[kind] = getattr(torch, name)
-            return torch.empty(shape, dtype=types[dtype])
+            memory = _huge_bytes(shape, types[dtype].itemsize) if huge else None
+            if memory is None:
+                return torch.empty(shape, dtype=types[dtype])
+            return torch.from_numpy(memory).view(types[dtype]).reshape(shape)
         if dtype == "bf16":
-            bits = np.empty(shape, np.uint16)
+            bits = new(np.uint16)
             if isinstance(like, Tagged) or "ml_dtypes" not in sys.modules:
                 return Tagged(bits, "bf16")
             return bits.view(sys.modules["ml_dtypes"].bfloat16)
         if dtype in _FLOAT8.values():
-            bits = np.empty(shape, np.uint8)
+            bits = new(np.uint8)
             if isinstance(like, Tagged) or "ml_dtypes" not in sys.modules:
                 return Tagged(bits, dtype)
             name = next(name for name, kind in _FLOAT8.items() if kind == dtype)
             return bits.view(getattr(sys.modules["ml_dtypes"], name))
-        return np.empty(shape, _NUMPY[dtype])
+        return new(_NUMPY[dtype])
     # NumPy has a ValueError where the bytes cannot be counted, torch a RuntimeError for both.
     except (MemoryError, ValueError, RuntimeError) as error:
         if any(size < 0 for size in shape):

@@ -13,7 +13,7 @@ eight bits in layout "norm"). Token p of a sequence is row p % block_size of the
 p / block_size; slot = block * block_size + row. Page layouts:
 
     "norm"     [num_blocks, block_size, num_kv_heads, head_dim], any strides
-    "panel32"  what attention multiplies without packing: all but float16, block_size a multiple of 32; new_pages has its
+    "panel32"  what attention multiplies without packing: block_size a multiple of 32; new_pages has its
                shapes
 
 Integer arguments are int32 or int64 arrays, or sequences of numbers. A call that is refused raises ValueError with the
@@ -96,7 +96,8 @@ class BlockPool(_core.BlockPool):
 @public
 def new_pages(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, value_head_dim: Optional[int] = None, *,
               dtype: str = "f32", layout: str = "norm", like: Any = None) -> Tuple[Any, Any]:
-    """(key_cache, value_cache) of zeros; arrays of the kind of `like`, NumPy's without it.
+    """(key_cache, value_cache) of zeros; arrays of the kind of `like`, NumPy's without it. From 2 MiB on they lie in huge
+    pages where the system has any: a decoded token reads all of its sequence's, and page tables beside them otherwise.
 
     dtype "f32", "bf16", "f16", "f8_e4m3" or "f8_e5m2" gives arrays (of eight bits: Tagged, or of ml_dtypes where that is
     imported). "int8" gives ScaledPages with a scale for each token and head, "int4" with one for each 32 numbers of a row
@@ -130,7 +131,7 @@ def _scales(like: Any, shape: Any, layout: str) -> Any:
 
 
 def _zeros(like: Any, shape: Any, dtype: str) -> Any:
-    array = empty(like, shape, dtype)
+    array = empty(like, shape, dtype, huge=True)
     bits = getattr(array, "array", array)
     bits[...] = 0
     return array

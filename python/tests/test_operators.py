@@ -297,6 +297,17 @@ def test_pages_change_their_layout_and_dtype(rng):
         kv_cache.new_pages(4, 16, 2, -1)
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f8_e4m3", "int8"])
+def test_large_pages_are_huge(dtype):
+    """What is smaller than a huge page comes from NumPy; the rest asks the system, whose refusal does no harm."""
+    pages = [p.pages if isinstance(p, kv_cache.ScaledPages) else p
+             for p in kv_cache.new_pages(1024, 32, 4, 32, dtype=dtype, like=Tagged(None, dtype))]
+    arrays = [getattr(p, "array", p) for p in pages]
+    assert all(a.__array_interface__["data"][0] % (2 << 20) == 0 and not a.any() and a.flags.writeable for a in arrays)
+    small = kv_cache.new_pages(4, 32, 2, 32)[0]
+    assert small.flags.owndata and not small.any()
+
+
 @pytest.mark.parametrize("layout", ["norm", "panel32"])
 @pytest.mark.parametrize("dtype, steps", [("int8", 254), ("int8_offset", 255), ("int4", 14), ("int4_offset", 15)])
 def test_pages_of_integers(rng, layout, dtype, steps):

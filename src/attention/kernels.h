@@ -140,7 +140,7 @@ struct KvTile {
   // Keys that row r of the block may see, within the tile, in the place of the block's intervals; null: those.
   const int64_t* visible_begin = nullptr;
   const int64_t* visible_end = nullptr;
-  // Of rows of integers in place, and of panel32 pages: [count] each, offsets 0 where the cache has none.
+  // Of rows of integers in place, and of panel32 pages: [count] each, offsets null where the cache has none.
   const float* key_scales = nullptr;
   const float* value_scales = nullptr;
   const float* key_offsets = nullptr;

@@ -53,14 +53,15 @@ constexpr Kernels byte_kernels() {
   k.widen_rows = widen_rows<T, kGroups>;
   k.values_finite = nullptr;
   k.attend_in_place = attend<InPlaceSource<tile::ProductF32, T, kGroups>>;
-  if constexpr (!kGroups) k.attend_pages = attend<PagesSource<tile::ProductOfBytes<T>>>;
+  if constexpr (!kGroups) k.attend_pages = attend<PagesSource<tile::ProductOfStored<T>>>;
   return k;
 }
 
 extern const KernelTable kTable;
 constinit const KernelTable kTable = {
     .f32_product = {kernels<tile::ProductF32, float, tile::ProductF32>(),
-                    kernels<tile::ProductF32, bf16, tile::ProductWiden>(), kernels<tile::ProductF32, f16, void>()},
+                    kernels<tile::ProductF32, bf16, tile::ProductWiden>(),
+                    kernels<tile::ProductF32, f16, tile::ProductOfStored<f16>>()},
     .eight_bits = {byte_kernels<int8_t>(), byte_kernels<f8_e4m3>(), byte_kernels<f8_e5m2>()},
     .integers_in_groups = {byte_kernels<int8_t, true>(), byte_kernels<uint8_t, true>()},
 #if defined(__AVX512BF16__)

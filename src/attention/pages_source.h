@@ -1,13 +1,13 @@
 // PagesSource: panel32 pages, whose keys and values are multiplied where they are, for any number of query rows.
 //
 // Shapes     a tile's keys in stretches of 32 (`group` in names), each somewhere in a page (opst/page_layout.h):
-//              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 1 (f32, eight bits) or 2
-//              value_rows[g]  [32 / e][value_head_dim] words     (bf16)
+//              key_rows[g]    [head_dim / e][32] words       e = elements of a stored word: 2 of bf16, else 1
+//              value_rows[g]  [32 / e][value_head_dim] words
 //            of i8 a scale for each key, and for each value
 // Loop nest  as packed tiles. Values of stretches that follow one another in memory (in a page) are multiplied as one
-// Memory     nothing is packed. Up to four rows the products are bound by the stream of pages: a tile's keys, stretch
-//            by stretch, its values, the next tile's keys. While a stretch is read, the stretch 8 KB or more ahead is
-//            fetched (tile/gemm_tile.h), whichever page holds it
+// Memory     nothing is packed. Of few rows (tile::kStreamRows) the products are bound by the stream of pages: a tile's
+//            keys, stretch by stretch, its values, the next tile's keys. While a stretch is read, the stretch 8 KB or
+//            more ahead is fetched (tile/gemm_tile.h), whichever page holds it
 // Numerics   What lies in a page beyond the context never counts: its keys are hidden, its values are not multiplied,
 //            and half a pair is taken from a copy whose other half is 0. Whether the values of a tile are finite is
 //            looked up where some may be hidden, since no packing has seen them. Of i8 a key's scale multiplies the
@@ -137,10 +137,12 @@ class PagesSource {
     const int64_t columns = q_.value_head_dim;
     int64_t c = 0;
     if (rows <= tile::kStreamRows) {
-      constexpr int kWide = tile::kStreamVecs * kLanes;
-      for (; c + kLanes <= columns; c += columns - c >= kWide ? kWide : kLanes) {
-        const auto stream = columns - c >= kWide ? tile::stream_scaled_accumulate_for<P, tile::kStreamVecs>(rows)
-                                                 : tile::stream_scaled_accumulate_for<P, 1>(rows);
+      const bool few = rows <= tile::kFewStreamRows;
+      const int64_t wide = (few ? tile::kStreamVecs : kTileVecs) * kLanes;
+      for (; c + kLanes <= columns; c += columns - c >= wide ? wide : kLanes) {
+        const auto stream = columns - c < wide ? tile::stream_scaled_accumulate_for<P, 1>(rows)
+                            : few              ? tile::stream_scaled_accumulate_for<P, tile::kStreamVecs>(rows)
+                                               : tile::stream_scaled_accumulate_for<P, kTileVecs>(rows);
         stream(depth, p, stride, values + c, columns, out + c, out_stride, alpha, ahead + c);
       }
     }

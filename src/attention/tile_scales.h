@@ -17,17 +17,14 @@ struct TileScales {
 
   using Runs = std::span<const KeyInterval>;
 
-  // `to`: where the tile's entries of the first list begin. Offsets are 0 where the cache has none.
+  // `to`: where the tile's entries of the first list begin. Null where the cache has none.
   void copy(int64_t head, Runs runs, float* to, KvTile& t) const {
     const AttentionInputs& in = call.in;
     const ConstTensor* const lists[] = {&in.key_scales, &in.value_scales, &in.key_offsets, &in.value_offsets};
     const float** const of_tile[] = {&t.key_scales, &t.value_scales, &t.key_offsets, &t.value_offsets};
     for (int list = 0; list < 4; ++list, to += keys_per_call) {
-      *of_tile[list] = to;
-      if (!*lists[list]) {
-        std::fill_n(to, t.count, 0.0f);
-        continue;
-      }
+      *of_tile[list] = *lists[list] ? to : nullptr;
+      if (!*lists[list]) continue;
       const KvRows rows = call.kv_rows(*lists[list], head);
       float* next = to;
       for (const KeyInterval& keys : runs) {

@@ -33,10 +33,7 @@ constexpr float to_f32(f16 value) {
 }
 
 // An f8_e5m2 is the upper half of an f16.
-constexpr float to_f32(f8_e5m2 value) {
-  if ((value.bits & 0x7fu) > 0x7cu) return std::bit_cast<float>((value.bits & 0x80u) << 24 | 0x7fc00000u);
-  return to_f32(f16{static_cast<uint16_t>(value.bits << 8)});
-}
+constexpr float to_f32(f8_e5m2 value) { return to_f32(f16{static_cast<uint16_t>(value.bits << 8)}); }
 
 constexpr float to_f32(f8_e4m3 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x80u) << 24;

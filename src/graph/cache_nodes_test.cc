@@ -127,9 +127,10 @@ TEST(CacheNodes, PagesInAnyLayout) {
   const ConstTensor lengths = ConstTensor::contiguous(DType::i64, {1}, &length);
   constexpr auto kNorm = PageLayout::norm, kPanel32 = PageLayout::panel32;
   for (const auto& [layout, name] :
-       {std::pair(kNorm, "f16"), std::pair(kPanel32, "f32"), std::pair(kPanel32, "bf16"), std::pair(kNorm, "int8"),
-        std::pair(kPanel32, "int8"), std::pair(kNorm, "int8_offset"), std::pair(kNorm, "int4"),
-        std::pair(kNorm, "int4_offset"), std::pair(kNorm, "f8_e4m3"), std::pair(kPanel32, "f8_e5m2")}) {
+       {std::pair(kNorm, "f16"), std::pair(kPanel32, "f16"), std::pair(kPanel32, "f32"), std::pair(kPanel32, "bf16"),
+        std::pair(kNorm, "int8"), std::pair(kPanel32, "int8"), std::pair(kNorm, "int8_offset"),
+        std::pair(kNorm, "int4"), std::pair(kNorm, "int4_offset"), std::pair(kNorm, "f8_e4m3"),
+        std::pair(kPanel32, "f8_e5m2")}) {
     const std::string what = std::string(to_string(layout)) + " " + name;
     KvFormat format = kv_format(name, kDim, kValueDim).value();
     if (format.dtype == DType::u8) format.key_groups = 2, format.value_groups = 3;

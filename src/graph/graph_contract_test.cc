@@ -113,9 +113,9 @@ TEST(GraphContract, BuildingNamesNodeTensorDimensionAndBothValues) {
   EXPECT_EQ(write_panels(DType::bf16, {3, 2, 2, 4, 64}, {3, 2, 32, 14}),
             "graph test: write (scatter_pa_kv_cache): value_cache 'values' holds value_head_dim = 7, but value 'k' set "
             "value_head_dim = 8");
-  EXPECT_EQ(write_panels(DType::f16, {3, 2, 2, 8, 32}, {3, 2, 64, 8}),
-            "graph test: write (scatter_pa_kv_cache): page layout panel32: dtype is f16, but must be f32, bf16, i8, "
-            "u8, f8_e4m3 or f8_e5m2");
+  EXPECT_EQ(write_panels(DType::f64, {3, 2, 2, 8, 32}, {3, 2, 64, 8}),
+            "graph test: write (scatter_pa_kv_cache): page layout panel32: dtype is f64, but must be f32, bf16, f16, "
+            "i8, u8, f8_e4m3 or f8_e5m2");
   const auto write_integers = [](DType dtype, int64_t groups, bool are_caches, const ScatterOptions& options = {}) {
     return setup_message([&](Graph& g, Dim rows) {
       const Value k = g.input("k", DType::f32, {rows, 2, 8});

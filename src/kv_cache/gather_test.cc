@@ -89,7 +89,7 @@ Problem random_problem(Random& random) {
   Problem p;
   p.cache = kTypes[random.integer(0, 4)];
   p.to = kTypes[random.integer(0, 2)];
-  p.layout = p.cache != DType::f16 && random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
+  p.layout = random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
   const bool panels = p.layout == PageLayout::panel32;
   const int64_t dim = random.pick<int64_t>({0, 1, 2, 7, 15, 16, 17, 33, 64, 66, 129});
   p.sizes = {.num_blocks = random.integer(1, 9),
@@ -524,12 +524,13 @@ TEST(Gather, NamesWhatIsWrong) {
                 .message()
                 .find("key f32 [3, 1, 4] overlaps key_cache"),
             std::string::npos);
-  const Status f16 = gather_pa_kv_cache(context, Tensor::contiguous(DType::f16, {2, 1, 1, 4, 32}, memory.data()),
-                                        Tensor::contiguous(DType::f16, {2, 1, 32, 2}, memory.data() + 1024), blocks,
+  const Status f64 = gather_pa_kv_cache(context, Tensor::contiguous(DType::f64, {2, 1, 1, 4, 32}, memory.data()),
+                                        Tensor::contiguous(DType::f64, {2, 1, 32, 2}, memory.data() + 1024), blocks,
                                         lengths, key, value, {.layout = PageLayout::panel32});
-  EXPECT_EQ(f16.code(), StatusCode::unsupported);
-  EXPECT_EQ(f16.message(),
-            "gather_pa_kv_cache: page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
+  EXPECT_EQ(f64.code(), StatusCode::unsupported);
+  EXPECT_EQ(
+      f64.message(),
+      "gather_pa_kv_cache: page layout panel32: dtype is f64, but must be f32, bf16, f16, i8, u8, f8_e4m3 or f8_e5m2");
 }
 
 }  // namespace

@@ -97,7 +97,7 @@ TEST(Scatter, EqualsTheReferenceInEveryContext) {
       Problem p;
       p.from = kTypes[random.integer(0, 2)];
       p.to = kTypes[random.integer(0, 4)];
-      p.layout = p.to != DType::f16 && random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
+      p.layout = random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
       const bool panels = p.layout == PageLayout::panel32;
       p.tokens = random.pick<int64_t>({0, 1, 2, 5, 13});
       p.sizes = {.num_blocks = random.integer(1, 7),
@@ -280,8 +280,8 @@ TEST(Scatter, NamesWhatIsWrongWithPanels) {
   EXPECT_EQ(message(keys(DType::f32), values(DType::f32)), "");
   EXPECT_EQ(message(keys(DType::bf16), values(DType::bf16)), "");
   EXPECT_EQ(
-      message(Tensor::contiguous(DType::f16, {2, 2, 2, 8, 32}, at(2)), values(DType::f32)),
-      "scatter_pa_kv_cache: page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
+      message(Tensor::contiguous(DType::f64, {2, 2, 2, 8, 32}, at(2)), values(DType::f32)),
+      "scatter_pa_kv_cache: page layout panel32: dtype is f64, but must be f32, bf16, f16, i8, u8, f8_e4m3 or f8_e5m2");
   EXPECT_EQ(message(keys(DType::bf16), values(DType::f32)),
             "scatter_pa_kv_cache: value_cache is f32, but must be bf16");
   EXPECT_EQ(message(Tensor::contiguous(DType::f32, {2, 64, 2, 8}, at(2)), values(DType::f32)),
@@ -351,8 +351,9 @@ TEST(PageLayout, SaysWhatItHolds) {
   EXPECT_EQ(supports(PageLayout::panel32, DType::bf16, 32, 33).code(), StatusCode::unsupported);
   EXPECT_EQ(supports(PageLayout::panel32, DType::bf16, 32, 33).message(),
             "page layout panel32: head_dim is 33, but must be even for bf16");
-  EXPECT_EQ(supports(PageLayout::panel32, DType::f16, 32).message(),
-            "page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
+  EXPECT_TRUE(supports(PageLayout::panel32, DType::f16, 32, 33).ok());
+  EXPECT_EQ(supports(PageLayout::panel32, DType::f64, 32).message(),
+            "page layout panel32: dtype is f64, but must be f32, bf16, f16, i8, u8, f8_e4m3 or f8_e5m2");
   EXPECT_EQ(supports(PageLayout::panel32, DType::f32, 16).message(),
             "page layout panel32: block_size is 16, but must be a multiple of 32");
   EXPECT_EQ(supports(PageLayout::panel32, DType::f32, 0).message(),
@@ -380,8 +381,10 @@ TEST(PageLayout, ShapesTheCaches) {
   EXPECT_EQ(to_string(key_scale_pages(PageLayout::norm, sizes, 3, nullptr)), "f32 [3, 64, 2, 3]");
   EXPECT_EQ(to_string(key_scale_pages(PageLayout::panel32, sizes, 3, nullptr)), "f32 [3, 2, 2, 3, 32]");
   EXPECT_EQ(to_string(value_scale_pages(PageLayout::panel32, sizes, 1, nullptr)), "f32 [3, 2, 64, 1]");
-  EXPECT_EQ(key_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
-  EXPECT_EQ(value_pages(PageLayout::panel32, DType::f16, sizes, nullptr).rank, 0);
+  EXPECT_EQ(keys(PageLayout::panel32, DType::f16), "f16 [3, 2, 2, 6, 32]");
+  EXPECT_EQ(values(PageLayout::panel32, DType::f16), "f16 [3, 2, 64, 5]");
+  EXPECT_EQ(key_pages(PageLayout::panel32, DType::f64, sizes, nullptr).rank, 0);
+  EXPECT_EQ(value_pages(PageLayout::panel32, DType::f64, sizes, nullptr).rank, 0);
 }
 
 // The device's tables are i32; here every second element is a slot.
@@ -439,11 +442,9 @@ TEST(Convert, EqualsTheReferenceInEveryContext) {
   Random random(test::seed());
   for (const TestContext& t : contexts()) {
     for (int i = 0; i < 12; ++i) {
-      const auto layout = [&](DType dtype) {
-        return dtype != DType::f16 && random.chance(0.6) ? PageLayout::panel32 : PageLayout::norm;
-      };
+      const auto layout = [&] { return random.chance(0.6) ? PageLayout::panel32 : PageLayout::norm; };
       const DType from = kTypes[random.integer(0, 4)], to = kTypes[random.integer(0, 4)];
-      const PageLayout from_layout = layout(from), to_layout = layout(to);
+      const PageLayout from_layout = layout(), to_layout = layout();
       const bool panels = from_layout == PageLayout::panel32 || to_layout == PageLayout::panel32;
       const int64_t dim = random.pick<int64_t>({0, 1, 2, 7, 16, 33, 64, 66, 130});
       const PageSizes sizes = {
@@ -552,10 +553,10 @@ TEST(Convert, NamesWhatIsWrong) {
             "convert_pages: to_value holds value_head_dim = 5, but from_value set value_head_dim = 4");
   EXPECT_EQ(convert(norm, {pages(PageLayout::panel32, DType::bf16, 2).key, norm.value}).code(),
             StatusCode::invalid_argument);
-  const Status f16 = convert(norm, {Tensor::contiguous(DType::f16, {2, 2, 1, 8, 32}, memory.data()), panels.value});
-  EXPECT_EQ(f16.code(), StatusCode::unsupported);
-  EXPECT_EQ(f16.message(),
-            "convert_pages: page layout panel32: dtype is f16, but must be f32, bf16, i8, u8, f8_e4m3 or f8_e5m2");
+  const Status f64 = convert(norm, {Tensor::contiguous(DType::f64, {2, 2, 1, 8, 32}, memory.data()), panels.value});
+  EXPECT_EQ(f64.code(), StatusCode::unsupported);
+  EXPECT_EQ(f64.message(),
+            "convert_pages: page layout panel32: dtype is f64, but must be f32, bf16, f16, i8, u8, f8_e4m3 or f8_e5m2");
   sizes.value_head_dim = 4;
   EXPECT_NE(convert(norm, pages(PageLayout::panel32, DType::f32, 0)).message().find("overlaps"), std::string::npos);
 }

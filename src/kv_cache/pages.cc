@@ -97,10 +97,7 @@ Status supports(PageLayout layout, DType dtype, int64_t block_size, int64_t head
     if (block_size < 1) return refused("block_size", block_size, ">= 1");
     const bool held =
         std::find(kv_cache::kPageTypes.begin(), kv_cache::kPageTypes.end(), dtype) != kv_cache::kPageTypes.end();
-    if (!held || (panels && dtype == DType::f16)) {
-      return refused("dtype", to_string(dtype),
-                     panels ? "f32, bf16, i8, u8, f8_e4m3 or f8_e5m2" : "f32, bf16, f16, i8, u8, f8_e4m3 or f8_e5m2");
-    }
+    if (!held) return refused("dtype", to_string(dtype), "f32, bf16, f16, i8, u8, f8_e4m3 or f8_e5m2");
     if (panels && block_size % kPanelRows != 0) return refused("block_size", block_size, "a multiple of 32");
     if (panels && dtype == DType::bf16 && head_dim % 2 != 0) return refused("head_dim", head_dim, "even for bf16");
     if (dtype == DType::u8 && head_dim % 2 != 0) return refused("head_dim", head_dim, "even for u8, two numbers each");

@@ -39,7 +39,7 @@ Problem random_problem(Random& random) {
   constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
   p.dtype = kTypes[random.integer(0, 2)];
   p.cache_dtype = kTypes[random.integer(0, 2)];
-  p.layout = p.cache_dtype != DType::f16 && random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
+  p.layout = random.chance(0.5) ? PageLayout::panel32 : PageLayout::norm;
   p.tokens = random.pick<int64_t>({0, 1, 2, 9});
   p.sizes.num_kv_heads = random.integer(1, 3);
   p.num_heads = p.sizes.num_kv_heads * random.integer(0, 3);

@@ -107,7 +107,7 @@ struct SessionOptions {
   // int8: rounded where they meet quantised weights (opst/matmul.h).
   ActivationType activations = ActivationType::exact;
   CacheKind cache = CacheKind::contiguous;
-  // Of a paged cache. Multiples of 32 are read fastest (all but f16 and int4): the layout is then panel32, else norm.
+  // Of a paged cache. Multiples of 32 are read fastest (all but int4): the layout is then panel32, else norm.
   int64_t block_size = 32;
   int64_t prefill_chunk = 512;  // tokens that go through the layers together
   int64_t logit_rows = 1;       // positions whose logits feed_all computes together

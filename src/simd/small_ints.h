@@ -85,18 +85,23 @@ OPST_INLINE I32 load_ints(const int8_t* p) { return {I32::Register{p[0], p[1], p
 #endif
 OPST_INLINE F32 load_i8(const int8_t* p) { return to_f32(load_ints(p)); }
 
+#if defined(__AVX512F__)
+// Each lane gets its byte and moves the number down; the low four bits choose a float.
+OPST_INLINE F32 load_i4(const uint8_t* p) {
+  int64_t bytes;
+  __builtin_memcpy(&bytes, p, 8);
+  const __m512i own = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  const __m512i words = _mm512_shuffle_epi8(_mm512_set1_epi64(bytes), own);
+  const __m512i numbers = _mm512_srlv_epi32(words, _mm512_set1_epi64(int64_t{4} << 32));
+  const __m512 floats = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  return {_mm512_permutexvar_ps(numbers, floats)};
+}
+#else
 // Four bytes hold the numbers of eight lanes (at the generic level, two of four): each lane moves its own to the top of
 // its word, whence it comes down with its sign.
 OPST_INLINE F32 load_i4(const uint8_t* p) {
   constexpr Words::Register kLift =
-#if defined(__AVX512F__)
-      {28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0};
-  uint32_t low, high;
-  __builtin_memcpy(&low, p, 4);
-  __builtin_memcpy(&high, p + 4, 4);
-  const Words words = {(Words::Register)_mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(low)), 0xff00,
-                                                               static_cast<int>(high))};
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
       {28, 24, 20, 16, 12, 8, 4, 0};
   uint32_t bits;
   __builtin_memcpy(&bits, p, 4);
@@ -109,6 +114,7 @@ OPST_INLINE F32 load_i4(const uint8_t* p) {
 #endif
   return to_f32({as_ints(Words{words.v << kLift}).v >> 28});
 }
+#endif
 
 #if defined(__AVX512F__)
 // Bits 0..3: a field of words; above them: bits of high, of whose field the lowest goes to bit 4.

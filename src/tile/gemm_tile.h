@@ -12,14 +12,14 @@
 // Memory     A: MR rows, `lda` words apart, read one word at a time                              L1
 //            B: packed rows of NV vectors, `ldb` words apart (in a panel: ldb = NV * lanes)      L1 or L2, streamed
 //            C: MR * NV accumulators                                                             registers
-//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to four rows, bound by the
+//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to kStreamRows, bound by the
 //            stream of B) the lines at the same offsets of `ahead`, the piece of the stream that is read next but one
 //            or two: the caller knows its address, while the hardware's prefetchers stop at the end of a page
 // Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A. C is the first
 //            summand, so that splitting the depth over several calls adds in the same order
 //
 // A word is one lane of the product instruction's operand: a float, a double, or a pair of bf16 (k, k + 1). Where B is
-// narrower than A (ProductWiden, ProductOfBytes), a word of B goes with kParts words of A.
+// narrower than A (ProductWiden, ProductOfStored), a word of B goes with kParts words of A.
 //
 // MR x NV: 12 x 2 on 32 registers (24 accumulators hide the latency of two FMA units; loads per FMA 0.58), 6 x 2 on 16.
 // Each instantiation is a function of its own: inlined into a larger loop, g++ keeps that loop's constants in registers
@@ -126,9 +126,9 @@ struct ProductWiden : ProductF32 {
   }
 };
 
-// f32 times numbers of eight bits (int8_t, f8_e4m3, f8_e5m2), which are widened in registers.
+// f32 times numbers of another type (f16, int8_t, f8_e4m3, f8_e5m2), which are widened in registers.
 template <class T>
-struct ProductOfBytes : ProductF32 {
+struct ProductOfStored : ProductF32 {
   using WordB = T;
   struct OperandB {
     V v;
@@ -358,11 +358,12 @@ OPST_INLINE auto accumulate_transposed_for(int rows) {
   return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return accumulate_transposed<P, n, NV>; });
 }
 
-inline constexpr int kStreamRows = 4;
+// Vectors side by side, so that rows of B are read whole: kStreamVecs of few rows of A, kTileVecs of more.
+inline constexpr int kFewStreamRows = 4;
 #if defined(__AVX512F__)
-inline constexpr int kStreamVecs = 4;  // side by side, so that rows of B are read whole
+inline constexpr int kStreamRows = 8, kStreamVecs = 4;
 #else
-inline constexpr int kStreamVecs = 2;
+inline constexpr int kStreamRows = kFewStreamRows, kStreamVecs = 2;
 #endif
 template <class P, int NV>
 OPST_INLINE auto stream_product_with_max_for(int rows) {
@@ -372,7 +373,8 @@ OPST_INLINE auto stream_product_with_max_for(int rows) {
 template <class P, int NV>
 OPST_INLINE auto stream_scaled_accumulate_for(int rows) {
   using Ahead = const typename P::WordB*;
-  return with_rows<kStreamRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, Ahead>; });
+  constexpr int kMost = NV > P::kTileVecs ? kFewStreamRows : kStreamRows;
+  return with_rows<kMost>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, Ahead>; });
 }
 
 }  // namespace opst::OPST_ISA_NS::tile

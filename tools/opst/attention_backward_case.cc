@@ -35,6 +35,12 @@ std::string title(const AttentionArguments& arguments, const AttentionSetup& set
   return text;
 }
 
+std::vector<AttentionSetup> backward_setups(const AttentionArguments& arguments) {
+  std::vector<AttentionSetup> setups = attention_setups(arguments);
+  if (setups.front().problem.paged) usage_error("--backward does not go with keys in pages (--pages, --kv-dtype)");
+  return setups;
+}
+
 }  // namespace
 
 AttentionBackwardProblem backward_problem(const AttentionProblem& problem) {
@@ -100,7 +106,7 @@ static GradientError gradient_error(const Context& context, const AttentionCase&
 }
 
 void bench_attention_backward(const AttentionArguments& arguments, int64_t limit_bytes) {
-  const std::vector<AttentionSetup> setups = attention_setups(arguments);
+  const std::vector<AttentionSetup> setups = backward_setups(arguments);
   Context context = make_context(arguments.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true, first = true;
@@ -165,7 +171,7 @@ void bench_attention_backward(const AttentionArguments& arguments, int64_t limit
 }
 
 void check_attention_backward(const AttentionArguments& arguments, bool spoil) {
-  const std::vector<AttentionSetup> setups = attention_setups(arguments);
+  const std::vector<AttentionSetup> setups = backward_setups(arguments);
   Context context = make_context(arguments.num_threads);
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   bool all_ok = true;
@@ -196,7 +202,7 @@ void check_attention_backward(const AttentionArguments& arguments, bool spoil) {
 }
 
 void plan_attention_backward_command(const AttentionArguments& arguments) {
-  const std::vector<AttentionSetup> setups = attention_setups(arguments);
+  const std::vector<AttentionSetup> setups = backward_setups(arguments);
   const Context context = make_context(arguments.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (const AttentionSetup& setup : setups) {

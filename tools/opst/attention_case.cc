@@ -1,276 +1,19 @@
 #include "attention_case.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <cstdio>
 
-#include "shared_prefix_option.h"
 #include "testing/elements.h"
 #include "testing/random.h"
 
 namespace opst::tools {
-
-namespace {
-
-constexpr int64_t kMostHeads = int64_t{1} << 20, kMostTokens = int64_t{1} << 30;
-
-DType parse_dtype(const std::string& name) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64}) {
-    if (name == to_string(dtype)) return dtype;
-  }
-  usage_error("--dtype: " + name + " is not f32, bf16, f16 or f64");
-}
-
-AttentionPath parse_path(const std::string& name) {
-  for (const AttentionPath path : {AttentionPath::automatic, AttentionPath::standard, AttentionPath::flash}) {
-    if (name == to_string(path)) return path;
-  }
-  usage_error("--path: " + name + " is not automatic, standard or flash");
-}
-
-int64_t whole_number(const std::string& text, const std::string& complaint) {
-  int64_t number = 0;
-  const char* end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, number);
-  if (error != std::errc() || rest != end) usage_error(complaint);
-  return number;
-}
-
-// "LEFT,RIGHT", each a whole number or "all".
-void parse_window(const std::string& text, AttentionOptions& options) {
-  const std::string complaint = "--window: '" + text +
-                                "' is not LEFT,RIGHT: two whole numbers (keys before and after the query's own; a "
-                                "negative one leaves out the nearest), or all in place of one";
-  const size_t comma = text.find(',');
-  if (comma == std::string::npos) usage_error(complaint);
-  const auto side = [&](const std::string& word) { return word == "all" ? kUnbounded : whole_number(word, complaint); };
-  options.window_left = side(text.substr(0, comma));
-  options.window_right = side(text.substr(comma + 1));
-}
-
-// "N" or "Q:K".
-AttentionSetup::Sequence parse_sequence(const std::string& text) {
-  const size_t colon = text.find(':');
-  const auto number = [&](const std::string& digits) {
-    const std::string complaint =
-        "--varlen: '" + text + "' is neither a length nor QUERIES:KEYS, 0 to " + std::to_string(kMostTokens);
-    const int64_t length = whole_number(digits, complaint);
-    if (length < 0 || length > kMostTokens) usage_error(complaint);
-    return length;
-  };
-  const int64_t queries = number(text.substr(0, colon));
-  return {queries, colon == std::string::npos ? queries : number(text.substr(colon + 1))};
-}
-
-}  // namespace
-
-AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArguments& a) {
-  const auto dtypes = one_of({"f32", "bf16", "f16", "f64"});
-  const auto count = between(1, kMostHeads), tokens = between(1, kMostTokens), dim = between(1, 768),
-             block = between(1, 4096);
-  command.add_option("--dtype", a.dtype, "Type of query and output: f32, bf16, f16, f64")
-      ->check(dtypes)
-      ->capture_default_str();
-  command.add_option("--kv-dtype", a.kv_dtype, "Type of keys and values (default: as --dtype)")->check(dtypes);
-  CLI::Option* batch = command.add_option("--batch", a.batch, "Sequences")->check(count)->capture_default_str();
-  command.add_option("--heads", a.heads, "Query heads")->check(count)->capture_default_str();
-  command.add_option("--kv-heads", a.kv_heads, "Key/value heads (default: as --heads)")->check(count);
-  CLI::Option* seq =
-      add_list(command, "--seq", a.seq, "Lengths of the keys, separated by commas", tokens)->type_name("INT");
-  command.add_option("--query-len", a.query_len, "Queries (default: as many as keys)")->check(tokens);
-  command.add_option("--head-dim", a.head_dim, "Size of a query and a key, 1 to 768")
-      ->check(dim)
-      ->capture_default_str();
-  command.add_option("--value-head-dim", a.value_head_dim, "Size of a value (default: as --head-dim)")->check(dim);
-  command.add_flag("--causal", a.causal, "A query sees no later keys; the last query sees all");
-  command.add_flag("--top-left", a.top_left, "With --causal, --window or --alibi: query i is at key i instead");
-  command.add_option("--window", a.window,
-                     "LEFT,RIGHT: a query sees so many keys before and after its own; all: no limit; negative: a band "
-                     "away from its own, as in --window=-3,5");
-  command.add_option("--prefix", a.prefix, "Keys at the front that every query sees, at most --seq")
-      ->check(between(0, kMostTokens));
-  CLI::Option* sparse = command.add_option("--sparse", a.sparse, kSparseHelp);
-  CLI::Option* shared = command
-                            .add_option("--shared-prefix", a.shared_prefix,
-                                        "Keys at the front that all sequences of --batch hold in the same pages")
-                            ->check(between(1, kMostTokens))
-                            ->excludes(sparse);
-  add_list(command, "--varlen", a.varlen,
-           "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)",
-           CLI::Validator(""))
-      ->excludes(seq)
-      ->excludes(batch)
-      ->excludes(sparse)
-      ->excludes(shared);
-  command.add_option("--mask", a.mask, "A random mask [1, 1, queries, keys]: bool or additive")
-      ->check(one_of({"bool", "additive"}));
-  command.add_flag("--alibi", a.alibi, "Linear position biases");
-  command.add_option("--softcap", a.softcap, "Bound of the scores, by tanh; 0: none")->check(number_between(0, 1e6));
-  command.add_option("--dropout", a.dropout, "Share of the weights that is dropped, 0 to 0.999")
-      ->check(number_between(0, 0.999));
-  command.add_option("--block-q", a.block_q, "Query rows of a task, 1 to 4096 (default: the plan's choice)")
-      ->check(block);
-  command.add_option("--block-kv", a.block_kv, "Keys of a tile, 1 to 4096 (default: the plan's choice)")->check(block);
-  add_threads_option(command, a.num_threads);
-  command.add_flag("--json", a.json, "Print one JSON object");
-  return {sparse, shared};
-}
-
-// For keys of length kv_len (varlen: of the given lengths).
-static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_len) {
-  AttentionSetup setup;
-  AttentionProblem& p = setup.problem;
-  p.query_dtype = parse_dtype(a.dtype);
-  p.kv_dtype = a.kv_dtype.empty() ? p.query_dtype : parse_dtype(a.kv_dtype);
-  if ((p.query_dtype == DType::f64) != (p.kv_dtype == DType::f64)) {
-    usage_error("--kv-dtype: " + a.kv_dtype + " does not go with --dtype " + a.dtype +
-                ": f64 goes with f64 only, f32, bf16 and f16 with one another");
-  }
-  p.batch = a.batch;
-  p.num_heads = a.heads;
-  p.num_kv_heads = a.kv_heads > 0 ? a.kv_heads : a.heads;
-  if (p.num_heads % p.num_kv_heads != 0) {
-    usage_error("--heads " + std::to_string(p.num_heads) + " is not a multiple of --kv-heads " +
-                std::to_string(p.num_kv_heads));
-  }
-  p.kv_len = kv_len;
-  p.query_len = a.query_len > 0 ? a.query_len : kv_len;
-  if (!a.varlen.empty()) {
-    if (a.query_len > 0) usage_error("--query-len does not go with --varlen: give QUERIES:KEYS");
-    p.varlen_q = p.varlen_k = true;
-    p.batch = static_cast<int64_t>(a.varlen.size());
-    p.query_len = p.kv_len = 0;
-    for (const std::string& text : a.varlen) {
-      setup.sequences.push_back(parse_sequence(text));
-      p.query_len = std::max(p.query_len, setup.sequences.back().query_len);
-      p.kv_len = std::max(p.kv_len, setup.sequences.back().kv_len);
-    }
-  }
-  p.head_dim = a.head_dim;
-  p.value_head_dim = a.value_head_dim > 0 ? a.value_head_dim : a.head_dim;
-  if (a.top_left && !a.causal && a.window.empty() && !a.alibi) {
-    usage_error("--top-left says where the diagonal of --causal, --window or --alibi lies, but none of them is given");
-  }
-  p.options.causal = a.causal;
-  p.options.alignment = a.top_left ? CausalAlignment::top_left : CausalAlignment::bottom_right;
-  p.options.path = parse_path(a.path);
-  p.options.block_q = a.block_q;
-  p.options.block_kv = a.block_kv;
-  if (!a.window.empty()) parse_window(a.window, p.options);
-  p.options.softcap = a.softcap;
-  p.options.dropout = {.keep_prob = 1 - a.dropout, .seed = 1};
-  p.has_mask = a.mask == "bool";
-  p.has_bias = a.mask == "additive";
-  p.has_alibi = a.alibi;
-  p.has_prefix = a.prefix > 0;
-  setup.prefix = a.prefix;
-  int64_t shortest = p.kv_len;
-  for (const AttentionSetup::Sequence& s : setup.sequences) shortest = std::min(shortest, s.kv_len);
-  if (a.prefix > shortest) {
-    usage_error("--prefix: " + std::to_string(a.prefix) + " is more than the " + std::to_string(shortest) +
-                " keys of " + (setup.sequences.empty() ? "--seq" : "a sequence of --varlen"));
-  }
-  if (!a.sparse.empty()) {
-    if (a.prefix > 0) usage_error("--prefix does not go with --sparse: global=N is like it");
-    setup.block_mask = make_sparse(a.sparse, p);
-  }
-  if (a.shared_prefix > 0) share_prefix(a.shared_prefix, p);
-  return setup;
-}
-
-std::vector<AttentionSetup> attention_setups(const AttentionArguments& a) {
-  std::vector<AttentionSetup> setups;
-  if (!a.varlen.empty()) return {attention_setup(a, 0)};
-  for (const int64_t kv_len : a.seq) setups.push_back(attention_setup(a, kv_len));
-  return setups;
-}
-
-std::string options_text(const AttentionArguments& a) {
-  std::string text;
-  char number[64];
-  if (!a.window.empty()) {
-    text += ", window " + a.window;
-  }
-  if (a.prefix > 0) text += ", prefix " + std::to_string(a.prefix);
-  if (!a.sparse.empty()) text += ", sparse " + a.sparse;
-  if (a.shared_prefix > 0) text += ", shared prefix " + std::to_string(a.shared_prefix);
-  if (!a.varlen.empty()) text += ", " + std::to_string(a.varlen.size()) + " sequences";
-  if (!a.mask.empty()) text += ", " + a.mask + " mask";
-  if (a.alibi) text += ", ALiBi";
-  std::snprintf(number, sizeof(number), ", softcap %g", a.softcap);
-  if (a.softcap > 0) text += number;
-  std::snprintf(number, sizeof(number), ", dropout %g", a.dropout);
-  if (a.dropout > 0) text += number;
-  return text;
-}
-
-bool AttentionSetup::has_options() const {
-  const AttentionOptions& o = problem.options;
-  return !sequences.empty() || block_mask != nullptr || problem.paged || problem.has_mask || problem.has_bias ||
-         problem.has_alibi || problem.has_prefix || o.softcap > 0 || o.dropout.keep_prob < 1 ||
-         o.window_left != kUnbounded || o.window_right != kUnbounded;
-}
-
-std::vector<AttentionSetup> AttentionSetup::baseline() const {
-  AttentionSetup plain = *this;
-  if (!sequences.empty()) {
-    std::vector<AttentionSetup> parts;
-    plain.problem.varlen_q = plain.problem.varlen_k = false;
-    plain.problem.batch = 1;
-    plain.sequences.clear();
-    for (const Sequence& s : sequences) {
-      plain.problem.query_len = s.query_len, plain.problem.kv_len = s.kv_len;
-      parts.push_back(plain);
-    }
-    return parts;
-  }
-  AttentionProblem& p = plain.problem;
-  if (p.paged) {
-    p.options.shared_prefix = 0;
-    p.shared_prefix = {};
-    return {plain};
-  }
-  p.has_mask = p.has_bias = p.has_alibi = p.has_prefix = false;
-  plain.prefix = 0;
-  plain.block_mask = nullptr;
-  p.block_mask = {};
-  p.options.softcap = 0;
-  p.options.dropout = {};
-  p.options.window_left = p.options.window_right = kUnbounded;
-  return {plain};
-}
-
-double visible_pairs(const AttentionSetup& setup) {
-  const auto pairs_of = [&](int64_t query_len, int64_t kv_len) {
-    return count_visible(setup.problem.options, query_len, kv_len, setup.prefix).pairs;
-  };
-  if (setup.block_mask != nullptr) {
-    return visible_pairs(setup.block_mask->mask, setup.problem) * static_cast<double>(setup.problem.batch);
-  }
-  if (setup.sequences.empty()) {
-    return pairs_of(setup.problem.query_len, setup.problem.kv_len) * static_cast<double>(setup.problem.batch);
-  }
-  double pairs = 0;
-  for (const AttentionSetup::Sequence& s : setup.sequences) pairs += pairs_of(s.query_len, s.kv_len);
-  return pairs;
-}
-
-double attention_flops(const AttentionSetup& setup) {
-  const AttentionProblem& p = setup.problem;
-  return 2.0 * static_cast<double>(p.head_dim + p.value_head_dim) * visible_pairs(setup) *
-         static_cast<double>(p.num_heads);
-}
 
 AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
   const AttentionProblem& p = setup_.problem;
   const DType statistics = p.query_dtype == DType::f64 ? DType::f64 : DType::f32;
   if (setup.sequences.empty()) {
     inputs_.query = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.head_dim});
-    if (!p.paged) {
-      inputs_.key = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.head_dim});
-      inputs_.value = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.value_head_dim});
-    }
+    make_dense();
     outputs_.out = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.value_head_dim});
     outputs_.softmax_lse = make(statistics, {p.batch, p.num_heads, p.query_len});
   } else {
@@ -288,15 +31,13 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
     inputs_.cu_seqlens_q = make_integers(query_starts_);
     inputs_.cu_seqlens_k = make_integers(key_starts);
   }
-  if (p.paged) {
-    PageTable table(p, p.options.shared_prefix);
-    inputs_.key = make(p.kv_dtype, {table.num_blocks, PageTable::kKeys, p.num_kv_heads, p.head_dim});
-    inputs_.value = make(p.kv_dtype, {table.num_blocks, PageTable::kKeys, p.num_kv_heads, p.value_head_dim});
-    inputs_.block_table = make_integers(table.blocks);
-    inputs_.block_table = ConstTensor::contiguous(DType::i64, {p.batch, table.columns}, inputs_.block_table.data);
-    inputs_.kv_lengths = make_integers(table.lengths);
-  }
   if (setup_.block_mask != nullptr) inputs_.block_mask = setup_.block_mask->mask;
+  if (setup_.selected != nullptr) {
+    const SparseIndicesSizes& sizes = p.sparse_indices;
+    inputs_.sparse_indices = {ConstTensor::contiguous(DType::i32, {p.batch, p.query_len, p.num_kv_heads, sizes.count},
+                                                      setup_.selected->data()),
+                              sizes.block_size};
+  }
   if (p.has_prefix) {
     std::vector<int64_t> prefixes(static_cast<size_t>(p.batch), setup.prefix);
     inputs_.prefix = make_integers(prefixes);
@@ -330,6 +71,18 @@ Tensor AttentionCase::make(DType dtype, std::initializer_list<int64_t> shape) {
   return t;
 }
 
+void AttentionCase::make_dense() {
+  const AttentionProblem& p = setup_.problem;
+  const DType dtype = opst::size_bytes(p.kv_dtype) == 1 ? DType::f32 : p.kv_dtype;
+  const Tensor key = make(dtype, {p.batch, p.num_kv_heads, p.kv_len, p.head_dim}),
+               value = make(dtype, {p.batch, p.num_kv_heads, p.kv_len, p.value_head_dim});
+  inputs_.key = key, inputs_.value = value;
+  if (!p.paged) return;
+  pages_ = std::make_unique<PagedKeys>(p, setup_.kv_format);
+  pages_->store(key, value);
+  pages_->read(key, value);
+}
+
 ConstTensor AttentionCase::make_integers(const std::vector<int64_t>& values) {
   const Tensor t = make(DType::i64, {static_cast<int64_t>(values.size())});
   std::copy(values.begin(), values.end(), static_cast<int64_t*>(t.data));
@@ -345,10 +98,9 @@ int64_t AttentionCase::size_bytes() const {
 void AttentionCase::spoil_values(bool spoiled) {
   const ConstTensor& value = inputs_.value;
   Tensor t = Tensor::contiguous(value.dtype, {value.num_elements()}, const_cast<void*>(value.data));
-  // [tokens, heads, dim], [pages, tokens, heads, dim], else [batch, heads, tokens, dim]
-  const bool tokens_first = value.rank == 3 || setup_.problem.paged;
-  const int64_t dim = value.shape[value.rank - 1], row = tokens_first ? value.shape[value.rank - 2] * dim : dim;
-  const int64_t keys = tokens_first ? value.num_elements() / row : value.shape[2];
+  const bool tokens_first = value.rank == 3;  // [tokens, heads, dim], else [batch, heads, tokens, dim]
+  const int64_t dim = value.shape[value.rank - 1], row = tokens_first ? value.shape[1] * dim : dim;
+  const int64_t keys = tokens_first ? value.shape[0] : value.shape[2];
   size_t next = 0;
   for (int64_t i = 0; i < t.num_elements(); ++i) {
     const int64_t key = i / row % keys;
@@ -357,12 +109,15 @@ void AttentionCase::spoil_values(bool spoiled) {
     test::set(t, i, spoiled ? 0 : lost_[next++]);
   }
   if (!spoiled) lost_.clear();
+  if (spoiled && pages_ != nullptr) pages_->store(inputs_.key, inputs_.value);
 }
 
 void AttentionCase::run(Context& context, AttentionPath path) const {
   AttentionOptions options = setup_.problem.options;
   options.path = path;
-  const Status status = flash_attention_forward(context, inputs_, outputs_, options);
+  AttentionInputs inputs = inputs_;
+  if (pages_ != nullptr) pages_->enter(inputs);
+  const Status status = flash_attention_forward(context, inputs, outputs_, options);
   if (!status.ok()) throw CommandError(1, status.message());
 }
 

@@ -1,18 +1,20 @@
 // What `opst bench|check|plan attention` share: the options that pose a problem, and tensors that hold it.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "command.h"
 #include "opst/attention.h"
+#include "paged_keys.h"
 #include "sparse_option.h"
 
 namespace opst::tools {
 
 struct AttentionArguments {
   std::string dtype = "f32";
-  std::string kv_dtype;  // empty: dtype
+  std::string kv_dtype;  // empty: dtype; else of KvFormat, or f64
   int64_t batch = 1;
   int64_t heads = 1;
   int64_t kv_heads = 0;  // 0: heads
@@ -30,7 +32,9 @@ struct AttentionArguments {
   bool alibi = false;
   int64_t prefix = 0;
   int64_t shared_prefix = 0;
-  std::string sparse;  // kSparseHelp
+  std::string sparse;          // kSparseHelp
+  std::string sparse_indices;  // kSparseIndicesHelp
+  std::string pages;           // norm, panel32; empty: dense keys, but for formats that pages alone hold
   std::string path = "automatic";
   int64_t block_q = 0;
   int64_t block_kv = 0;
@@ -54,7 +58,9 @@ struct AttentionSetup {
   };
   std::vector<Sequence> sequences;  // varlen; empty: all are problem.query_len and problem.kv_len long
   int64_t prefix = 0;
-  std::shared_ptr<const BlockMaskBuffer> block_mask;  // of --sparse
+  std::shared_ptr<const BlockMaskBuffer> block_mask;     // of --sparse
+  std::shared_ptr<const std::vector<int32_t>> selected;  // of --sparse-indices
+  std::string kv_format;                                 // paged: what keys and values are stored as
 
   // Whether some option beyond the causal mask is on.
   bool has_options() const;
@@ -74,8 +80,8 @@ double visible_pairs(const AttentionSetup& setup);
 // 2 (head_dim + value_head_dim) per visible pair and head.
 double attention_flops(const AttentionSetup& setup);
 
-// Random normal tensors [batch, heads, seq, dim], contiguous (varlen: [tokens, heads, dim]; paged: keys and values in
-// pages, of which the sequences share problem.options.shared_prefix keys), and outputs with softmax_lse.
+// Random normal tensors [batch, heads, seq, dim], contiguous (varlen: [tokens, heads, dim]), and outputs with
+// softmax_lse. Paged: key and value of inputs() are what the pages hold that run() reads.
 class AttentionCase {
  public:
   explicit AttentionCase(const AttentionSetup& setup);
@@ -103,6 +109,7 @@ class AttentionCase {
 
  private:
   Tensor make(DType dtype, std::initializer_list<int64_t> shape);
+  void make_dense();
   ConstTensor make_integers(const std::vector<int64_t>& values);
 
   AttentionSetup setup_;
@@ -111,6 +118,7 @@ class AttentionCase {
   AttentionOutputs outputs_;
   std::vector<int64_t> query_starts_;  // varlen
   std::vector<double> lost_;           // values that were spoiled
+  std::unique_ptr<PagedKeys> pages_;
 };
 
 }  // namespace opst::tools

@@ -140,12 +140,20 @@ TEST(OpstAttention, RandomOptionsPass) {
     };
     const std::string dtype = pick({"f32", "bf16", "f16", "f64"});
     add("--dtype", dtype);
-    if (draw(3) == 0 && dtype != "f64") add("--kv-dtype", pick({"f32", "bf16", "f16"}));
+    const bool paged = dtype != "f64" && draw(3) == 0;
+    if (paged) {
+      add("--pages", pick({"norm", "panel32"}));
+      add("--kv-dtype", options.back() == "norm" ? pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8",
+                                                         "int8_offset", "int4", "int4_offset"})
+                                                 : pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8"}));
+    } else if (draw(3) == 0 && dtype != "f64") {
+      add("--kv-dtype", pick({"f32", "bf16", "f16"}));
+    }
     add("--heads", pick({"2", "4"}));
     if (draw(2) == 0) add("--kv-heads", "2");
-    add("--head-dim", pick({"1", "16", "40", "64", "160"}));
-    if (draw(3) == 0) add("--value-head-dim", pick({"1", "24", "72"}));
-    if (draw(4) == 0) {
+    add("--head-dim", pick({paged ? "2" : "1", "16", "40", "64", "160"}));
+    if (draw(3) == 0) add("--value-head-dim", pick({paged ? "2" : "1", "24", "72"}));
+    if (draw(4) == 0 && !paged) {
       add("--varlen", pick({"1,70,5:90,0,33", "64,3:80"}));
     } else {
       add("--seq", pick({"1", "33", "130", "300"}));
@@ -163,7 +171,7 @@ TEST(OpstAttention, RandomOptionsPass) {
     if (draw(4) == 0) add("--dropout", pick({"0.1", "0.7"}));
     if (draw(4) == 0) add("--block-kv", pick({"5", "64"}));
     if (draw(4) == 0) add("--block-q", pick({"3", "48"}));
-    if (draw(3) == 0) {
+    if (draw(3) == 0 && !paged) {
       add("--backward", "");
     } else {
       add("--rows", "20");
@@ -173,6 +181,19 @@ TEST(OpstAttention, RandomOptionsPass) {
     std::string line;
     for (const std::string& option : options) line += option + " ";
     EXPECT_EQ(outcome.exit_code, 0) << line << "\n" << outcome.out << outcome.err;
+  }
+}
+
+TEST(OpstAttention, SparseIndicesPass) {
+  for (const char* const lists : {"1", "20", "3,8", "2,16"}) {
+    for (const std::vector<std::string>& more :
+         {std::vector<std::string>{"--causal"}, {"--backward"}, {"--pages", "norm", "--kv-dtype", "int8"}}) {
+      std::vector<std::string> options = {"check",   "attention", "--sparse-indices", lists, "--seq",      "70",
+                                          "--heads", "4",         "--kv-heads",       "2",   "--head-dim", "40"};
+      options.insert(options.end(), more.begin(), more.end());
+      const Outcome outcome = run_program(options);
+      EXPECT_EQ(outcome.exit_code, 0) << lists << " " << more[0] << "\n" << outcome.out << outcome.err;
+    }
   }
 }
 
@@ -243,6 +264,18 @@ TEST(OpstAttention, RefusesWhatMakesNoSense) {
       {{"--block-q", "100000"}, "--block-q: '100000' is not a whole number from 1 to 4096"},
       {{"--kv-dtype", "f64"}, "--kv-dtype: f64 does not go with --dtype f32"},
       {{"--dtype", "f64", "--kv-dtype", "f32"}, "--kv-dtype: f32 does not go with --dtype f64"},
+      {{"--kv-dtype", "int3"}, "--kv-dtype"},
+      {{"--kv-dtype", "int8", "--varlen", "9,3"},
+       "keys and values in pages (--pages, --kv-dtype) do not go with --varlen"},
+      {{"--pages", "norm", "--dtype", "f64"},
+       "keys and values in pages (--pages, --kv-dtype) do not go with --dtype f64"},
+      {{"--kv-dtype", "int4", "--head-dim", "9"},
+       "--pages, --kv-dtype: page layout norm: head_dim is 9, but must be even for u8, two numbers each"},
+      {{"--pages", "norm", "--backward"}, "--backward does not go with keys in pages (--pages, --kv-dtype)"},
+      {{"--sparse-indices", "0"}, "--sparse-indices: '0' is not COUNT or COUNT,BLOCK, whole numbers from 1 to 2^30"},
+      {{"--sparse-indices", "2,3,4"}, "--sparse-indices: '2,3,4' is not COUNT or COUNT,BLOCK"},
+      {{"--sparse-indices", "9,16", "--seq", "100"},
+       "--sparse-indices: 9 blocks of 16 are more than the 7 of 100 keys"},
       {{"--softcap", "-1"}, "--softcap: '-1' is not a number from 0 to 1e+06"},
       {{"--softcap", "nan"}, "--softcap: 'nan' is not a number"},
       {{"--prefix", "91", "--seq", "90"}, "--prefix: 91 is more than the 90 keys of --seq"},

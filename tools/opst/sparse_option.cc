@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <vector>
+#include <numeric>
+#include <utility>
 
 #include "command.h"
+#include "testing/random.h"
 
 namespace opst::tools {
 
@@ -138,6 +140,52 @@ std::string draw_mask(const BlockMask& mask, const AttentionProblem& problem) {
     picture += "\n";
   }
   return picture;
+}
+
+std::vector<int32_t> make_sparse_indices(const std::string& text, AttentionProblem& p) {
+  int64_t numbers[] = {0, 1};
+  size_t n = 0;
+  for (const std::string& item : list_items(text)) {
+    const char* end = item.data() + item.size();
+    int64_t number = 0;
+    const auto [rest, error] = std::from_chars(item.data(), end, number);
+    if (error != std::errc() || rest != end || number < 1 || number > kMostTokens || n == std::size(numbers)) {
+      usage_error("--sparse-indices: '" + text + "' is not COUNT or COUNT,BLOCK, whole numbers from 1 to 2^30");
+    }
+    numbers[n++] = number;
+  }
+  const auto [count, block] = numbers;
+  const int64_t blocks = (p.kv_len + block - 1) / block;
+  if (count > blocks) {
+    usage_error("--sparse-indices: " + std::to_string(count) + " blocks of " + std::to_string(block) +
+                " are more than the " + std::to_string(blocks) + " of " + std::to_string(p.kv_len) + " keys");
+  }
+  p.sparse_indices = {block, count};
+  std::vector<int32_t> all(static_cast<size_t>(blocks)), lists;
+  std::iota(all.begin(), all.end(), 0);
+  test::Random random(1);
+  for (int64_t row = 0; row < p.batch * p.query_len * p.num_kv_heads; ++row) {
+    for (int64_t i = 0; i < count; ++i) {
+      std::swap(all[static_cast<size_t>(i)], all[static_cast<size_t>(random.integer(i, blocks - 1))]);
+    }
+    lists.insert(lists.end(), all.begin(), all.begin() + count);
+  }
+  return lists;
+}
+
+double visible_pairs(const std::vector<int32_t>& lists, const AttentionProblem& p) {
+  const int64_t block = p.sparse_indices.block_size, per_row = p.num_kv_heads * p.sparse_indices.count;
+  const int64_t shift = p.options.alignment == CausalAlignment::bottom_right ? p.kv_len - p.query_len : 0;
+  double pairs = 0;
+  for (size_t n = 0; n < lists.size(); ++n) {
+    // The query is at key `at`.
+    const int64_t at = static_cast<int64_t>(n) / per_row % p.query_len + shift, left = p.options.window_left;
+    const int64_t right = p.options.causal ? std::min<int64_t>(p.options.window_right, 0) : p.options.window_right;
+    const int64_t first = left == kUnbounded ? 0 : at - left, last = right == kUnbounded ? p.kv_len : at + right + 1;
+    const int64_t begin = std::max<int64_t>(lists[n] * block, first);
+    pairs += static_cast<double>(std::max<int64_t>(std::min({(lists[n] + 1) * block, p.kv_len, last}) - begin, 0));
+  }
+  return pairs / static_cast<double>(p.num_kv_heads);
 }
 
 }  // namespace opst::tools

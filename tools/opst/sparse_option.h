@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "opst/block_patterns.h"
 
@@ -18,6 +19,16 @@ std::shared_ptr<const BlockMaskBuffer> make_sparse(const std::string& text, Atte
 
 // Pairs of a query and a key that mask, causal mask and windows show, of one head; the mean over the mask's heads.
 double visible_pairs(const BlockMask& mask, const AttentionProblem& problem);
+
+inline constexpr const char* kSparseIndicesHelp =
+    "COUNT or COUNT,BLOCK: each query sees so many random blocks of BLOCK keys (1, or a power of two) by a list of its "
+    "own";
+
+// Lists [batch, query_len, num_kv_heads, count] by `text` for a problem, whose sparse_indices become what a plan needs.
+// A CommandError where the text is wrong, or asks for more blocks than the keys have.
+std::vector<int32_t> make_sparse_indices(const std::string& text, AttentionProblem& problem);
+// Pairs that lists, causal mask and windows show, of one head; the mean over the KV heads.
+double visible_pairs(const std::vector<int32_t>& lists, const AttentionProblem& problem);
 
 // The first head's blocks, a character each: # visible, . not; of more than 96 in a row or column several share one,
 // + where only some of them are visible.

@@ -159,7 +159,7 @@ inline Draw draw(Random& random) {
   const int64_t batch = random.pick<int64_t>({1, 1, 2, 3});
   d.varlen_q = random.chance(0.4);
   d.keys = random.pick({Keys::dense, Keys::dense, Keys::varlen, Keys::varlen, Keys::norm_pages, Keys::panel_pages});
-  if (d.keys == Keys::panel_pages && (d.query_dtype == DType::f64 || d.kv_dtype == DType::f16)) {
+  if (d.keys == Keys::panel_pages && d.query_dtype == DType::f64) {
     d.keys = Keys::norm_pages;
   }
   if (d.keys == Keys::panel_pages && d.kv_dtype == DType::bf16) d.head_dim += d.head_dim % 2;

@@ -10,7 +10,8 @@ namespace {
 struct Types {
   DType query, kv;
 };
-constexpr Types kTypes[] = {{DType::f32, DType::f32}, {DType::bf16, DType::bf16}, {DType::f32, DType::bf16}};
+constexpr Types kTypes[] = {
+    {DType::f32, DType::f32}, {DType::bf16, DType::bf16}, {DType::f32, DType::bf16}, {DType::f16, DType::f16}};
 
 TEST(AttentionPanelPages, AgreeWithTheReference) {
   Random random(seed());
