@@ -108,7 +108,9 @@ RowLimits limit_rows(const AttentionProblem& p, const Machine& m, const Geometry
   const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 120);
   RowLimits rows = {most, most + most / 4, most + most / 4};
   // Twice as many where heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
-  if (attention::heads_of(p) >= kWantedTasks / 2) {
+  // Of varlen calls the heads of one sequence count: a sequence is cut as it would be alone.
+  const int64_t heads = p.varlen_q ? p.num_kv_heads : attention::heads_of(p);
+  if (heads >= kWantedTasks / 2) {
     rows.whole_of_tile = std::max(rows.whole, std::min<int64_t>(by_l2, kMostWholeRows));
   }
   return rows;
