@@ -17,7 +17,22 @@ import check_layers
 
 FILE_LINES = 500  # a file is read at one sitting
 FUNCTION_LINES = 80
-LIBRARY_LINES = 19500  # without src/model and the examples of docs/extending.md
+# Lines of each room, headers in include/opst among them. A room may grow by what a new family of operators needs: whoever
+# raises a bound says in the commit what the lines buy, and why the room's furniture did not hold it already.
+ROOM_LINES = {
+    "attention": 10600,
+    "core": 1350,
+    "graph": 1950,
+    "kv_cache": 2000,
+    "machine": 1475,
+    "matmul": 4650,
+    "model": 3450,
+    "moe": 1600,
+    "quant": 1000,
+    "rowwise": 1250,
+    "simd": 1450,
+    "tile": 625,
+}
 # The examples in src/extending: how their files begin, and what each costs its author, without its tests.
 EXAMPLES = {
     "the fused operator": (("normed_matmul",), 160),
@@ -63,7 +78,8 @@ def measure(root):
     files = library_files(root)
     lines = {f.path: count_lines(root, f) for f in files}
     rooms = {f.path: f.room for f in files}
-    bounded("lines of the library without model", sum(n for p, n in lines.items() if rooms[p] not in {"model", "extending"}), LIBRARY_LINES)
+    for room in sorted(set(rooms.values()) - {"extending"}):
+        bounded(f"lines of room {room}", sum(n for p, n in lines.items() if rooms[p] == room), ROOM_LINES.get(room, 0))
     examples = {pathlib.Path(p).name: n for p, n in lines.items() if rooms[p] == "extending"}
     for what, (names, bound) in EXAMPLES.items():
         bounded(f"lines of {what} in docs/extending.md", sum(n for p, n in examples.items() if p.startswith(names)), bound)
@@ -88,7 +104,7 @@ def self_test():
         extending.mkdir()
         statement = "  x += 1;\n"
         (room / "function.cc").write_text(f"int f(int x) {{\n{statement * (FUNCTION_LINES - 2)}}}\n")
-        (room / "tile_test.cc").write_text("\n" * 2 * LIBRARY_LINES)
+        (room / "tile_test.cc").write_text("\n" * 2 * ROOM_LINES["tile"])
         (room / "file.h").write_text("\n" * FILE_LINES)
         (extending / "normed_matmul.cc").write_text("\n" * EXAMPLES["the fused operator"][1])
         (extending / "weight_format_isa.cc").write_text("\n" * EXAMPLES["the weight format"][1])
@@ -101,7 +117,8 @@ def self_test():
             "a long operator": lambda: (extending / "normed_matmul.h").write_text("\n"),
             "a long format": lambda: (extending / "block_w5.h").write_text("\n"),
             "an example without a name": lambda: (extending / "other.h").write_text("\n"),
-            "a large library": lambda: [(room / f"{i}.cc").write_text("\n" * 400) for i in range(LIBRARY_LINES // 400)],
+            "a large room": lambda: [(room / f"{i}.cc").write_text("\n" * 400) for i in range(ROOM_LINES["tile"] // 400)],
+            "a room without a bound": lambda: ((root / "src/attic").mkdir(), (root / "src/attic/file.h").write_text("\n")),
         }
         for i, (name, make) in enumerate(faults.items(), 1):
             make()

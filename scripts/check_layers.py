@@ -45,8 +45,8 @@ USERS = {"graph", "model", "tools", "python", "examples"}
 # include/opst/NAME.h belongs to the room of that name, except:
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
                        "attention_backward": "attention", "block_mask": "attention",
-                       "block_patterns": "attention", "lightning_indexer": "attention", "page_layout": "kv_cache",
-                       "quant_format": "quant", "rope_style": "rowwise", "sparse_indices": "attention"}
+                       "block_patterns": "attention", "grouped_matmul": "matmul", "lightning_indexer": "attention",
+                       "page_layout": "kv_cache", "quant_format": "quant", "rope_style": "rowwise", "sparse_indices": "attention"}
 
 # Kernel code may also include these, which hold types and constants only.
 PLAIN_DATA = {"include/opst/dtype.h", "include/opst/page_layout.h", "include/opst/quant_format.h", "src/quant/formats.h"}

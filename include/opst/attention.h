@@ -28,8 +28,8 @@
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it. Pages of i8, u8 (with scales,
 //   and offsets where there are some), f8_e4m3 and f8_e5m2 are read where they are, without a copy of the cache in floats. Rows of
 //   norm pages lie with unit stride then. Of panel32 pages those of u8, and those of i8 with offsets or several scales
-//   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN is
-//   refused.
+//   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN,
+//   and an offset that is not finite, are refused: those of keys that some query sees.
 //
 // Which keys query i of a sequence sees: key j where all of these hold
 //   - j < kv_lengths[b], if there are lengths;
@@ -47,12 +47,13 @@
 // by the bool mask, the block mask or a list never matter. A bias adds: -inf hides its key (a NaN score stays NaN), the
 // lowest finite float is only a very small score. Accumulation is in f32 (f64 for f64). The same bits for any number of
 // threads, for contiguous keys and norm pages of the same values, and for a sequence whatever others the call has (but
-// with a block mask, or dropout). An option that changes nothing (a mask of ones,
-// keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
+// with a block mask, dropout, or pages that neighbours share, options.shared_prefix). An option that changes nothing (a
+// mask of ones, keep_prob = 1) changes no bit; a block mask of all blocks may, since tiles are cut where it is.
 //
 // Time 2 * (head_dim + value_head_dim) * visible pairs * num_heads flops; memory beyond inputs and outputs: at most one
-// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, and a fixed
-// amount per thread (plan_attention tells). Masks are never expanded.
+// packed copy of the keys and values, sums of up to 31 blocks of rows for each sequence whose keys are split, sums of the
+// rows of sequences that share keys, and a fixed amount per thread (plan_attention and plan_shared_prefix tell). Masks
+// are never expanded.
 //
 //   flash_attention_forward(context, {.query = q, .key = k, .value = v}, {.out = o}, {.causal = true});
 //
@@ -85,6 +86,9 @@ namespace opst {
 //   top_left       j <= i
 //   bottom_right   j <= i + kv_len - query_len       (the last query sees every key; what a KV cache needs)
 enum class CausalAlignment : uint8_t { top_left, bottom_right };
+
+// The value of AttentionOptions::shared_prefix by which the plan finds what sequences share.
+inline constexpr int64_t kFindShared = -1;
 
 // A side of a window that hides nothing.
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
@@ -186,6 +190,9 @@ struct AttentionOptions {
   AlibiForm alibi_form = AlibiForm::linear;
   int64_t alibi_query_start = 0, alibi_key_start = 0;  // of a sequence that was cut: indices of its first query and key
   PageLayout page_layout = PageLayout::norm;           // of keys and values, with a block_table
+  // Leading keys that neighbouring sequences hold in the same pages, read once for all of them: those that block_table
+  // shows (kFindShared); none (0); or the first n keys of all sequences, which it must show. See plan_shared_prefix.
+  int64_t shared_prefix = kFindShared;
   DropoutOptions dropout = {};
 };
 
@@ -218,6 +225,14 @@ struct SparseIndicesSizes {
   explicit operator bool() const { return block_size > 0; }
 };
 
+// Groups of neighbouring sequences of few queries whose first keys lie in the same pages.
+struct SharedPrefixSizes {
+  int64_t groups = 0;       // 0: nothing is shared
+  int64_t queries = 0;      // the most of a group, of all its sequences
+  int64_t all_queries = 0;  // of all groups
+  int64_t keys = 0;         // the most that a group shares
+};
+
 // What a plan depends on.
 struct AttentionProblem {
   DType query_dtype = DType::f32, kv_dtype = DType::f32;
@@ -241,6 +256,7 @@ struct AttentionProblem {
   int64_t rope_dim = 0;         // columns of query_rope and key_rope
   bool copies_keys = false;     // key_rope is not the columns behind key's: keys of a tile are copied
   bool values_of_keys = false;  // values are the first columns of the keys' rows (multi-head latent attention)
+  SharedPrefixSizes shared_prefix = {};
 };
 
 // How keys and values reach the micro-kernels.
@@ -286,6 +302,22 @@ struct AttentionPlan {
 // enumerator) has a plan of no tasks and no memory whose reason says so. More than 2^56 tasks or bytes count as 2^56.
 AttentionPlan plan_attention(const AttentionProblem& problem, const Machine& machine);
 std::string to_string(const AttentionPlan& plan);
+
+// A cascade: where groups of sequences share leading keys (AttentionOptions::shared_prefix), the call begins with a
+// loop over these, whose rows are the stacked queries of a group; the loops of plan_attention begin behind them, and
+// join.
+struct SharedPrefixPlan {
+  int64_t groups = 0;              // 0: nothing is shared
+  int64_t keys = 0;                // the most that a group shares; a call cuts them to whole tiles of its own loop
+  AttentionPlan prefix = {};       // of the first loop
+  int64_t scratch_bytes_sums = 0;  // which the loops have in common
+  const char* reason = "";         // why, or why nothing is shared
+
+  // Of a call with this and a plan of its own.
+  int64_t scratch_bytes(const AttentionPlan& own, int num_threads) const;
+};
+SharedPrefixPlan plan_shared_prefix(const AttentionProblem& problem, const Machine& machine);
+std::string to_string(const SharedPrefixPlan& plan);
 
 // Joins attention over parts k of the keys (split keys, a ring of ranks, a shared prefix) into attention over all keys.
 //   out = sum over k of exp(lse_k - L) out_k          L: the lse of the result

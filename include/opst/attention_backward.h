@@ -12,6 +12,7 @@
 //   softmax_lse  f32 (f64) [batch, num_heads, query_len]         or softmax_max and softmax_sum
 // give
 //   grad_query, grad_key, grad_value    shapes of query, key, value; f32, bf16, f16; f64 where query is
+//   grad_query_rope, grad_key_rope      shapes of query_rope, key_rope, where ropes lie apart; dtypes as grad_query's
 //   grad_bias, grad_sinks               shapes of bias, sinks; f32 (f64)
 // With cu_seqlens_q or cu_seqlens_k these, too, hold the sequences one after the other. Rows behind the last sequence
 // get 0. With a block_table grad_key and grad_value have the shapes of the cache, [num_blocks, block_size,
@@ -34,9 +35,8 @@
 //                            {.grad_query = gq, .grad_key = gk, .grad_value = gv}, options);
 //
 // Errors: invalid_argument names the tensor or option, the dimension and both values; nothing has been written then.
-// unsupported: panel32 pages (convert_pages gives norm ones); a rope apart (join the columns); sparse indices with a bool
-// mask, a bias, ALiBi or dropout. With sparse indices memory grows by sums for every key in f32 (f64), and by those of a
-// list for each thread.
+// unsupported: panel32 pages (convert_pages gives norm ones); grad_bias with sparse indices. With sparse indices memory
+// grows by sums for every key in f32 (f64), and by those of a list for each thread.
 //
 // Source: Dao et al., "FlashAttention" (2022), appendix B.4.
 #pragma once
@@ -63,6 +63,8 @@ struct AttentionGradients {
   Tensor grad_value = {};
   Tensor grad_bias = {};
   Tensor grad_sinks = {};
+  Tensor grad_query_rope = {};
+  Tensor grad_key_rope = {};
 };
 
 Status flash_attention_backward(Context& context, const AttentionInputs& inputs, const AttentionSaved& saved,

@@ -18,8 +18,8 @@
 //   causal    j <= p
 //   documents j and p in the same [documents[n], documents[n + 1])
 //
-// The same mask on every machine. Time and memory: proportional to the pairs of blocks (dilation and stride beyond
-// block_q: to tokens). Errors: invalid_argument names the field and its value; out_of_memory.
+// The same mask on every machine. Time and memory: proportional to the pairs of blocks, with a dilation or stride beyond
+// block_q to that and for each query block to the keys by it. Errors: invalid_argument names the field and its value; out_of_memory.
 //
 // Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019); Beltagy et al., "Longformer"
 // (2020); Zaheer et al., "Big Bird" (2020); the generator is splitmix64 (Steele et al., 2014).

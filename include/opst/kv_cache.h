@@ -98,7 +98,8 @@ struct ScatterOptions {
 //   offsets      scale = (max(x, 0) - min(x, 0)) / 255 (15)      q = round(x / scale) - offset, offset a whole number
 //   a group of zeros, or whose scale is rounded to 0             scale 0
 //   a group with a NaN or an infinity                            scale +inf, q = -offset = 0: every number read is NaN
-//   scales given: a scale of 0                                   every number read is 0
+//   scales given: a scale of 0; a NaN of another group           q = -offset: the numbers read are 0
+//   scales given: an infinity, or what is beyond the integers    the end of their range, -128 or 127 (int4: -8 or 7)
 // Any strides of key, value and slot_mapping; the caches overlap neither each other nor the inputs. Of several tokens
 // with one slot the last wins. Cache rows that no slot names keep their bytes. Errors: invalid_argument for shapes and
 // dtypes that disagree, scales that are missing, not wanted or wrong, groups that do not divide a row, and for a slot

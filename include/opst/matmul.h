@@ -38,18 +38,24 @@ class PackedWeight {
   // Each but the last has a multiple of 16 rows. Errors: as above, and invalid_argument where they do not fit together.
   static Result<PackedWeight> pack(Context& context, std::span<const QuantMatrix> parts);
 
+  // A stack: `count` weights of one shape in one buffer, each of which a grouped product multiplies with rows of its own
+  // (grouped_matmul.h). weights [count, n, k], or the matrices. Errors: as above.
+  static Result<PackedWeight> pack_stack(Context& context, const ConstTensor& weights);
+  static Result<PackedWeight> pack_stack(Context& context, std::span<const QuantMatrix> weights);
+
   QuantFormat format() const { return format_; }
+  int64_t count() const { return count_; }  // of a stack; else 1
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }
   int64_t size_bytes() const { return data_.size_bytes(); }
   const void* data() const { return data_.data(); }
 
  private:
-  PackedWeight(QuantFormat format, int64_t n, int64_t k, Buffer data)
-      : format_(format), n_(n), k_(k), data_(std::move(data)) {}
+  PackedWeight(QuantFormat format, int64_t count, int64_t n, int64_t k, Buffer data)
+      : format_(format), count_(count), n_(n), k_(k), data_(std::move(data)) {}
 
   QuantFormat format_ = QuantFormat::f32;
-  int64_t n_ = 0, k_ = 0;
+  int64_t count_ = 1, n_ = 0, k_ = 0;
   Buffer data_;
 };
 
@@ -147,7 +153,10 @@ class PackedIntWeight {
   static Result<PackedIntWeight> pack(Context& context, const IntMatrix& weight);
   // [n, k] i8 as it is: every scale is 1.
   static Result<PackedIntWeight> pack(Context& context, const ConstTensor& weight);
+  // A stack, as PackedWeight::pack_stack: matrices of one shape, all with zeros or none. Errors: as above.
+  static Result<PackedIntWeight> pack_stack(Context& context, std::span<const IntMatrix> weights);
 
+  int64_t count() const { return count_; }  // of a stack; else 1
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }
   int64_t groups() const { return groups_; }
@@ -157,10 +166,10 @@ class PackedIntWeight {
   const void* data() const { return data_.data(); }
 
  private:
-  PackedIntWeight(int64_t n, int64_t k, int64_t groups, int bits, bool has_zeros, Buffer data)
-      : n_(n), k_(k), groups_(groups), bits_(bits), has_zeros_(has_zeros), data_(std::move(data)) {}
+  PackedIntWeight(int64_t count, int64_t n, int64_t k, int64_t groups, int bits, bool has_zeros, Buffer data)
+      : count_(count), n_(n), k_(k), groups_(groups), bits_(bits), has_zeros_(has_zeros), data_(std::move(data)) {}
 
-  int64_t n_ = 0, k_ = 0, groups_ = 1;
+  int64_t count_ = 1, n_ = 0, k_ = 0, groups_ = 1;
   int bits_ = 8;
   bool has_zeros_ = false;
   Buffer data_;
@@ -252,8 +261,8 @@ struct MatmulPlan {
   int64_t scratch_bytes(int num_threads) const;
 };
 
-// A pure function. The number of threads decides only how products of few rows cut the outputs into tasks; no bit of a
-// result depends on it. Rows that fixed point cannot hold are multiplied by few_rows nevertheless: a plan does not know
+// A pure function. The number of threads decides only how products of few rows cut the outputs into tasks, and whether
+// tasks of rows that are quantised have whole rows; no bit of a result depends on it. Rows that fixed point cannot hold are multiplied by few_rows nevertheless: a plan does not know
 // the values of x. For any numbers: a problem that no call may pose (a size that is negative or beyond 2^56, k that is
 // not whole blocks, an unknown enumerator) has a plan of no tasks and no memory whose reason says so. Counts of tasks
 // and bytes beyond 2^56 are 2^56.

@@ -26,8 +26,9 @@
 // matters to bool masks, biases, ALiBi and dropout: with any of them the keys of a block are computed apart from those
 // of other blocks, which is slow where blocks are short.
 //
-// Backward (attention_backward.h) takes lists without bool masks, biases, ALiBi and dropout, and no rope apart. Of values
-// that are columns of the keys grad_key and grad_value are tensors of their own, which the caller adds.
+// Backward (attention_backward.h) takes lists, and ropes apart, which have gradients of their own; of a bias there is no
+// gradient with lists. Of values that are columns of the keys grad_key and grad_value are tensors of their own, which the
+// caller adds.
 //
 // Rope apart. With query_rope [batch, num_heads, query_len, rope_dim] and key_rope [batch, num_kv_heads, kv_len,
 // rope_dim] (varlen and paged: shaped like query and key) the score is [query | query_rope] . [key | key_rope], and

@@ -36,11 +36,13 @@ T parse(const std::string& text, const char* name, std::initializer_list<std::pa
   raise(PyExc_ValueError, std::string(name) + " is \"" + text + "\", must be one of " + known);
 }
 
-// The tensor that a member of AttentionInputs, or of its block mask, names.
+// The tensor that a member of AttentionInputs, or of its block mask or its lists, names.
 template <auto kField, class Inputs>
 auto& tensor_of(Inputs& inputs) {
   if constexpr (std::is_same_v<decltype(kField), ConstTensor BlockMask::*>) {
     return inputs.block_mask.*kField;
+  } else if constexpr (std::is_same_v<decltype(kField), ConstTensor SparseIndices::*>) {
+    return inputs.sparse_indices.*kField;
   } else {
     return inputs.*kField;
   }
@@ -179,13 +181,10 @@ void bind_attention(nb::module_& module) {
   block_mask_size<&BlockMask::block_kv>(type, "block_mask_block_kv");
   input.operator()<&AttentionInputs::query_rope>("query_rope");
   input.operator()<&AttentionInputs::key_rope>("key_rope");
-  type.def(
-      "set_sparse_indices",
-      [](AttentionCall& call, const View& indices, int64_t block_size) {
-        call.kept.push_back(indices);
-        call.inputs.sparse_indices = {call.kept.back().input(), block_size};
-      },
-      nb::arg("indices"), nb::arg("block_size"));
+  input.operator()<&SparseIndices::indices>("sparse_indices");
+  type.def_prop_rw(
+      "sparse_block_size", [](const AttentionCall& call) { return call.inputs.sparse_indices.block_size; },
+      [](AttentionCall& call, int64_t value) { call.inputs.sparse_indices.block_size = value; });
 
   option<&AttentionOptions::softmax_scale>(type, "softmax_scale");
   option<&AttentionOptions::causal>(type, "causal");
@@ -197,6 +196,7 @@ void bind_attention(nb::module_& module) {
   option<&AttentionOptions::bias_scale>(type, "bias_scale");
   option<&AttentionOptions::alibi_query_start>(type, "alibi_query_start");
   option<&AttentionOptions::alibi_key_start>(type, "alibi_key_start");
+  option<&AttentionOptions::shared_prefix>(type, "shared_prefix");
   dropout_option<&DropoutOptions::keep_prob>(type, "keep_prob");
   dropout_option<&DropoutOptions::seed>(type, "seed");
   dropout_option<&DropoutOptions::offset>(type, "offset");
@@ -249,7 +249,8 @@ void bind_attention(nb::module_& module) {
       "backward",
       [](const AttentionCall& call, Context& context, const View& out, const View& grad_out, const View* lse,
          const View* max, const View* sum, const View* grad_lse, const View* grad_query, const View* grad_key,
-         const View* grad_value, const View* grad_bias, const View* grad_sinks) {
+         const View* grad_value, const View* grad_bias, const View* grad_sinks, const View* grad_query_rope,
+         const View* grad_key_rope) {
         const AttentionSaved saved = {.out = out.input(),
                                       .softmax_lse = input_or_empty(lse),
                                       .softmax_max = input_or_empty(max),
@@ -260,14 +261,17 @@ void bind_attention(nb::module_& module) {
                                               .grad_key = output_or_empty(grad_key, "grad_key"),
                                               .grad_value = output_or_empty(grad_value, "grad_value"),
                                               .grad_bias = output_or_empty(grad_bias, "grad_bias"),
-                                              .grad_sinks = output_or_empty(grad_sinks, "grad_sinks")};
+                                              .grad_sinks = output_or_empty(grad_sinks, "grad_sinks"),
+                                              .grad_query_rope = output_or_empty(grad_query_rope, "grad_query_rope"),
+                                              .grad_key_rope = output_or_empty(grad_key_rope, "grad_key_rope")};
         run([&] { return flash_attention_backward(context, call.inputs, saved, gradients, call.options); });
       },
       nb::arg("context"), nb::arg("out"), nb::arg("grad_out"), nb::arg("softmax_lse").none() = nb::none(),
       nb::arg("softmax_max").none() = nb::none(), nb::arg("softmax_sum").none() = nb::none(),
       nb::arg("grad_lse").none() = nb::none(), nb::arg("grad_query").none() = nb::none(),
       nb::arg("grad_key").none() = nb::none(), nb::arg("grad_value").none() = nb::none(),
-      nb::arg("grad_bias").none() = nb::none(), nb::arg("grad_sinks").none() = nb::none());
+      nb::arg("grad_bias").none() = nb::none(), nb::arg("grad_sinks").none() = nb::none(),
+      nb::arg("grad_query_rope").none() = nb::none(), nb::arg("grad_key_rope").none() = nb::none());
   type.def("plan", &plan, nb::arg("context"));
 
   module.def("attend_plain", &attend_plain, nb::arg("context"), nb::arg("query"), nb::arg("key"), nb::arg("value"),

@@ -13,5 +13,6 @@ NB_MODULE(_core, module) {
   bind_rowwise(module);
   bind_matmul(module);
   bind_kv_cache(module);
+  bind_moe(module);
   bind_model(module);
 }

@@ -244,7 +244,8 @@ def paged_attention_(d: Draw) -> Call:
                 kv_lengths=d.integers([d.integer(0, s.kv_len) for _ in range(s.batch)])),
         **inputs, **_tree(d, s, varlen), **_numbers(d, "paged"),
         **given(causal=d.option((True, False)), layout=d.option((c.layout,)), return_lse=d.option((False, True)),
-                return_statistics=d.option((False, False, True)), actual_seq_qlen=d.integers(_ends(d, s.batch, s.q_len)) if varlen else None,
+                return_statistics=d.option((False, False, True)), shared_prefix=d.option((-1, 0, *((c.block_size, 3) if d.wildly(8) else ()))),
+                actual_seq_qlen=d.integers(_ends(d, s.batch, s.q_len)) if varlen else None,
                 out=d.maybe(lambda: d.array(x, [*shape[:-1], s.value_dim], written=True), 3))})
 
 

@@ -1,4 +1,4 @@
-"""One case for each public function of rowwise, matmul, quant and kv_cache: a call that mostly makes sense.
+"""One case for each public function of rowwise, matmul, quant, moe and kv_cache: a call that mostly makes sense.
 
 A case draws its sizes, dtypes and options and gives a Call; `Draw` puts the surprises into the arrays. CASES has them all.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from draws import Draw
 from judge import Call, Made
 
-from ops_transformer import kv_cache, matmul, quant, rowwise
+from ops_transformer import kv_cache, matmul, moe, quant, rowwise
 
 CASES: Dict[str, Callable[[Draw], Call]] = {}
 
@@ -326,6 +326,83 @@ def dynamic_quant(d: Draw) -> Call:
     shape[-1] += shape[-1] % 2
     return Call(quant.dynamic_quant, given(x=d.array(x, shape), bits=d.option((4, 8)),
                                            smooth_scales=d.maybe(lambda: d.array("f32", shape[-1:]))), tolerance=0.0)
+
+
+# ---- moe -------------------------------------------------------------------------------------------------------------
+
+
+def _slots(d: Draw, tokens: int, top_k: int, end: int) -> Any:
+    """Integers [tokens, top_k] in [-1, end)."""
+    high = max(end - 1, 0) if not d.wildly(16) else end
+    return d.integers([d.integer(-1, high) for _ in range(tokens * top_k)], (tokens, top_k))
+
+
+@case
+def moe_gating(d: Draw) -> Call:
+    tokens, groups = d.outward(1, 5), d.pick((1, 2, 4))
+    experts = groups * d.size(1, 20)
+    x = d.array(d.real(), [tokens, experts])
+    return Call(moe.moe_gating, given(
+        logits=x, top_k=d.option((1, 2, 3)), scores=d.option(("softmax", "sigmoid")), bias=d.maybe(lambda: d.array("f32", [experts])),
+        renormalise=d.option((False, True)), routed_scaling_factor=d.option((1.0, 2.5)), num_groups=d.option((groups,)),
+        kept_groups=d.option((groups, 1)), group_score=d.option(("max", "top2_sum")), nan_is_error=d.option((False, True)),
+        return_scores=d.option((False, True))))
+
+
+@case
+def moe_gating_backward(d: Draw) -> Call:
+    tokens, experts, top_k, x = d.size(1, 5), d.size(1, 40), d.size(1, 2), d.real()
+    return Call(moe.moe_gating_backward, given(
+        logits=d.array(x, [tokens, experts]), topk_ids=_slots(d, tokens, top_k, experts),
+        grad_topk_weights=d.array(d.pick((x, "f32")), [tokens, top_k]), grad_scores=d.maybe(lambda: d.array("f32", [tokens, experts])),
+        scores=d.option(("softmax", "sigmoid")), renormalise=d.option((False, True))))
+
+
+@case
+def moe_routing(d: Draw) -> Call:
+    tokens, experts, top_k = d.size(1, 30), d.size(1, 9), d.size(1, 4)
+    return Call(moe.moe_routing, given(
+        topk_ids=_slots(d, tokens, top_k, experts), num_experts=d.option((experts,)), capacity=d.maybe(lambda: d.option((1, 5))),
+        rows=d.maybe(lambda: d.option((0, 7, 200)), 4), expert_begin=d.option((0, 0, experts // 2)), cumulative_ends=d.option((False, True))),
+        tolerance=0.0)
+
+
+@case
+def moe_compute_expert_tokens(d: Draw) -> Call:
+    ids = sorted(d.integer(0, 6) for _ in range(d.size(1, 20)))
+    return Call(moe.moe_compute_expert_tokens, given(sorted_ids=d.integers(ids), num_experts=d.option((7, 9))), tolerance=0.0)
+
+
+@case
+def moe_permute(d: Draw) -> Call:
+    tokens, rows, x, shape = d.size(1, 5), d.outward(1, 9), d.real(), [d.size(1, 70)]
+    tensor = d.array(x, [tokens, *shape])
+    slots = d.integers([d.integer(-1, max(2 * tokens - 1, 0)) for _ in range(rows)] if 0 <= rows < 10 else [-1])
+    return Call(moe.moe_permute, given(tokens=tensor, slot_of_row=slots, top_k=d.option((2, 2, 3)), out=_out(d, tensor, x, [rows, *shape])),
+                tolerance=0.0)
+
+
+@case
+def moe_finalize(d: Draw) -> Call:
+    tokens, rows, top_k, features, x, experts = d.size(1, 5), d.size(1, 9), d.size(1, 4), d.size(1, 70), d.real(), d.size(1, 3)
+    expanded, biased = d.array(x, [rows, features]), d.coin()
+    return Call(moe.moe_finalize, given(
+        expanded=expanded, row_of_slot=_slots(d, tokens, top_k, rows),
+        topk_weights=d.maybe(lambda: d.array(d.pick((x, "f32")), [tokens, top_k])),
+        skip1=d.maybe(lambda: d.array(x, [tokens, features])), skip2=d.maybe(lambda: d.array(x, [tokens, features])),
+        bias=d.array(x, [experts, features]) if biased else None, topk_ids=_slots(d, tokens, top_k, experts) if biased else None,
+        out=_out(d, expanded, x, [tokens, features])))
+
+
+@case
+def moe_finalize_backward(d: Draw) -> Call:
+    tokens, top_k, features, x, experts = d.size(1, 5), d.size(1, 4), d.size(1, 70), d.real(), d.size(1, 3)
+    rows, biased = d.integer(1, 25), d.coin()
+    slots = [slot if slot < rows else -1 for slot in range(tokens * top_k)]
+    return Call(moe.moe_finalize_backward, given(
+        grad_out=d.array(x, [tokens, features]), expanded=d.array(x, [rows, features]), row_of_slot=d.integers(slots, (tokens, top_k)),
+        topk_weights=d.maybe(lambda: d.array(d.pick((x, "f32")), [tokens, top_k])),
+        bias=d.array(x, [experts, features]) if biased else None, topk_ids=_slots(d, tokens, top_k, experts) if biased else None))
 
 
 # ---- kv_cache --------------------------------------------------------------------------------------------------------

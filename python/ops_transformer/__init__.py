@@ -6,7 +6,7 @@
     q = k = v = np.random.rand(1, 8, 4096, 64).astype(np.float32)
     out = flash_attention(q, k, v, causal=True)
 
-Operators: flash_attention, rowwise, matmul, quant, kv_cache. `Model` runs a language model of a GGUF file.
+Operators: flash_attention, rowwise, matmul, moe, quant, kv_cache. `Model` runs a language model of a GGUF file.
 `ops_transformer.torch` is the drop-in for torch's scaled_dot_product_attention, `ops_transformer.hf` the attention of
 the package transformers; these two alone import torch. Submodules are imported when they are first named:
 `ops_transformer.rowwise.rms_norm(x, weight)` needs no import of its own.
@@ -29,4 +29,4 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return sorted({*globals(), "flash_attention", "hf", "kv_cache", "matmul", "quant", "rowwise", "torch"})
+    return sorted({*globals(), "flash_attention", "hf", "kv_cache", "matmul", "moe", "quant", "rowwise", "torch"})

@@ -35,8 +35,10 @@ class Options(NamedTuple):
     first_head: int = 0
     total_heads: int = 0  # 0: all are here
     page_layout: str = "norm"
+    shared_prefix: int = -1  # keys that all sequences hold in the same pages; 0: none; -1: what the block table shows
     block_mask_block_q: int = 0  # of the option block_mask: queries and keys of a block
     block_mask_block_kv: int = 0
+    sparse_block_size: int = 1  # of sparse_indices: keys of a block
 
 
 class Tensors(NamedTuple):
@@ -47,6 +49,8 @@ class Tensors(NamedTuple):
     value: Any
     bias: Any = None
     sinks: Any = None
+    query_rope: Any = None
+    key_rope: Any = None
     mask: Any = None
     alibi_slopes: Any = None
     drop_mask: Any = None
@@ -62,9 +66,11 @@ class Tensors(NamedTuple):
     value_offsets: Any = None
     block_mask_row_offsets: Any = None
     block_mask_columns: Any = None
+    sparse_indices: Any = None
 
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+GRADIENTS = ("query", "key", "value", "bias", "sinks")  # of flash_attention_grad
+DIFFERENTIABLE = (*GRADIENTS, "query_rope", "key_rope")  # the first of Tensors
 INTEGERS = frozenset(("block_table", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "prefix", "tree_mask",
                       "block_mask_row_offsets", "block_mask_columns"))
 # The annotations' texts, and what checks them.

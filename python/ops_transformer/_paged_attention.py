@@ -17,7 +17,7 @@ __all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]
 # Further keywords, beside those of the signature.
 _OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alibi_slopes", "alignment", "bias", "bias_scale", "block_kv",
             "block_mask", "block_q", "drop_mask", "first_head", "first_key", "first_query", "keep_prob", "mask", "offset", "path",
-            "prefix", "seed", "total_heads", "tree_mask", "window_right")
+            "prefix", "seed", "shared_prefix", "total_heads", "tree_mask", "window_right")
 
 
 class PagedAttention(NamedTuple):
@@ -85,6 +85,11 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     Speculative decoding: tree_mask int64 [batch, query_len], or [tokens] with actual_seq_qlen (flash_attention.tree_mask makes it of
     parents). The last keys of a sequence are those of its queries, up to 64 draft tokens: query i sees those whose bit in its
     word is 1, besides all keys before; words of -1 hide nothing, for sequences without a tree.
+
+    Cascades: sequences of few queries, next to each other in the batch, whose rows of block_table begin with the same blocks
+    (512 keys or more) read these keys once; their results may differ in the last bits from those that they have alone.
+    shared_prefix=0 switches that off, shared_prefix=n says that all sequences hold their first n keys in the same blocks
+    (ValueError where block_table says otherwise).
 
     Further options, by the names of opst/attention.h (help(flash_attention.flash_attention_score) explains them):
     window_right, mask, block_mask (key blocks of the longest sequence), bias, bias_scale, alibi_slopes, alibi_form,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional
 
-from ._arrays import empty, integers, rank, view, view_of_new
-from ._attention import core_call
+from ._arrays import empty, view_of_new
+from ._attention import Options, core_call
+from ._attention_reader import read
 from ._calls import public
 from ._context import Context, default_context
 
@@ -45,32 +46,31 @@ def sparse_flash_attention(query: Any, key: Any, value: Any, sparse_indices: Any
     (layout "norm").
 
     Dtypes: float32, bfloat16, float16, float64; key may differ from query. The same bits for any number of threads. block_q,
-    block_kv: query heads of a task, keys of a tile; 0: the plan's choice. Torch tensors: there is no gradient, so one that
-    requires gradients is refused.
+    block_kv: query heads of a task, keys of a tile; 0: the plan's choice.
+
+    Torch tensors: gradients for query, key, value, query_rope, key_rope and sinks, also through softmax_lse. Of a value that is
+    columns of key torch adds both gradients. What chose the keys has none: sparse_indices are integers.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2-Exp" (2025), equation 2.
     """
-    tensors = {"query": view(query, "query"), "key": view(key, "key"), "value": view(value, "value")}
-    lists = view(sparse_indices, "sparse_indices")
-    form = "[tokens, num_heads, head_dim] with cu_seqlens_q" if cu_seqlens_q is not None else \
-           "[batch, num_heads, query_len, head_dim] without cu_seqlens_q"
-    shape = rank(tensors["query"], query, 4 if cu_seqlens_q is None else 3, form).shape
+    arrays = dict(query=query, key=key, value=value, sparse_indices=sparse_indices, query_rope=query_rope, key_rope=key_rope,
+                  sinks=sinks, block_table=block_table, kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    operator, tensors = read({name: array for name, array in arrays.items() if array is not None})
+    shape, varlen = tensors["query"].shape, cu_seqlens_q is not None
+    if len(shape) != (3 if varlen else 4):
+        form = "[tokens, num_heads, head_dim] with cu_seqlens_q" if varlen else \
+               "[batch, num_heads, query_len, head_dim] without cu_seqlens_q"
+        raise ValueError(f"query must be {form}, but its shape is {list(shape)}")
     if not tensors["value"].shape:
         raise ValueError("value must be like key, but its shape is []")
-    for name, array in (("query_rope", query_rope), ("key_rope", key_rope), ("sinks", sinks)):
-        if array is not None:
-            tensors[name] = view(array, name)
-    for name, array in (("block_table", block_table), ("kv_lengths", kv_lengths), ("cu_seqlens_q", cu_seqlens_q),
-                        ("cu_seqlens_k", cu_seqlens_k)):
-        if array is not None:
-            tensors[name] = integers(array, name)
-    numbers = dict(causal=causal, softcap=softcap, block_q=block_q, block_kv=block_kv, alignment="bottom_right")
-    if softmax_scale is not None:
-        numbers["softmax_scale"] = softmax_scale
-    call = core_call(tensors, numbers)
-    call.set_sparse_indices(lists, sparse_block_size)
+    given = dict(softmax_scale=softmax_scale, causal=causal, softcap=softcap, block_q=block_q, block_kv=block_kv,
+                 alignment="bottom_right", sparse_block_size=sparse_block_size)
+    numbers = {name: number for name, number in given.items() if number != Options._field_defaults[name]}
+    if operator is not None:
+        out, lse, *_ = operator.attend(tensors, numbers, order="TND" if varlen else "BNSD", context=context)
+        return SparseAttention(out, lse) if return_lse else out
     out = empty(query, (*shape[:-1], tensors["value"].shape[-1]), tensors["query"].dtype)
-    rows = shape[:3] if cu_seqlens_q is None else (shape[1], shape[0])
+    rows = (shape[1], shape[0]) if varlen else shape[:3]
     lse = empty(query, rows, "f64" if tensors["query"].dtype == "f64" else "f32") if return_lse else None
-    call.forward(context or default_context(), view_of_new(out), None if lse is None else view_of_new(lse))
+    core_call(tensors, numbers).forward(context or default_context(), view_of_new(out), None if lse is None else view_of_new(lse))
     return SparseAttention(out, lse) if return_lse else out

@@ -1,8 +1,8 @@
 """Attention of torch tensors as one operator of torch, with its gradients: every option of the core.
 
 `ops_transformer::attention` has a kernel for the CPU, one for shapes alone (torch.compile), gradients for query, key, value
-(paged: for the cache), bias and sinks, also through softmax_lse and softmax_sum, and a rule for vmap. Imported with the
-first call that has a torch tensor.
+(paged: for the cache), bias, sinks and ropes apart, also through softmax_lse and softmax_sum, and a rule for vmap. Imported
+with the first call that has a torch tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _options = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in KINDS.items())
 _library = torch.library.Library("ops_transformer", "FRAGMENT")
 _library.define(f"attention({_tensors}, {_options}, str order, bool statistics) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor softmax_lse, {_tensors}, {_options},"
-                " bool[5] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+                f" bool[{len(DIFFERENTIABLE)}] wanted) -> ({', '.join(['Tensor'] * len(DIFFERENTIABLE))})")
 
 
 def _signed(number: int) -> int:
@@ -64,7 +64,8 @@ def _new_outputs(arguments: Tuple[Any, ...], order: str, statistics: bool) -> Li
     width = value.shape[-1]
     if named["block_table"] is not None:
         layout = arguments[len(_TENSORS) + Options._fields.index("page_layout")]
-        width = row_elements(layout, "bf16" if value.dtype == torch.bfloat16 else "f32", "value", value.shape)
+        kind = {torch.bfloat16: "bf16", torch.uint8: "u8"}.get(value.dtype, "f32")
+        width = row_elements(layout, kind, "value", value.shape)
     shape = (*query.shape[:-1], width)
     axes = _ORDERS[order]
     out = query.new_empty([shape[axis] for axis in axes]).permute([axes.index(d) for d in range(len(axes))])
@@ -293,7 +294,7 @@ def to_tensor(name: str, array: Any) -> Tensor:
                   "argument is a torch tensor that needs more than its bytes read (gradients, a compiler, ..)", shown(name))
 
 
-_FLOATS = frozenset(("query", "key", "value", "bias", "sinks", "alibi_slopes"))
+_FLOATS = frozenset((*DIFFERENTIABLE, "alibi_slopes"))
 
 
 def _without_values(arrays: Dict[str, Any], given: List[Tensor]) -> Optional[Tensor]:

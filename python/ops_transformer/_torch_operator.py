@@ -53,9 +53,14 @@ def calling(given: Optional[Context]) -> Any:
     return using(given)
 
 
+# DLPack may not know them.
+_FLOAT8 = {torch.float8_e4m3fn: "f8_e4m3", torch.float8_e5m2: "f8_e5m2"}
+
+
 def view(tensor: Tensor) -> View:
     """The core's view of a tensor that is its bytes."""
-    return View(to_dlpack(tensor))
+    float8 = _FLOAT8.get(tensor.dtype)
+    return View(to_dlpack(tensor)) if float8 is None else View(to_dlpack(tensor.view(torch.uint8)), float8)
 
 
 def readable(tensor: Optional[Tensor]) -> Optional[Tensor]:

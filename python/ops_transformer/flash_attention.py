@@ -22,7 +22,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from ._arrays import Tagged, empty, is_torch, refusal, short, view, view_of_new
-from ._attention import DIFFERENTIABLE, Options, check_dropout, check_mask, core_call, split_options
+from ._attention import GRADIENTS, Options, check_dropout, check_mask, core_call, split_options
 from ._attention_reader import read, starts
 from ._block_mask import BlockMask, PredicateMask
 from ._calls import public
@@ -279,11 +279,11 @@ def flash_attention_grad(
     try:
         wanted = tuple(wanted)
     except Exception:  # of an object that is no sequence, or of its own
-        raise refusal(TypeError, wanted, f"is {short(wanted)}, must be names among {', '.join(DIFFERENTIABLE)}", "wanted") from None
+        raise refusal(TypeError, wanted, f"is {short(wanted)}, must be names among {', '.join(GRADIENTS)}", "wanted") from None
     for name in wanted:
-        if not isinstance(name, str) or name not in DIFFERENTIABLE:
+        if not isinstance(name, str) or name not in GRADIENTS:
             raise ValueError(f'wanted has "{name if isinstance(name, str) else short(name)}", must be among '
-                             f'{", ".join(DIFFERENTIABLE)}')
+                             f'{", ".join(GRADIENTS)}')
         if (name == "bias" and bias is None) or (name == "sinks" and sinks is None):
             raise ValueError(f'wanted has "{name}", but {name} is not given')
     problem = _Problem(
@@ -311,7 +311,7 @@ def flash_attention_grad(
 def _gradients(problem: _Problem, saved: Dict[str, Any], wanted: Tuple[str, ...], bias: Any, sinks: Any,
                context: Optional[Context]) -> Tuple[Any, ...]:
     real = "f64" if problem.query.dtype == "f64" else "f32"
-    arrays = dict(zip(DIFFERENTIABLE, (*problem.given, bias, sinks)))
+    arrays = dict(zip(GRADIENTS, (*problem.given, bias, sinks)))
     of_heads = {"query": problem.query.shape[1], "key": problem.key.shape[1], "value": problem.key.shape[1]}
     gradients, views = {}, {}
     for name in wanted:

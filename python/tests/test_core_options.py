@@ -65,13 +65,15 @@ LIST = {
         "window_left": lambda field: [(SCORE, "pre_tokens"), (GRAD, "pre_tokens"), (PLAIN, field), (PAGED, field)],
         "window_right": lambda field: [(SCORE, "next_tokens"), (GRAD, "next_tokens"), (PLAIN, field), (PAGED, field)],
         "softcap": EVERYWHERE, "bias_scale": EVERYWHERE, "alibi_form": EVERYWHERE, "alibi_query_start": EVERYWHERE,
-        "alibi_key_start": EVERYWHERE, "page_layout": named("layout", PAGED), "dropout": lambda field: [(PLAIN, "keep_prob")]},
+        "alibi_key_start": EVERYWHERE, "page_layout": named("layout", PAGED), "shared_prefix": by_name(PAGED),
+        "dropout": lambda field: [(PLAIN, "keep_prob")]},
     "AttentionParts": {"out": named("attention_out", MERGE), "softmax_lse": by_name(MERGE), "softmax_max": by_name(MERGE),
                        "softmax_sum": by_name(MERGE)},
     "AttentionSaved": {"out": named("attention_out", GRAD), "softmax_lse": by_name(GRAD), "softmax_max": by_name(GRAD),
                        "softmax_sum": by_name(GRAD), "grad_out": by_name(GRAD), "grad_lse": by_name(GRAD)},
-    "AttentionGradients": {name: named("wanted", GRAD) for name in ("grad_query", "grad_key", "grad_value", "grad_bias",
-                                                                    "grad_sinks")},
+    "AttentionGradients": {**{name: named("wanted", GRAD) for name in ("grad_query", "grad_key", "grad_value", "grad_bias",
+                                                                       "grad_sinks")},
+                           "grad_query_rope": named("query_rope", SPARSE), "grad_key_rope": named("key_rope", SPARSE)},
     "LightningIndexerInputs": each("query key weights block_table kv_lengths query_lengths cu_seqlens_q cu_seqlens_k",
                                    by_name(INDEXER)),
     "LightningIndexerOutputs": {"indices": RESULT, "values": named("return_values", INDEXER)},
@@ -106,6 +108,17 @@ LIST = {
     "GatherOptions": {**each("layout cumulative_lengths seq_offset head_indices zero_fill",
                              by_name("kv_cache.gather_pa_kv_cache")),
                       "scales": named("key_cache", "kv_cache.gather_pa_kv_cache")},
+    "MoeGatingInputs": each("logits bias finished", by_name("moe.moe_gating")),
+    "MoeGatingOutputs": {**each("topk_ids topk_weights", RESULT), "scores": named("return_scores", "moe.moe_gating")},
+    "MoeGatingOptions": {**each("scores renormalise routed_scaling_factor eps", by_name("moe.moe_gating", "moe.moe_gating_backward")),
+                         **each("num_groups kept_groups group_score nan_is_error", by_name("moe.moe_gating"))},
+    "MoeGatingBackwardInputs": each("logits topk_ids grad_topk_weights grad_scores", by_name("moe.moe_gating_backward")),
+    "MoeRoutingOutputs": each("row_of_slot slot_of_row expert_tokens", RESULT),
+    "MoeRoutingOptions": each("capacity expert_begin expert_end cumulative_ends", by_name("moe.moe_routing")),
+    "MoeFinalizeInputs": {**each("expanded row_of_slot topk_weights bias topk_ids",
+                                 by_name("moe.moe_finalize", "moe.moe_finalize_backward")),
+                          **each("skip1 skip2", by_name("moe.moe_finalize"))},
+    "MoeFinalizeGradients": each("expanded topk_weights bias", RESULT),
     "ContextOptions": {"num_threads": by_name("_core.Context"),
                        "isa": by_name("_core.Context"),
                        **each("cache bf16_product", "for tests and benches; OPST_BF16 sets the product for a process"),
@@ -161,7 +174,6 @@ def test_options_and_tensors_of_a_call_are_those_of_the_core():
     dropout = set(fields_of("DropoutOptions"))
     mask = {f"block_mask_{name}" for name in fields_of("BlockMask")}
     sizes = {f"block_mask_{name}" for name in ("block_q", "block_kv")}
-    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | sizes
-    # sparse_flash_attention makes its own call.
-    elsewhere = {"block_mask", "sparse_indices", "query_rope", "key_rope"}
-    assert set(_attention.Tensors._fields) == (set(fields_of("AttentionInputs")) - elsewhere) | (mask - sizes)
+    sizes_of_lists = {"sparse_block_size"}
+    assert set(_attention.Options._fields) == (set(fields_of("AttentionOptions")) - {"dropout"}) | dropout | sizes | sizes_of_lists
+    assert set(_attention.Tensors._fields) == (set(fields_of("AttentionInputs")) - {"block_mask"}) | (mask - sizes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ops_transformer
-from ops_transformer import Tagged, flash_attention, kv_cache, matmul, quant, rowwise
+from ops_transformer import Tagged, flash_attention, kv_cache, matmul, moe, quant, rowwise
 
 X = np.ones((2, 4), np.float32)
 Q = np.ones((1, 1, 4, 8), np.float32)
@@ -44,6 +44,9 @@ WORKING = {
     "kv_cache.rope_scatter_pa_kv_cache": rope_scatter, "kv_cache.convert_pages": lambda: (*kv_cache.new_pages(1, 32, 1, 4), *kv_cache.new_pages(1, 32, 1, 4, layout="panel32")),
     "kv_cache.gather_pa_kv_cache": lambda: (*pages(), [[0]], [1]),
     "kv_cache.paged_attention": lambda: (np.ones((1, 1, 1, 4), np.float32), *pages(), [[0]], [1]),
+    "moe.moe_gating": lambda: (X, 1), "moe.moe_gating_backward": lambda: (X, [[0], [1]], X[:, :1]), "moe.moe_routing": lambda: ([[0], [1]], 2),
+    "moe.moe_compute_expert_tokens": lambda: ([0, 1], 2), "moe.moe_permute": lambda: (X, [0, 1], 1),
+    "moe.moe_finalize": lambda: (X, [[0], [1]]), "moe.moe_finalize_backward": lambda: (X, X, [[0], [1]]),
     "flash_attention.flash_attention": lambda: (Q, Q, Q),
     "flash_attention.lightning_indexer": lambda: (Q, Q, np.ones((1, 1, 4), np.float32), 2),
     "flash_attention.sparse_flash_attention": lambda: (Q, Q, Q, np.zeros((1, 4, 1, 1), np.int32)),
@@ -57,7 +60,7 @@ WRONG = [object(), 1j, {"a": 1}]
 
 
 def functions():
-    for module in (flash_attention, kv_cache, matmul, quant, rowwise):
+    for module in (flash_attention, kv_cache, matmul, moe, quant, rowwise):
         for name in module.__all__:
             if inspect.isfunction(getattr(module, name)):
                 yield f"{module.__name__.split('.')[-1]}.{name}"

@@ -12,8 +12,7 @@
 
 #include "attention/call_rules.h"
 #include "attention/check.h"
-#include "attention/tile_rows.h"
-#include "attention/wave_loop.h"
+#include "attention/prefix_call.h"
 #include "core/guarded.h"
 #include "machine/context_impl.h"
 #include "machine/interruption.h"
@@ -26,7 +25,8 @@ namespace {
 class ForwardCall : TileRows {
  public:
   ForwardCall(const AttentionInputs& inputs, const AttentionOutputs& outputs, const SequenceGroup& sequence_group,
-              const AttentionPlan& group_plan, Context::Impl& impl, char* memory, Interruption& interruption)
+              const AttentionPlan& group_plan, const PrefixSums* prefix, Context::Impl& impl, char* memory,
+              Interruption& interruption)
       : TileRows{{{inputs, sequence_group.problem},
                   sequence_group,
                   group_plan,
@@ -35,6 +35,7 @@ class ForwardCall : TileRows {
                  kernels_for(impl.machine.isa, group_plan.product, sequence_group.problem.kv_dtype,
                              in_groups(sequence_group.problem))},
         out_(outputs),
+        prefix_(prefix),
         isa_(impl.machine.isa),
         pool_(impl.pool),
         interruption_(interruption) {}
@@ -49,7 +50,7 @@ class ForwardCall : TileRows {
     const auto pack = [&](int64_t head, int64_t tile, int index) {
       if (!interruption_.requested(index)) pack_shared_tile(head, tile, index);
     };
-    const auto attend = [&](int64_t head, int64_t task, int64_t, int index) {
+    const auto attend_task = [&](int64_t head, int64_t task, int64_t, int index) {
       if (head >= heads || interruption_.requested(index)) return;
       const int64_t num_blocks = blocks(head);
       if (num_blocks == 0) return;
@@ -67,7 +68,7 @@ class ForwardCall : TileRows {
       });
     }
     if (layout.parts_done_bytes() > 0) std::fill_n(&parts_done(0, 0), heads * layout.blocks, 0);
-    loop.run(pool_, pack, attend);
+    loop.run(pool_, pack, attend_task);
   }
 
  private:
@@ -78,20 +79,29 @@ class ForwardCall : TileRows {
     if (count <= 0) return;  // a shorter sequence of the batch
     if (!visible.may_see({first_key, first_key + count}, rows(head) / group)) return;
     if (layout.marks_seen && !seen_tiles(head)[tile]) return;
-    const Worker w = worker(index);
-    char* packed = packed_tile(head, tile);
-    const KeyInterval keys = {first_key, first_key + count};
-    pack_keys(head, {&keys, 1}, count, w, packed);
-    values_finite(head)[tile] = pack_values(head, {&keys, 1}, count, w, packed);
+    if (first_key < shared_keys(head)) return;
+    TileRows::pack_shared_tile(head, {first_key, first_key + count}, worker(index));
   }
 
   // The last part of a block's keys joins all.
   void finish_part(int64_t head, int64_t block, int64_t count) const {
     std::atomic_ref<int32_t> done(parts_done(head, block));
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
-    RowState parts[kWantedTasks];
-    for (int64_t split = 0; split < count; ++split) parts[split] = split_state(head, block * count + split);
-    kernels.finish_rows(finish_of(head, block, parts, count));
+    RowState parts[kMostParts];
+    const int64_t before = shared_parts(head, block * block_rows(head), parts);
+    for (int64_t split = 0; split < count; ++split) parts[before + split] = split_state(head, block * count + split);
+    kernels.finish_rows(finish_of(head, block, parts, before + count));
+  }
+
+  // What other sequences share of a head's keys: how many, and the sums of rows from first_row on over them, which are
+  // the first parts of these rows.
+  static constexpr int64_t kMostParts = 2 * kWantedTasks;
+  int64_t shared_keys(int64_t head) const { return prefix_ == nullptr ? 0 : prefix_->keys_of(batch(head)); }
+  int64_t shared_parts(int64_t head, int64_t first_row, RowState (&parts)[kMostParts]) const {
+    if (shared_keys(head) == 0) return 0;
+    const int64_t count = prefix_->num_parts();
+    for (int64_t i = 0; i < count; ++i) parts[i] = prefix_->state(batch(head), kv_head(head), first_row, i);
+    return count;
   }
 
   // One block of query rows against one part of the keys.
@@ -102,7 +112,8 @@ class ForwardCall : TileRows {
     const MaskedRows masked = masked_rows(head, split, splits, w);
     // With a block mask or a tree a tile may come more than once.
     const bool walks = p.block_mask || masked.tree;
-    const bool single_tile = single_tiles_ && !walks && splits.count == 1 && visible.kv_len <= plan.block_kv;
+    const bool single_tile =
+        single_tiles_ && !walks && splits.count == 1 && visible.kv_len <= plan.block_kv && shared_keys(head) == 0;
     QueryBlock q = {.rows = std::min(most_rows, rows(head) - first_row),
                     .head_dim = p.head_dim,
                     .value_head_dim = p.value_head_dim,
@@ -125,17 +136,22 @@ class ForwardCall : TileRows {
       q.query_stride = queries.row_stride();
       q.query = static_cast<const char*>(queries.data) + first_row * q.query_stride * size_bytes(queries.dtype);
     } else {
-      copy_queries(head, first_row, q, w);
+      copy_queries(*this, head, first_row, rules_.scale().of_query, q, w.query);
     }
 
-    const FinishRows finish = finish_of(head, block, &q.state, 1);
+    RowState parts[kMostParts];
+    const int64_t before = shared_parts(head, first_row, parts);
+    parts[before] = q.state;
+    const FinishRows finish = finish_of(head, block, parts, before + 1);
     if (p.sparse_indices) {
       SelectedKeys keys = selected_keys(head, first_row, q.rows, split * splits.keys, splits.keys, w);
       return attend_list(head, block, keys, q, w, splits.count == 1 ? &finish : nullptr, false);
     }
     const int64_t first_key = visible.prefix > 0 ? 0 : visible.first_key(first_row / group);
     const int64_t start = first_key / plan.block_kv * plan.block_kv + split * splits.keys;
-    const KeyInterval part = p.block_mask ? KeyInterval{0, visible.kv_len} : KeyInterval{start, start + splits.keys};
+    KeyInterval part = {start, start + splits.keys};
+    if (p.block_mask) part = {0, visible.kv_len};
+    part.begin = std::clamp(shared_keys(head), part.begin, part.end);  // where it begins behind shared keys
     KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end,
                    walks ? &masked : nullptr);
     attend_list(head, block, tiles, q, w, splits.count == 1 ? &finish : nullptr,
@@ -151,20 +167,9 @@ class ForwardCall : TileRows {
       if (standard_ != nullptr)
         standard_(q, w.tiles, n, score_matrix(head, block), layout.matrix_stride);
       else
-        attend_(q, w.tiles, n);
+        attend(q, w.tiles, n);
     }
     if (finish != nullptr) kernels.finish_rows(*finish);
-  }
-
-  // The queries' words, before those of query_rope.
-  void copy_queries(int64_t head, int64_t first_row, QueryBlock q, const Worker& w) const {
-    const double factor = rules_.scale().of_query;
-    q.head_dim -= p.rope_dim;
-    kernels.copy_queries(stacked_rows(in.query, head), first_row, factor, q, w.query);
-    if (p.rope_dim == 0) return;
-    char* rest = static_cast<char*>(w.query) + q.head_dim / geometry.step * geometry.word_bytes;
-    q.head_dim = p.rope_dim;
-    kernels.copy_queries(stacked_rows(in.query_rope, head), first_row, factor, q, rest);
   }
 
   // Keys [start, start + keys) of the list.
@@ -250,46 +255,16 @@ class ForwardCall : TileRows {
     return ahead;
   }
 
-  // Describes up to tiles_per_task of the tiles that are left (packed_per_task: packs them, too); returns how many.
+  // As TileRows::next_tiles; a tile that is attended at once may leave its values where they are.
   template <class List>
-  int64_t next_tiles(int64_t head, List& visible, const QueryBlock& q, const Worker& w, bool at_once) const {
-    int64_t n = 0, pointers = 0, keys_before = 0;
-    const int64_t own = layout.own_rows;
-    for (; n < layout.tiles_per_task && visible.next(&w.tiles[n], w.own_begin + n * own, w.own_end + n * own); ++n) {
-      KvTile& t = w.tiles[n];
-      if (in_place_) {
-        const Runs runs = visible.runs_of(t);
-        bring_scales(head, runs, keys_before, w, t);
-        keys_before += t.count;
-        pointers += locate_rows(head, runs, w, pointers, t);
-      } else if (plan.kv_access == KvAccess::packed_shared) {
-        const int64_t index = t.first_key / plan.block_kv;
-        const char* packed = packed_tile(head, index);
-        t.keys = packed;
-        t.values = packed + layout.key_tile_bytes;
-        t.values_finite = values_finite(head)[index];
-      } else {
-        pack_tile(head, visible.runs_of(t), q, w, at_once, w.packed + n * layout.tile_bytes, t);
-      }
-    }
-    if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
-    for (int64_t i = n - 1, ahead = 0; in_place_ && i >= 0; --i) {
-      w.tiles[i].rows_ahead = ahead;
-      ahead += w.tiles[i].count;
-    }
-    return n;
-  }
-  void pack_tile(int64_t head, Runs runs, const QueryBlock& q, const Worker& w, bool at_once, char* packed,
-                 KvTile& t) const {
-    pack_keys(head, runs, t.count, w, packed);
-    t.keys = packed;
-    if (at_once && values_in_place(head, q, w, t)) {
+  int64_t next_tiles(int64_t head, List& tiles, const QueryBlock& q, const Worker& w, bool at_once) const {
+    return TileRows::next_tiles(head, tiles, w, [&](Runs runs, char* packed, KvTile& t) {
+      if (!at_once || !values_in_place(head, q, w, t)) return pack_own_tile(head, runs, w, packed, t);
+      pack_keys(head, runs, t.count, w, packed);
+      t.keys = packed;
       t.values = kv_rows(in.value, head).row(t.first_key);
       t.values_stride = static_cast<int32_t>(in.value.strides[2]);
-    } else {
-      t.values_finite = pack_values(head, runs, t.count, w, packed);
-      t.values = packed + layout.key_tile_bytes;
-    }
+    });
   }
   FinishRows finish_of(int64_t head, int64_t block, const RowState* parts, int64_t num_parts) const {
     const int64_t first_row = block * block_rows(head);
@@ -312,23 +287,40 @@ class ForwardCall : TileRows {
   }
 
   const AttentionOutputs& out_;
+  const PrefixSums* const prefix_;  // null: no sequences share keys
   const Isa isa_;
   ThreadPool& pool_;
   Interruption& interruption_;
   const int num_workers_ = pool_.num_threads();
-  decltype(Kernels::attend) const attend_ = plan.kv_access == KvAccess::in_place      ? kernels.attend_in_place
-                                            : plan.kv_access == KvAccess::panel_pages ? kernels.attend_pages
-                                                                                      : kernels.attend;
   // Null: the flash path.
   const AttendStandard standard_ = plan.path == AttentionPath::standard ? standard_for(isa_, plan.product) : nullptr;
   const CallRules rules_{in, p};
-  const bool in_place_ = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
   // Unless a head has more keys than a tile.
-  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place_;
+  const bool single_tiles_ = plan.path == AttentionPath::flash && !in_place;
   // All rows of a head are one block, whose queries and values may stay in the tensors. Of several blocks the queries
   // are no longer in L2 when their turn comes (512 rows of head_dim 64, 8 heads: 0.95 times as fast).
   const bool whole_rows_ = plan.kv_access == KvAccess::packed_per_task;
 };
+
+// The sequences of a group, before which come the keys that they share.
+void run_group(const AttentionInputs& in, const AttentionOutputs& out, const SequenceGroup& chosen,
+               const AttentionPlan& plan, const SharedPrefixPlan& shared, Context::Impl& impl,
+               const WorkspaceLease& lease, Interruption& interruption) {
+  if (shared.groups == 0) {
+    const auto memory = static_cast<char*>(lease.data());
+    return ForwardCall(in, out, chosen, plan, nullptr, impl, memory, interruption).run();
+  }
+  const AttentionProblem& p = chosen.problem;
+  const SequenceGroup keys = {prefix_problem(p)};
+  PrefixSums sums(p, shared.prefix, geometry_of(impl.machine.isa, shared.prefix.product));
+  Arena arena(lease.data(), shared.scratch_bytes_sums);
+  sums.take(arena);
+  sums.find(SharedPrefixes(in, p, chosen), Sequences(in, p), plan.block_kv);
+  const auto memory = static_cast<char*>(lease.data()) + shared.scratch_bytes_sums;
+  PrefixCall(in, p, keys, shared.prefix, sums, impl, memory, interruption).run();
+  lease.renew(shared.scratch_bytes_sums);
+  ForwardCall(in, out, chosen, plan, &sums, impl, memory, interruption).run();
+}
 
 }  // namespace
 }  // namespace attention
@@ -344,17 +336,16 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
     const AttentionProblem& p = problem.value();
     const AttentionInputs in = uniform_shapes(inputs, p);
     const AttentionOutputs out = uniform_shapes(outputs, p);
-    const SequenceGroups groups = sequence_groups(in, p, sequence_kinds(p, impl.machine));
+    SequenceGroups groups = sequence_groups(in, p, sequence_kinds(p, impl.machine));
     AttentionPlan plans[SequenceKinds::kCount];
+    SharedPrefixPlan prefixes[SequenceKinds::kCount];
     int64_t scratch_bytes = 0;
     for (int g = 0; g < groups.count; ++g) {
       plans[g] = plan_attention(groups.group[g].problem, impl.machine);
-      scratch_bytes = std::max(scratch_bytes, plans[g].scratch_bytes(impl.pool.num_threads()));
+      if (p.shared_prefix.groups > 0) prefixes[g] = share_prefix(in, groups.group[g], impl.machine);
+      scratch_bytes = std::max(scratch_bytes, prefixes[g].scratch_bytes(plans[g], impl.pool.num_threads()));
     }
-    if ((p.key_groups > 0 || p.value_groups > 0) && scratch_bytes > 0) {
-      const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
-      if (!status.ok()) return status;
-    }
+    const bool reads_scales = (p.key_groups > 0 || p.value_groups > 0) && scratch_bytes > 0;
     scratch_bytes = std::max(scratch_bytes, index_check_bytes(p, impl.pool.num_threads()));
     Result<WorkspaceLease> lease = impl.workspaces.lease(scratch_bytes);
     if (!lease.ok()) return lease.status();
@@ -362,12 +353,15 @@ Status flash_attention_forward(Context& context, const AttentionInputs& inputs, 
       const Status status = check_indices("flash_attention_forward", in, p, impl.pool, lease.value().data());
       if (!status.ok()) return status;
     }
+    if (reads_scales) {
+      const Status status = check_scales("flash_attention_forward", in, p, impl.pool);
+      if (!status.ok()) return status;
+    }
     Interruption interruption(impl.interrupted, multiply_adds(p));
     for (int g = 0; g < groups.count; ++g) {
       if (plans[g].num_tasks == 0) continue;
       lease.value().renew();
-      const auto memory = static_cast<char*>(lease.value().data());
-      ForwardCall(in, out, groups.group[g], plans[g], impl, memory, interruption).run();
+      run_group(in, out, groups.group[g], plans[g], prefixes[g], impl, lease.value(), interruption);
     }
     if (interruption.happened()) return interruption.status("flash_attention_forward");
     if (p.varlen_q) {  // rows behind the last sequence are rows that see no key

@@ -148,8 +148,8 @@ class BackwardCall : BlockRows {
     const std::span<const int64_t> list = masked ? mask_.blocks_of(head, index) : std::span<const int64_t>();
     GradTile tile = pack_tile(head, index, w, !masked || !list.empty());
     const BackwardSizes& z = d_.layout.sizes;
-    if (d_.grads.grad_key) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, z.acc_stride);
-    if (d_.grads.grad_value) tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, z.value_acc_stride);
+    if (d_.wants_key()) tile.grad_key = d_.cleared(w.grad_key, d_.plan.block_kv, z.acc_stride);
+    if (d_.wants_value()) tile.grad_value = d_.cleared(w.grad_value, d_.plan.block_kv, z.value_acc_stride);
     bias_.begin(w);
     const int64_t blocks = tile.count > 0 ? d_.blocks(head) : 0, met = masked ? std::ssize(list) : blocks;
     int64_t next = 0;  // the first block whose turn has not been passed
@@ -186,7 +186,7 @@ class BackwardCall : BlockRows {
     if (some) {
       for_listed(b, w, [&](const GradBlock& g, const GradTile& tile) {
         d_.kernels.grad_tile(g, tile);
-        if (d_.grads.grad_query) d_.kernels.grad_query(g, tile);
+        if (d_.wants_query()) d_.kernels.grad_query(g, tile);
       });
       finish_query(b);
     }
@@ -243,17 +243,22 @@ class BackwardCall : BlockRows {
       bias_.sum(g, tile, b, w);
       s.turn.wait_for(place);
       bias_.add(g, tile, b, number);
-      if (d_.grads.grad_query) d_.kernels.grad_query(g, tile);
+      if (d_.wants_query()) d_.kernels.grad_query(g, tile);
     });
     s.turn.wait_for(place);
     if (place + 1 == s.tiles.count()) finish_query(b);
     s.turn.pass(place);
   }
   void finish_query(const Block& b) const {
-    if (!d_.grads.grad_query) return;
     const double factor = d_.rules.scale().of_query * d_.rules.scale().of_score;
-    d_.kernels.finish_rows({b.queries.grad_query, b.queries.rows, d_.p.head_dim, d_.layout.sizes.acc_stride, factor,
-                            b.first_row, d_.stacked_rows(d_.grads.grad_query, b.head)});
+    const int64_t rope_dim = d_.p.rope_dim, dim = d_.p.head_dim - rope_dim;
+    const auto finish = [&](const Tensor& to, int64_t column, int64_t length) {
+      if (!to) return;
+      d_.kernels.finish_rows({d_.numbers.at(b.queries.grad_query, column), b.queries.rows, length,
+                              d_.layout.sizes.acc_stride, factor, b.first_row, d_.stacked_rows(to, b.head)});
+    };
+    finish(d_.grads.grad_query, 0, dim);
+    finish(d_.grads.grad_query_rope, dim, rope_dim);
   }
 
   const bool lists_{d_.p.sparse_indices};
@@ -283,17 +288,20 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
          {&from.out, &from.grad_out, &from.softmax_lse, &from.softmax_max, &from.softmax_sum, &from.grad_lse}) {
       *t = uniform_if_there(*t, p.varlen_q);
     }
-    to.grad_query = uniform_if_there(to.grad_query, p.varlen_q);
-    for (Tensor* t : {&to.grad_key, &to.grad_value}) *t = uniform_if_there(*t, p.varlen_k);
+    const auto of_queries = {&to.grad_query, &to.grad_query_rope};
+    const auto of_keys = {&to.grad_key, &to.grad_value, &to.grad_key_rope};
+    for (Tensor* t : of_queries) *t = uniform_if_there(*t, p.varlen_q);
+    for (Tensor* t : of_keys) *t = uniform_if_there(*t, p.varlen_k);
 
     Context::Impl& impl = context.impl();
-    const auto outputs = {&to.grad_query, &to.grad_key, &to.grad_value, &to.grad_bias, &to.grad_sinks};
+    const auto outputs = {&to.grad_query, &to.grad_key,        &to.grad_value,   &to.grad_bias,
+                          &to.grad_sinks, &to.grad_query_rope, &to.grad_key_rope};
     if (std::none_of(outputs.begin(), outputs.end(), [](const Tensor* t) { return bool{*t}; })) return {};
     if (p.batch == 0 || p.num_heads == 0 || p.query_len == 0) {
       for (const Tensor* t : outputs) fill(*t, 0, impl.pool);
       return {};
     }
-    if (p.paged && !p.sparse_indices && (to.grad_key || to.grad_value)) {
+    if (p.paged && !p.sparse_indices && (to.grad_key || to.grad_value || to.grad_key_rope)) {
       Result<WorkspaceLease> lease = impl.workspaces.lease(Arena::size_of<int64_t>(problem.num_blocks));
       if (!lease.ok()) return lease.status();
       auto* ordinals = static_cast<int64_t*>(lease.value().data());
@@ -321,9 +329,12 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
     const BackwardData data = {{in, p}, from, to, problem, plan, kernels, geometry, memory};
     BackwardCall(data, interruption).run(impl.pool);
     if (interruption.happened()) return interruption.status("flash_attention_backward");
-    if (p.varlen_q) fill_rows(to.grad_query, index_at(in.cu_seqlens_q, p.batch), 0, impl.pool);
-    if (!p.varlen_k) return {};
-    for (const Tensor& t : {to.grad_key, to.grad_value}) fill_rows(t, index_at(in.cu_seqlens_k, p.batch), 0, impl.pool);
+    for (const Tensor* t : of_queries) {
+      if (p.varlen_q) fill_rows(*t, index_at(in.cu_seqlens_q, p.batch), 0, impl.pool);
+    }
+    for (const Tensor* t : of_keys) {
+      if (p.varlen_k) fill_rows(*t, index_at(in.cu_seqlens_k, p.batch), 0, impl.pool);
+    }
     return {};
   });
 }

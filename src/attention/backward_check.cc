@@ -1,8 +1,8 @@
 // The contract of flash_attention_backward's tensors.
 #include <algorithm>
+#include <array>
 
 #include "attention/check.h"
-#include "attention/selected_keys.h"
 #include "attention/sequences.h"
 #include "core/shape_check.h"
 
@@ -21,6 +21,18 @@ void check_grad_bias(ShapeCheck& check, const ConstTensor& bias, const Tensor& g
   }
 }
 
+// Of the shape of `like` but for its last dimension.
+void check_rope_gradient(ShapeCheck& check, const char* name, const Tensor& t, bool has_rope,
+                         std::span<const char* const> like) {
+  if (!t) return;
+  check.require(has_rope, name, " is given, but query_rope and key_rope are not");
+  if (!check.ok()) return;
+  std::array<const char*, 4> names = {};
+  std::copy(like.begin(), like.end(), names.begin());
+  names[like.size() - 1] = "rope_dim";
+  check.output(name, t).dtype(kFloats).dims(std::span<const char* const>(names.data(), like.size()));
+}
+
 // Types that go together: f64 with f64, value with key.
 void check_kinds(ShapeCheck& check, const AttentionInputs& in, const AttentionSaved& saved,
                  const AttentionGradients& grads) {
@@ -35,6 +47,8 @@ void check_kinds(ShapeCheck& check, const AttentionInputs& in, const AttentionSa
   same_kind("grad_query", grads.grad_query);
   same_kind("grad_key", grads.grad_key);
   same_kind("grad_value", grads.grad_value);
+  same_kind("grad_query_rope", grads.grad_query_rope);
+  same_kind("grad_key_rope", grads.grad_key_rope);
   check.require(in.value.dtype == in.key.dtype, "value is ", to_string(in.value.dtype), ", but key is ",
                 to_string(in.key.dtype));
 }
@@ -48,10 +62,6 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   if (paged && options.page_layout != PageLayout::norm) {
     return Status::unsupported(text("flash_attention_backward: pages are ", to_string(options.page_layout),
                                     ", but gradients are taken of norm pages only"));
-  }
-  if (is_given(in.query_rope) || is_given(in.key_rope)) {
-    return Status::unsupported(
-        "flash_attention_backward: query_rope and key_rope have no gradients: query and key may hold their columns");
   }
   if (is_given(in.tree_mask)) {
     return Status::unsupported("flash_attention_backward: tree_mask has no gradient: a mask may hide the same keys");
@@ -77,6 +87,8 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
   gradient("grad_query", grads.grad_query, dims.query);
   gradient("grad_key", grads.grad_key, dims.key);
   gradient("grad_value", grads.grad_value, dims.value);
+  check_rope_gradient(check, "grad_query_rope", grads.grad_query_rope, is_given(in.query_rope), dims.query);
+  check_rope_gradient(check, "grad_key_rope", grads.grad_key_rope, is_given(in.key_rope), dims.key);
   if (grads.grad_bias) check_grad_bias(check, in.bias, grads.grad_bias, real);
   if (grads.grad_sinks) {
     check.output("grad_sinks", grads.grad_sinks).dtype({real}).dims({"num_heads"});
@@ -98,9 +110,8 @@ Result<AttentionBackwardProblem> check_backward(const AttentionInputs& in, const
                                 .grad_sinks = bool{grads.grad_sinks}};
   AttentionProblem& p = b.forward;
   if (p.sparse_indices) {
-    if (reads_positions(p)) {
-      return Status::unsupported(
-          "flash_attention_backward: sparse_indices have gradients without mask, bias, alibi_slopes and dropout");
+    if (grads.grad_bias) {
+      return Status::unsupported("flash_attention_backward: grad_bias is given, but with sparse_indices bias has none");
     }
     const ConstTensor& key = in.key;
     b.key_rows = (Size(key.shape[0]) * key.shape[1] * (key.rank > 3 ? key.shape[2] : 1)).value();

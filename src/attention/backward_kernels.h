@@ -34,6 +34,8 @@ struct QueryRows {
 
 struct PackQueries {
   StackedRows query, out, grad_out;
+  StackedRows query_rope;  // the last rope_dim columns of the packed rows, where rope_dim > 0
+  int64_t rope_dim;
   StackedRows top, sum, grad_lse;  // lse, or max with its sum; sum and grad_lse may have no data
   int64_t first_row;               // row r of the block is row first_row + r of these
   const int64_t* visible_begin;    // keys that row r may see; a row without any takes no part
@@ -110,6 +112,8 @@ struct BackwardKernels {
   // whatever dropout keeps. Slow, one key at a time.
   bool (*sees_key)(const ScoreRules& rules, int64_t r, int64_t begin, int64_t end);
   void (*finish_rows)(const FinishGradient& finish);
+  // sums[i] += terms[i], accumulators; count is a multiple of the lanes.
+  void (*add_row)(const void* terms, int64_t count, void* sums);
 };
 
 using BackwardKernelTable = TableOf<BackwardKernels>;

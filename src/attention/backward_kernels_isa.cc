@@ -14,7 +14,8 @@ constexpr BackwardKernels backward_kernels() {
           .grad_query = Backward<P>::grad_query,
           .add_grad_bias = BackwardSums<P>::add_grad_bias,
           .sees_key = VisiblePairs<P>::sees_key,
-          .finish_rows = BackwardPack<P>::finish_rows};
+          .finish_rows = BackwardPack<P>::finish_rows,
+          .add_row = BackwardPack<P>::add_row};
 }
 
 extern const BackwardKernelTable kBackwardTable;

@@ -77,6 +77,7 @@ struct BackwardLayout {
   const bool lists{problem.forward.sparse_indices};
   // Keys whose dK and dV a task holds: of a tile, or of a list.
   const int64_t grad_rows = std::max(block_kv, lists ? keys_read(problem.forward) : 0);
+  const int64_t copied_keys = problem.forward.copies_keys ? block_kv : 0;
   const bool pairs = g.step > 1;                        // of bf16
   const int64_t pair_rows = ceil_div(block_q, g.step);  // words that hold a column of a block
   const BackwardSizes sizes = sizes_of(problem.forward, g);
@@ -171,7 +172,15 @@ struct BackwardWorker {
   MaskCursor* mask_cursors =
       take.take<MaskCursor>(of.mask_lists > 0 ? MaskWalk::most_cursors(of.block_q, of.group) : Size(0));
   KeyInterval* runs = take.take<KeyInterval>(of.lists ? of.block_kv : 0);
+  const void** sum_rows = take.take<const void*>(of.lists ? of.grad_rows : 0);  // of a list's keys: list_gradients.h
+  // Where key_rope is not behind key: keys of a tile with theirs [block_kv][head_dim], of key's dtype (rope_rows.h).
+  const void** rope_rows = take.take<const void*>(of.copied_keys);
+  char* key_copies = static_cast<char*>(
+      take.take_bytes(Size(of.copied_keys) * of.sizes.head_dim * size_bytes(of.problem.forward.kv_dtype)));
 };
+
+// Parts of the sums that blocks of a head add to in turn, one block here and another there (list_gradients.h).
+inline constexpr int64_t kListShards = 16;
 
 struct BackwardCallPieces {
   TakePieces take;
@@ -190,7 +199,7 @@ struct BackwardCallPieces {
   int64_t* mask_tiles = take.take<int64_t>(of.mask_pairs);
   int64_t* mask_blocks = take.take<int64_t>(of.mask_pairs);
   // Of sparse indices: list_gradients.h.
-  Turn* list_turns = take.take<Turn>(of.lists ? heads_of(p) : 0);
+  Turn* list_turns = take.take<Turn>(of.lists ? Size(heads_of(p)) * kListShards : 0);
   void* list_sums = take.numbers(of.problem.key_rows, of.sizes.acc_stride + of.sizes.value_acc_stride);
 };
 
@@ -208,7 +217,7 @@ struct Accumulators {
     else
       static_cast<float*>(numbers)[i] = static_cast<float>(x);
   }
-  // to[i * stride] += from[i]
+  // to[i * stride] += from[i]; whole rows: BackwardKernels::add_row
   void add(const void* from, int64_t count, void* to, int64_t stride) const {
     const auto add_numbers = [&](const auto* terms, auto* sums) {
       for (int64_t i = 0; i < count; ++i) sums[i * stride] += terms[i];
@@ -250,6 +259,10 @@ struct BackwardData : CallHeads {
     return w;
   }
   Arena at(int64_t offset, int64_t bytes) const { return {memory + offset, bytes}; }
+
+  bool wants_query() const { return grads.grad_query || grads.grad_query_rope; }
+  bool wants_key() const { return grads.grad_key || grads.grad_key_rope; }
+  bool wants_value() const { return bool{grads.grad_value}; }
 
   // Rows of a head's sequence in key and value, whatever its kv_lengths; of pages those that hold its keys.
   int64_t key_rows(int64_t head) const {

@@ -74,9 +74,17 @@ struct BackwardPack : BackwardForms<P> {
     }
     weight = static_cast<S>(__builtin_exp(rest) / sum);
     bool finite = is_finite(weight) && is_finite(reference) && is_finite(origin);
+    const int64_t dim = z.head_dim - from.rope_dim;
     with_row<S>(from.query, row, [&](const auto* x) OPST_INLINE_LAMBDA {
-      finite = copy_row(x, from.query.dim_stride, z.head_dim, from.query_factor, query, z.query_stride) && finite;
+      finite = copy_row(x, from.query.dim_stride, dim, from.query_factor, query, z.query_stride) && finite;
     });
+    if (from.rope_dim > 0) {  // whole words behind whole words (choose_product); rows end with a vector to spare
+      const int64_t width = (tile::words<P>(from.rope_dim) + kLanes - 1) / kLanes * kLanes;
+      Word* rope = query + tile::words<P>(dim);
+      with_row<S>(from.query_rope, row, [&](const auto* x) OPST_INLINE_LAMBDA {
+        finite = copy_row(x, from.query_rope.dim_stride, from.rope_dim, from.query_factor, rope, width) && finite;
+      });
+    }
     with_row<S>(from.grad_out, row, [&](const auto* x) OPST_INLINE_LAMBDA {
       finite = copy_row(x, from.grad_out.dim_stride, z.value_head_dim, 1, grad_out, z.value_stride) && finite;
     });
@@ -179,10 +187,16 @@ struct BackwardPack : BackwardForms<P> {
       const S* acc = static_cast<const S*>(f.acc) + r * f.acc_stride;
       with_row<S>(f.out, f.first_row + r, [&](auto* out) OPST_INLINE_LAMBDA {
         for (int64_t d = 0; d < f.length; d += kLanes) {
-          store_elements(V::load(acc + d) * factor, out, f.out.dim_stride, d, simd::clamp_lanes<V>(f.length - d));
+          const int64_t n = simd::clamp_lanes<V>(f.length - d);
+          store_elements(V::load_n(acc + d, n) * factor, out, f.out.dim_stride, d, n);
         }
       });
     }
+  }
+  static void add_row(const void* terms, int64_t count, void* sums) {
+    const S* from = static_cast<const S*>(terms);
+    S* to = static_cast<S*>(sums);
+    for (int64_t i = 0; i < count; i += kLanes) (V::load(to + i) + V::load(from + i)).store(to + i);
   }
 };
 

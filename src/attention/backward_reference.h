@@ -20,7 +20,7 @@ namespace opst::attention {
 
 // Row-major in the shape of the tensor whose gradient it is. Empty where that tensor is absent.
 struct ReferenceGradients {
-  std::vector<double> query, key, value, bias, sinks;
+  std::vector<double> query, key, value, bias, sinks, query_rope, key_rope;
 };
 
 // Every gradient of a backward call: its name, where the operator writes it, and where the reference has it.
@@ -35,6 +35,8 @@ inline constexpr NamedGradient kNamedGradients[] = {
     {"grad_value", &AttentionGradients::grad_value, &ReferenceGradients::value},
     {"grad_bias", &AttentionGradients::grad_bias, &ReferenceGradients::bias},
     {"grad_sinks", &AttentionGradients::grad_sinks, &ReferenceGradients::sinks},
+    {"grad_query_rope", &AttentionGradients::grad_query_rope, &ReferenceGradients::query_rope},
+    {"grad_key_rope", &AttentionGradients::grad_key_rope, &ReferenceGradients::key_rope},
 };
 
 namespace reference {
@@ -68,13 +70,18 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
   const int64_t head_dim = in.query.shape[in.query.rank - 1], value_head_dim = in.value.shape[in.value.rank - 1];
   const ConstTensor at_query = packed_shape(in.query), at_key = packed_shape(in.key), at_value = packed_shape(in.value);
   const ConstTensor at_bias = packed_shape(in.bias);
+  const bool rope = in.query_rope.data != nullptr && in.key_rope.data != nullptr;
+  const int64_t rope_dim = rope ? in.query_rope.shape[in.query_rope.rank - 1] : 0;
+  const ConstTensor at_query_rope = packed_shape(in.query_rope), at_key_rope = packed_shape(in.key_rope);
   const auto zeros = [](const ConstTensor& t) {
     return std::vector<Real>(t.data != nullptr || t.num_elements() == 0 ? static_cast<size_t>(t.num_elements()) : 0);
   };
   std::vector<Real> grad_query = zeros(in.query), grad_key = zeros(in.key), grad_value = zeros(in.value);
   std::vector<Real> grad_bias = zeros(in.bias), grad_sinks = zeros(in.sinks);
-  const Real scale = options.softmax_scale ? static_cast<Real>(*options.softmax_scale)
-                                           : static_cast<Real>(1 / std::sqrt(static_cast<long double>(head_dim)));
+  std::vector<Real> grad_query_rope = zeros(in.query_rope), grad_key_rope = zeros(in.key_rope);
+  const Real scale = options.softmax_scale
+                         ? static_cast<Real>(*options.softmax_scale)
+                         : static_cast<Real>(1 / std::sqrt(static_cast<long double>(head_dim + rope_dim)));
   const Real kept_scale = 1 / static_cast<Real>(options.dropout.keep_prob);
   const auto bias_scale = static_cast<Real>(options.bias_scale);
   const Real infinity = std::numeric_limits<Real>::infinity(), undefined = std::numeric_limits<Real>::quiet_NaN();
@@ -109,7 +116,7 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
           for (int64_t d = 0; d < value_head_dim; ++d)
             sum += term(number(grad_out, grad, d) * number(in.value, value, d));
           dp[n] = rounded_to(storage, sum * kept_scale);
-          if (row.score[n] != -infinity) delta += p[n] * dp[n];
+          if (!row.hidden[n]) delta += p[n] * dp[n];
         }
         magnitude = std::fabs(delta) + std::fabs(from_lse);
         delta = absolute ? magnitude : delta - from_lse;
@@ -138,6 +145,16 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
             dq[d] += term(scale * ds * number(in.key, key, d));
             dk[d] += term(scale * ds * number(in.query, query, d));
           }
+          if (rope_dim > 0) {
+            const int64_t of_query = query_offset(in, in.query_rope, b, h, i);
+            const int64_t of_key = row_offset(in, in.key_rope, b, kv_head, j);
+            Real* dqr = &grad_query_rope[static_cast<size_t>(query_offset(in, at_query_rope, b, h, i))];
+            Real* dkr = &grad_key_rope[static_cast<size_t>(row_offset(in, at_key_rope, b, kv_head, j))];
+            for (int64_t d = 0; d < rope_dim; ++d) {
+              dqr[d] += term(scale * ds * number(in.key_rope, of_key, d));
+              dkr[d] += term(scale * ds * number(in.query_rope, of_query, d));
+            }
+          }
           if (!row.kept[n]) continue;
           for (int64_t d = 0; d < value_head_dim; ++d) dv[d] += term(p[n] * kept_scale * number(grad_out, grad, d));
         }
@@ -149,7 +166,8 @@ ReferenceGradients gradients(const AttentionInputs& in, const ConstTensor& grad_
     for (size_t i = 0; i < from.size(); ++i) to[i] = static_cast<double>(rounded_to(storage, from[i]));
     return to;
   };
-  return {rounded(grad_query), rounded(grad_key), rounded(grad_value), rounded(grad_bias), rounded(grad_sinks)};
+  return {rounded(grad_query), rounded(grad_key),        rounded(grad_value),   rounded(grad_bias),
+          rounded(grad_sinks), rounded(grad_query_rope), rounded(grad_key_rope)};
 }
 
 }  // namespace reference

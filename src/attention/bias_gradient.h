@@ -156,6 +156,7 @@ class SinkGradient {
     const auto sees_some = [&](KeyInterval keys) {
       return d_.kernels.sees_key(b.state->rules, r, keys.begin, keys.end);
     };
+    if (d_.p.sparse_indices) return d_.any_selected_run(b.head, (b.first_row + r) / d_.group, sees_some);
     if (!d_.p.block_mask) return sees_some({pack.visible_begin[r], pack.visible_end[r]});
     const HeadMask mask = d_.head_mask(b.head);
     const int64_t row = b.first_row + r, head = mask.heads > 1 ? row % d_.group : 0;

@@ -133,13 +133,11 @@ class PatternRows {
   void add_steps(KeyInterval at, int64_t left, int64_t right, int64_t step, KeyInterval seen, Runs& runs) const {
     left -= left % step, right -= right % step;
     if (at.end - at.begin >= step) return add_keys({at.begin - left, at.end + right}, seen, runs);
-    for (int64_t p = at.begin; p < at.end; ++p) {
-      const KeyInterval keys = causal(seen, p + 1);
-      const int64_t low = std::max(keys.begin, p - left), high = std::min(keys.end - 1, p + right);
-      // The first key from `low` on that is whole steps from p.
-      const int64_t rest = (p - low) % step;
-      for (int64_t j = low + (rest < 0 ? rest + step : rest); j <= high; j += step) add_keys({j, j + 1}, keys, runs);
-    }
+    // Keys n steps before their positions are neighbours, as these are; under a causal mask n >= 0.
+    const auto steps_down = [&](int64_t x) { return x / step - (x % step < 0 ? 1 : 0); };
+    const int64_t first = std::max(p_.causal ? 0 : -right / step, steps_down(at.begin - seen.end) + 1);
+    const int64_t last = std::min(left / step, steps_down(at.end - 1 - seen.begin));
+    for (int64_t n = first; n <= last; ++n) add_keys({at.begin - n * step, at.end - n * step}, seen, runs);
   }
   // Different key blocks, of those that the last position of the block may see: Floyd's algorithm.
   void draw(int64_t head, int64_t block, int64_t end) const {

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "attention/backward_layout.h"
+#include "attention/rope_rows.h"
 
 namespace opst::attention {
 
@@ -26,7 +27,8 @@ struct BlockRows {
   }
   // Empties the intervals of rows of which the block mask, or the list, shows no key.
   void hide_masked_rows(const Block& b, const Worker& w) const {
-    if (KvTile t{}; d_.p.sparse_indices && !list_of(b, w).next(&t, nullptr, nullptr)) {
+    const auto any = [](KeyInterval) { return true; };
+    if (d_.p.sparse_indices && !d_.any_selected_run(b.head, b.first_row / d_.group, any)) {
       std::copy_n(w.block.visible_begin, b.queries.rows, w.block.visible_end);
     }
     if (!d_.p.block_mask) return;
@@ -34,7 +36,7 @@ struct BlockRows {
     const Visibility v = d_.visibility(b.head);
     for (int64_t r = 0; r < b.queries.rows; ++r) {
       const int64_t query = (b.first_row + r) / d_.group, head = mask.heads > 1 ? (b.first_row + r) % d_.group : 0;
-      if (!mask.any_run_of(v, query, head, [](KeyInterval) { return true; })) {
+      if (!mask.any_run_of(v, query, head, any)) {
         w.block.visible_end[r] = w.block.visible_begin[r];
       }
     }
@@ -51,6 +53,8 @@ struct BlockRows {
     return {.query = rows(d_.in.query),
             .out = rows(d_.saved.out),
             .grad_out = rows(d_.saved.grad_out),
+            .query_rope = rows(d_.in.query_rope),
+            .rope_dim = d_.p.rope_dim,
             .top = rows(d_.saved.softmax_max ? d_.saved.softmax_max : d_.saved.softmax_lse),
             .sum = rows(d_.saved.softmax_sum),
             .grad_lse = rows(d_.saved.grad_lse),
@@ -64,9 +68,9 @@ struct BlockRows {
   }
   // Keys and values of a tile, in runs.
   void pack_keys(int64_t head, std::span<const KeyInterval> runs, const Worker& w, GradTile& tile) const {
-    d_.kv_rows(d_.in.key, head).locate(runs, w.key_rows);
+    const int64_t stride = locate_keys(d_, head, runs, tile.count, w.rope_rows, w.key_copies, w.key_rows);
     d_.kv_rows(d_.in.value, head).locate(runs, w.value_rows);
-    const PackKeys pack = {w.key_rows, w.value_rows, d_.in.key.strides[3], d_.in.value.strides[3]};
+    const PackKeys pack = {w.key_rows, w.value_rows, stride, d_.in.value.strides[3]};
     d_.kernels.pack_keys(pack, d_.layout.sizes, tile);
   }
   GradBlock block_against(const Block& b, const Worker& w, bool partial) const {
@@ -84,7 +88,11 @@ struct BlockRows {
             d_.visibility(b.head),
             query,
             {0, INT64_MAX},
-            {.most_keys = d_.plan.block_kv, .by_runs = false, .key_step = 1, .runs = w.runs, .rows = b.queries.rows}};
+            {.most_keys = d_.plan.block_kv,
+             .by_runs = reads_positions(d_.p),
+             .key_step = 1,
+             .runs = w.runs,
+             .rows = b.queries.rows}};
   }
   // visit(GradBlock, GradTile) for the tiles of a block's list, whose dK and dV lie one after the other, 0.
   template <class Visit>
@@ -96,13 +104,13 @@ struct BlockRows {
     SelectedKeys list = list_of(b, w);
     int64_t first = 0;
     for (KvTile t{}; list.next(&t, nullptr, nullptr); first += t.count) {
-      GradTile tile = {0, t.count, w.keys, w.values, w.key_columns};
-      if (d_.grads.grad_key) tile.grad_key = room(w.grad_key, first, t.count, z.acc_stride);
-      if (d_.grads.grad_value) tile.grad_value = room(w.grad_value, first, t.count, z.value_acc_stride);
+      GradTile tile = {t.first_key, t.count, w.keys, w.values, w.key_columns};
+      if (d_.wants_key()) tile.grad_key = room(w.grad_key, first, t.count, z.acc_stride);
+      if (d_.wants_value()) tile.grad_value = room(w.grad_value, first, t.count, z.value_acc_stride);
       pack_keys(b.head, list.runs_of(t), w, tile);
       if (b.state->absent) {  // the others see all of the tile
-        std::fill_n(w.block.visible_begin, b.queries.rows, 0);
-        std::fill_n(w.block.visible_end, b.queries.rows, t.count);
+        std::fill_n(w.block.visible_begin, b.queries.rows, t.first_key);
+        std::fill_n(w.block.visible_end, b.queries.rows, t.first_key + t.count);
         hide_absent_rows(b, w);
       }
       visit(block_against(b, w, b.state->absent), tile);

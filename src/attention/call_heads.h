@@ -52,14 +52,26 @@ struct KvRows {
 // Elements between the scales (or offsets) of a row's groups: of panel32 pages, a row has one.
 inline int64_t groups_stride(const ConstTensor& scales) { return scales.rank == 4 ? scales.strides[3] : 0; }
 
+// Sequences [first, first + count), whose first keys are the same rows of pages (shared_prefix.h).
+struct SharedGroup {
+  int64_t first, count;
+  int64_t keys;
+  int64_t first_query, queries;  // of those of all groups, one after the other
+};
+
 struct CallHeads {
   const AttentionInputs& in;
   const AttentionProblem& p;
+  const SharedGroup* groups =
+      nullptr;  // not null: in the place of (batch, KV head), (group, KV head); its first sequence
   const Sequences sequences{in, p};
   const int64_t group = p.num_heads / p.num_kv_heads;  // query heads per KV head
   const int64_t heads = p.batch * p.num_kv_heads;
 
-  int64_t batch(int64_t head) const { return head / p.num_kv_heads; }
+  int64_t batch(int64_t head) const {
+    const int64_t index = head / p.num_kv_heads;
+    return groups == nullptr ? index : groups[index].first;
+  }
   int64_t kv_head(int64_t head) const { return head % p.num_kv_heads; }
   // The query head of a stacked row.
   int64_t query_head(int64_t head, int64_t row) const { return kv_head(head) * group + row % group; }
@@ -96,6 +108,21 @@ struct CallHeads {
     const int64_t b = batch(head), row = sequences.query_start(b) + query;
     const int64_t offset = b * t.strides[0] + kv_head(head) * t.strides[1] + row * t.strides[2];
     return {static_cast<const int32_t*>(t.data) + offset, t.strides[3], t.shape[3], in.sparse_indices.block_size};
+  }
+
+  // visit(KeyInterval) for what a query sees of its list, until it returns true; whether it has.
+  template <class Visit>
+  bool any_selected_run(int64_t head, int64_t query, const Visit& visit) const {
+    constexpr int64_t kSome = 64;
+    KeyInterval runs[kSome];
+    const SelectedKeys::Tiles some = {.most_keys = kSome, .by_runs = false, .key_step = 1, .runs = runs, .rows = 1};
+    SelectedKeys list(index_list(head, query), visibility(head), query, {0, INT64_MAX}, some);
+    for (KvTile tile{}; list.next(&tile, nullptr, nullptr);) {
+      for (const KeyInterval& keys : list.runs_of(tile)) {
+        if (visit(keys)) return true;
+      }
+    }
+    return false;
   }
 
   // Rows of key or value, or of a tensor of the shape of one.

@@ -1,14 +1,13 @@
 // What is done with the candidates of a query (indexer_kernels.h) outside of the kernels: the best are kept, joined,
-// and put in order.
+// and put in order, by digits of their words (core/best_words.h). Candidates stand in ascending order of their keys.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <functional>
 #include <limits>
 
 #include "attention/indexer_kernels.h"
+#include "core/best_words.h"
 
 namespace opst::attention {
 
@@ -25,9 +24,8 @@ inline Candidates no_candidates(uint64_t* words) { return {words, 0, std::numeri
 // Keeps the best `most`. What is behind the last of them need not be a candidate any more.
 inline void keep_best(Candidates& c, int64_t most) {
   if (c.count <= most) return;
-  std::nth_element(c.words, c.words + most - 1, c.words + c.count, std::greater<>());
+  c.threshold = score_of(keep_largest(c.words, c.count, most));
   c.count = most;
-  c.threshold = score_of(c.words[most - 1]);
 }
 
 // Adds the candidates of the next part of the keys; `into` has room for `room` > most words, or for those of all parts.
@@ -39,10 +37,10 @@ inline void join(Candidates& into, const Candidates& from, int64_t most, int64_t
   }
 }
 
-// The best `most`, in their order.
-inline void sort_best(Candidates& c, int64_t most) {
+// The best `most`, in their order; `scratch` has room for as many.
+inline void sort_best(Candidates& c, int64_t most, uint64_t* scratch) {
   keep_best(c, most);
-  std::sort(c.words, c.words + c.count, std::greater<>());
+  sort_by_high_halves(c.words, c.count, scratch);
 }
 
 }  // namespace opst::attention

@@ -357,6 +357,7 @@ Result<AttentionProblem> pose_problem(ShapeCheck& check, const AttentionInputs& 
   // Where there are no keys at all no length says so.
   p.kv_len = p.batch > 0 ? longest_keys : p.kv_len;
   if (p.has_drop_mask && check.ok()) check_drop_mask(check, in, p);
+  if (check.ok()) check_shared_prefix(check, in, p);
   if (!check.ok()) return check.status();
   return p;
 }

@@ -61,6 +61,9 @@ int64_t index_check_bytes(const AttentionProblem& problem, int num_threads);
 Status check_indices(const char* operator_name, const AttentionInputs& inputs, const AttentionProblem& problem,
                      ThreadPool& pool, void* scratch);
 
+// Refuses options.shared_prefix where the block table does not bear it out; finds what sequences share.
+void check_shared_prefix(ShapeCheck& check, const AttentionInputs& inputs, AttentionProblem& problem);
+
 // The problem that inputs and outputs of flash_attention_forward pose, or why they are refused.
 Result<AttentionProblem> check_forward(const AttentionInputs& inputs, const AttentionOutputs& outputs,
                                        const AttentionOptions& options);

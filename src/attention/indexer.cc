@@ -43,13 +43,52 @@ struct IndexerTensors {
   }
 };
 
-class IndexerCall : CallHeads {
+// What the call writes. A plan is not needed: without anything to select there is none.
+class IndexerRows : protected CallHeads {
+ public:
+  IndexerRows(const IndexerTensors& tensors, const IndexerCheck& call)
+      : CallHeads{tensors.inputs, call.attention}, tensors_(tensors), problem_(call.problem) {}
+
+  // Rows that are no query of a sequence see no key.
+  void write_other_rows(ThreadPool& pool) const {
+    if (!p.varlen_q && !tensors_.query_lengths) return;
+    const int64_t rows = tensors_.indices.shape[2], num_heads = p.num_kv_heads;
+    for (int64_t b = 0; b < (p.varlen_q ? 1 : p.batch); ++b) {
+      const int64_t first = p.varlen_q ? index_at(in.cu_seqlens_q, p.batch) : query_len(b);
+      pool.for_each((rows - first) * num_heads, kRowsPerTask, [&](int64_t i, int) {
+        write_row(b, i % num_heads, first + i / num_heads, no_candidates(nullptr));
+      });
+    }
+  }
+
+ protected:
+  static constexpr int64_t kRowsPerTask = 64;
+
+  int64_t query_len(int64_t b) const {
+    return tensors_.query_lengths ? index_at(tensors_.query_lengths, b) : sequences.query_len(b);
+  }
+  // Of varlen calls, `row` counts the rows of all sequences, and strides[0] is 0.
+  void write_row(int64_t b, int64_t kv_head, int64_t row, const Candidates& sorted) const {
+    const auto start = [&](const Tensor& t) { return b * t.strides[0] + kv_head * t.strides[1] + row * t.strides[2]; };
+    const Tensor &indices = tensors_.indices, &values = tensors_.values;
+    auto* const out = static_cast<int32_t*>(indices.data) + start(indices);
+    for (int64_t j = 0; j < problem_.count; ++j) {
+      const bool there = j < sorted.count;
+      out[j * indices.strides[3]] = there ? static_cast<int32_t>(key_of(sorted.words[j])) : -1;
+      if (!values) continue;
+      store_element(values, start(values) + j * values.strides[3], there ? score_of(sorted.words[j]) : -HUGE_VALF);
+    }
+  }
+
+  const IndexerTensors& tensors_;
+  const LightningIndexerProblem& problem_;
+};
+
+class IndexerCall : IndexerRows {
  public:
   IndexerCall(const IndexerTensors& tensors, const IndexerCheck& call, const LightningIndexerPlan& plan,
               Context::Impl& impl, void* scratch, Interruption& interruption)
-      : CallHeads{tensors.inputs, call.attention},
-        tensors_(tensors),
-        problem_(call.problem),
+      : IndexerRows(tensors, call),
         plan_(plan),
         geometry_(geometry_of(impl.machine.isa, plan.product)),
         packing_(kernels_for(impl.machine.isa, plan.product, p.kv_dtype)),
@@ -77,26 +116,10 @@ class IndexerCall : CallHeads {
     if (plan_.kv_splits > 1 && !interruption_.happened()) join_parts();
   }
 
-  // Rows that are no query of a sequence see no key.
-  void write_other_rows() const {
-    if (!p.varlen_q && !tensors_.query_lengths) return;
-    const int64_t rows = tensors_.indices.shape[2], num_heads = p.num_kv_heads;
-    for (int64_t b = 0; b < (p.varlen_q ? 1 : p.batch); ++b) {
-      const int64_t first = p.varlen_q ? index_at(in.cu_seqlens_q, p.batch) : query_len(b);
-      pool_.for_each((rows - first) * num_heads, kRowsPerTask, [&](int64_t i, int) {
-        write_row(b, i % num_heads, first + i / num_heads, no_candidates(nullptr));
-      });
-    }
-  }
-
  private:
   using Worker = IndexerLayout::Worker;
   using Selection = IndexerLayout::Selection;
-  static constexpr int64_t kRowsPerTask = 64;
 
-  int64_t query_len(int64_t b) const {
-    return tensors_.query_lengths ? index_at(tensors_.query_lengths, b) : sequences.query_len(b);
-  }
   Visibility seen(int64_t head) const {
     return Visibility::of(p.options, query_len(batch(head)), sequences.kv_len(batch(head)));
   }
@@ -120,9 +143,12 @@ class IndexerCall : CallHeads {
     return layout_.take_selection(arena);
   }
 
-  void pack(int64_t head, int64_t first_key, int64_t count, const Worker& w, char* to) const {
-    kv_rows(in.key, head).locate(first_key, count, w.key_rows);
-    packing_.pack_keys(w.key_rows, in.key.strides[3], count, p.head_dim, to);
+  void locate(int64_t head, KvTile& tile, const void** rows) const {
+    kv_rows(in.key, head).locate(tile.first_key, tile.count, rows);
+    tile.key_rows = rows;
+  }
+  void pack(const KvTile& tile, char* to) const {
+    packing_.pack_keys(tile.key_rows, in.key.strides[3], tile.count, p.head_dim, to);
   }
   void pack_shared_tile(int64_t head, int64_t tile, const Worker& w) const {
     const int64_t first_key = tile * plan_.block_kv;
@@ -130,7 +156,9 @@ class IndexerCall : CallHeads {
     const int64_t count = std::min(plan_.block_kv, visible.kv_len - first_key);
     if (count <= 0) return;  // a shorter sequence of the batch
     if (!visible.may_see({first_key, first_key + count}, query_len(batch(head)))) return;
-    pack(head, first_key, count, w, packed_tile(head, first_key));
+    KvTile rows = {first_key, count, false};
+    locate(head, rows, w.key_rows);
+    pack(rows, packed_tile(head, first_key));
   }
 
   // One block of queries against one part of the keys.
@@ -151,26 +179,28 @@ class IndexerCall : CallHeads {
     const KeyInterval part = {split * plan_.keys_per_split, (split + 1) * plan_.keys_per_split};
     KvBlocks tiles(seen(head), first * group, rows, group, part, plan_.block_kv, w.visible_begin, w.visible_end);
     KvTile pair[2] = {};
-    for (bool there = tiles.next(&pair[0]); there; pair[0] = pair[1]) {
-      there = tiles.next(&pair[1]);
-      const bool ahead = there && layout_.shared;  // else the next tile is not packed yet
-      if (layout_.shared) {
-        pair[0].keys = packed_tile(head, pair[0].first_key);
-      } else {
-        pack(head, pair[0].first_key, pair[0].count, w, w.packed);
-        pair[0].keys = w.packed;
-      }
-      if (ahead) pair[1].keys = packed_tile(head, pair[1].first_key);
+    int64_t number = 0;
+    const auto next = [&](KvTile* tile) {
+      if (!tiles.next(tile)) return false;
+      if (layout_.shared)
+        tile->keys = packed_tile(head, tile->first_key);
+      else
+        locate(head, *tile, w.key_rows + number++ % 2 * plan_.block_kv);
+      return true;
+    };
+    for (bool there = next(&pair[0]); there; pair[0] = pair[1]) {
+      there = next(&pair[1]);
+      if (!layout_.shared) pack(pair[0], w.packed), pair[0].keys = w.packed;
       for (int64_t i = 0; i < queries; ++i) {
         if (best.candidates[i].count + pair[0].count > plan_.candidates) keep_best(best.candidates[i], plan_.kept);
       }
-      score_tile_(b, pair, ahead ? 2 : 1);
+      score_tile_(b, pair, there ? 2 : 1);
     }
     for (int64_t i = 0; i < queries; ++i) {
       if (plan_.kv_splits > 1)
         keep_best(best.candidates[i], plan_.kept);
       else
-        finish(head, first + i, best.candidates[i]);
+        finish(head, first + i, best.candidates[i], w);
     }
   }
   QueryBlock query_block(int64_t rows, const Worker& w) const {
@@ -207,34 +237,21 @@ class IndexerCall : CallHeads {
     pool_.parallel_for(heads * queries_per_head, [&](int64_t task, int index) {
       const int64_t head = task / queries_per_head, query = task % queries_per_head;
       if (query >= query_len(batch(head))) return;
-      Candidates all = no_candidates(worker(index).joined);
+      const Worker w = worker(index);
+      Candidates all = no_candidates(w.joined);
       for (int64_t split = 0; split < plan_.kv_splits; ++split) {
         const Selection part = selection(head, query / plan_.block_q, split);
         join(all, part.candidates[query % plan_.block_q], layout_.most, layout_.joined);
       }
-      finish(head, query, all);
+      finish(head, query, all, w);
     });
   }
 
-  void finish(int64_t head, int64_t query, Candidates& candidates) const {
-    sort_best(candidates, layout_.most);
+  void finish(int64_t head, int64_t query, Candidates& candidates, const Worker& w) const {
+    sort_best(candidates, layout_.most, w.sorting);
     write_row(batch(head), kv_head(head), sequences.query_start(batch(head)) + query, candidates);
   }
-  // Of varlen calls, `row` counts the rows of all sequences, and strides[0] is 0.
-  void write_row(int64_t b, int64_t kv_head, int64_t row, const Candidates& sorted) const {
-    const auto start = [&](const Tensor& t) { return b * t.strides[0] + kv_head * t.strides[1] + row * t.strides[2]; };
-    const Tensor &indices = tensors_.indices, &values = tensors_.values;
-    auto* const out = static_cast<int32_t*>(indices.data) + start(indices);
-    for (int64_t j = 0; j < problem_.count; ++j) {
-      const bool there = j < sorted.count;
-      out[j * indices.strides[3]] = there ? static_cast<int32_t>(key_of(sorted.words[j])) : -1;
-      if (!values) continue;
-      store_element(values, start(values) + j * values.strides[3], there ? score_of(sorted.words[j]) : -HUGE_VALF);
-    }
-  }
 
-  const IndexerTensors& tensors_;
-  const LightningIndexerProblem& problem_;
   const LightningIndexerPlan& plan_;
   const Geometry& geometry_;
   const IndexerLayout layout_{problem_, plan_, geometry_};
@@ -262,10 +279,9 @@ Status lightning_indexer(Context& context, const LightningIndexerInputs& inputs,
     const Result<WorkspaceLease> lease = impl.workspaces.lease(plan.scratch_bytes(impl.pool.num_threads()));
     if (!lease.ok()) return lease.status();
     Interruption interruption(impl.interrupted, multiply_adds(call.value().attention));
-    const IndexerCall indexer(tensors, call.value(), plan, impl, lease.value().data(), interruption);
-    if (plan.num_tasks > 0) indexer.run();
+    if (plan.num_tasks > 0) IndexerCall(tensors, call.value(), plan, impl, lease.value().data(), interruption).run();
     if (interruption.happened()) return interruption.status("lightning_indexer");
-    indexer.write_other_rows();
+    IndexerRows(tensors, call.value()).write_other_rows(impl.pool);
     return {};
   });
 }

@@ -55,10 +55,11 @@ struct IndexerLayout {
     float* weights;          // [block_rows]
     int64_t* visible_begin;  // [block_rows]
     int64_t* visible_end;
-    const void** key_rows;  // [block_kv]
+    const void** key_rows;  // [2][block_kv]: of a tile, and of the next
     char* packed;           // panels of K; packed_per_task
     Selection selection;    // kv_splits = 1
     uint64_t* joined;       // [joined]; kv_splits > 1
+    uint64_t* sorting;      // [most]
   };
 
   const LightningIndexerProblem& p;
@@ -100,10 +101,11 @@ struct IndexerLayout {
             .weights = from.template take<float>(block_rows),
             .visible_begin = from.template take<int64_t>(block_rows),
             .visible_end = from.template take<int64_t>(block_rows),
-            .key_rows = from.template take<const void*>(plan.block_kv),
+            .key_rows = from.template take<const void*>(Size(2) * plan.block_kv),
             .packed = static_cast<char*>(from.take_bytes(shared ? 0 : tile_bytes)),
             .selection = plan.kv_splits == 1 ? take_selection(from) : Selection{},
-            .joined = plan.kv_splits == 1 ? nullptr : from.template take<uint64_t>(joined)};
+            .joined = plan.kv_splits == 1 ? nullptr : from.template take<uint64_t>(joined),
+            .sorting = from.template take<uint64_t>(most)};
   }
 
  private:

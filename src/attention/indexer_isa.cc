@@ -7,12 +7,13 @@
 //              products [MR, keys] = Q K^T                PackedSource, panel by panel
 //              for each query among the rows              s += w relu(products), a sum stays in registers for its rows
 //            for each query of the block                  compare with its threshold, append
-// Memory     f32, avx512, head_dim 128, 64 heads; 2 queries and 1024 keys, as planned for 2 MB of L2:
-//              products of a register tile   [12][1040]            49 KB   L1
-//              s                             [2][1024]              8 KB   L1
+// Memory     f32, avx512, head_dim 128, 64 heads; 2 queries and 320 keys, as planned for 48 KB of L1:
+//              products of a register tile   [12][336]             16 KB   L1, beside a panel of K and rows of Q
+//              s                             [2][320]               3 KB   L1
 //              Q                             [128][128]            64 KB   L2
-//              K of the tile                 [1024][128]          512 KB   L2; the next tile is prefetched meanwhile
-//              candidates                    2 x count + slack     32 KB each at count 2048, appended at their end
+//              K of the tile                 [320][128]           160 KB   L2
+//              candidates                    2 x count             32 KB each at count 2048, appended at their end
+//            The next tile is prefetched meanwhile: its panels, or the rows that the task will pack.
 //            Of 16 scores and one head the product takes 128 multiply-adds, relu and sum two instructions.
 // Numerics   s in f32, heads in ascending order whichever register tile holds their rows: its bits depend on nothing
 //            but the query and the key. NaN passes every comparison.
@@ -84,10 +85,16 @@ template <class P>
 void score_tile(const IndexerBlock& block, const KvTile* tiles, int64_t num_tiles) {
   const QueryBlock& q = block.rows;
   alignas(64) float row_max[P::kTileRows * F32::kLanes];  // which the product takes besides
-  PackedSource<P> source(q, tiles, 0, num_tiles);
   const RowTiles row_tiles(q.rows, P::kTileRows);
+  KvTile pair[2] = {tiles[0], tiles[num_tiles - 1]};
+  const bool rows_ahead = num_tiles > 1 && pair[1].keys == nullptr;
+  PackedSource<P> packed(q, pair, 0, num_tiles);
   for (int64_t b = 0; b < row_tiles.count(); ++b) {
     const RowTile rt = row_tiles[b];
+    // Rows that lie anywhere: each register tile fetches from the first of its share on.
+    if (rows_ahead) pair[1].keys = pair[1].key_rows[b * pair[1].count / row_tiles.count()];
+    PackedSource<P> anywhere(q, pair, 0, num_tiles);
+    PackedSource<P>& source = rows_ahead ? anywhere : packed;
     const Scores<float> s = {rt, source.span(rt), static_cast<float*>(q.scores), q.scores_stride};
     if (s.span.width == 0) continue;
     source.template score<false>(s, row_max);

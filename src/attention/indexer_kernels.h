@@ -19,9 +19,9 @@
 
 namespace opst::attention {
 
-// The candidates of one query, unordered: every key seen so far whose score may be among the best.
+// The candidates of one query: every key seen so far whose score may be among the best.
 struct Candidates {
-  uint64_t* words;  // with room for those of one more tile, and one word more
+  uint64_t* words;  // keys ascend; with room for those of one more tile, and one word more
   int64_t count;
   // A key with this score, or less, is behind what is kept already: keys ascend. NaN: every key is a candidate.
   float threshold;
@@ -37,7 +37,8 @@ struct IndexerBlock {
 };
 
 // Appends the keys of tiles[0], packed, to the candidates of the queries that see them, unless their scores are at most
-// the threshold. The keys of tiles[1], if num_tiles is 2, are fetched meanwhile.
+// the threshold. What will be read for tiles[1], if num_tiles is 2, is fetched meanwhile: `keys`, or where that is null
+// the rows of `key_rows`, which will be packed.
 using ScoreTile = void (*)(const IndexerBlock& block, const KvTile* tiles, int64_t num_tiles);
 struct IndexerTable {
   ScoreTile f32, bf16_dot = nullptr;  // by AttentionProduct, as in KernelTable

@@ -54,11 +54,12 @@ const char* indexer_without_plan(const LightningIndexerProblem& p) {
 }
 
 // Keys per tile. Its packed keys should take a quarter of L2: the next tile is being fetched meanwhile, and queries,
-// scores and candidates want room. The products of a register tile may outgrow L1 a little: they are read once.
+// scores and candidates want room. The products of a register tile take a third of L1, through which rows of queries and
+// a panel of keys pass, too.
 int64_t choose_block_kv(const LightningIndexerProblem& p, const Machine& m, const Geometry& g) {
   const int64_t key_bytes = (Size(ceil_div(p.head_dim, g.step)) * g.word_bytes).value();
   const int64_t by_l2 = m.cache.l2_bytes / 4 / key_bytes;
-  const int64_t by_l1 = m.cache.l1d_bytes * 6 / 5 / (g.tile_rows * g.accumulator_bytes);
+  const int64_t by_l1 = m.cache.l1d_bytes / 3 / (g.tile_rows * g.accumulator_bytes);
   const int64_t keys = std::min(by_l2, by_l1) / g.panel * g.panel;
   return std::min(std::clamp<int64_t>(keys, g.panel, 1024), round_up(std::max<int64_t>(p.kv_len, 1), g.panel));
 }

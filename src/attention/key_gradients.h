@@ -36,7 +36,9 @@ class KeyGradients {
 
   // What no task writes, and what tasks add to, becomes 0.
   void clear(ThreadPool& pool) const {
-    if (d_.p.paged) fill(keys_.to, 0, pool), fill(values_.to, 0, pool);
+    for (const Gradient* g : {&keys_, &values_, &ropes_}) {
+      if (d_.p.paged) fill(g->to, 0, pool);
+    }
     pool.parallel_for(shared_, [&](int64_t ordinal, int) {
       d_.cleared(sums(keys_, ordinal, 0, 0), d_.p.num_kv_heads * d_.p.block_size, page_stride_);
     });
@@ -45,8 +47,9 @@ class KeyGradients {
   void put(int64_t head, const GradTile& tile, int64_t number) {
     const int64_t rows = d_.key_rows(head), count = std::clamp<int64_t>(rows - tile.first_key, 0, d_.plan.block_kv);
     if (shared_ > 0) turn_.wait_for(number);
-    if (tile.grad_key != nullptr) put(keys_, tile.grad_key, tile.first_key, count, head);
-    if (tile.grad_value != nullptr) put(values_, tile.grad_value, tile.first_key, count, head);
+    if (keys_.to) put(keys_, tile.grad_key, tile.first_key, count, head);
+    if (values_.to) put(values_, tile.grad_value, tile.first_key, count, head);
+    if (ropes_.to) put(ropes_, tile.grad_key, tile.first_key, count, head);
     if (shared_ > 0) turn_.pass(number);
   }
   // Of a task that adds nothing.
@@ -59,7 +62,7 @@ class KeyGradients {
     pool.parallel_for(d_.problem.num_blocks, [&](int64_t page, int) {
       const int64_t ordinal = d_.call.page_ordinals[page];
       if (ordinal < 0) return;
-      for (const Gradient* g : {&keys_, &values_}) {
+      for (const Gradient* g : {&keys_, &values_, &ropes_}) {
         for (int64_t h = 0; h < d_.p.num_kv_heads && g->to.data != nullptr; ++h) {
           const KvRows rows = d_.kv_rows(g->to, h);
           finish_rows(*g, rows, sums(*g, ordinal, h, 0), d_.p.block_size, rows.base + page * rows.page_bytes);
@@ -74,6 +77,7 @@ class KeyGradients {
     int64_t length, acc_stride;
     double factor;
     int64_t before;  // accumulators before it in the sums of a shared page, for each row of the page
+    int64_t column;  // of the accumulators' rows: ropes share those of the keys
   };
 
   void* sums(const Gradient& g, int64_t ordinal, int64_t kv_head, int64_t row) const {
@@ -87,8 +91,9 @@ class KeyGradients {
       const void* from = d_.numbers.at(acc, (key - first) * g.acc_stride);
       const int64_t ordinal = shared_ > 0 ? d_.call.page_ordinals[rows.page_of(key)] : -1;
       if (ordinal >= 0) {
+        const bool added = g.column > 0 && keys_.to;  // with the keys
         void* to = sums(g, ordinal, d_.kv_head(head), key % d_.p.block_size);
-        d_.numbers.add(from, run * g.acc_stride, to, 1);
+        if (!added) d_.kernels.add_row(from, run * g.acc_stride, to);
       } else {
         finish_rows(g, rows, from, run, rows.row(key));
       }
@@ -97,15 +102,19 @@ class KeyGradients {
   void finish_rows(const Gradient& g, const KvRows& rows, const void* acc, int64_t count, const char* to) const {
     const int64_t stride = rows.row_bytes / size_bytes(g.to.dtype);
     const StackedRows out = {const_cast<char*>(to), g.to.dtype, stride, 0, g.to.strides[3], 1};
-    d_.kernels.finish_rows({acc, count, g.length, g.acc_stride, g.factor, 0, out});
+    const void* from = d_.numbers.at(const_cast<void*>(acc), g.column);
+    d_.kernels.finish_rows({from, count, g.length, g.acc_stride, g.factor, 0, out});
   }
 
   const BackwardData& d_;
   const BackwardSizes& sizes_ = d_.layout.sizes;
   const int64_t shared_ = d_.problem.shared_blocks, page_stride_ = sizes_.acc_stride + sizes_.value_acc_stride;
-  const Gradient keys_{d_.grads.grad_key, sizes_.head_dim, sizes_.acc_stride, d_.rules.scale().of_score, 0};
-  const Gradient values_{d_.grads.grad_value, sizes_.value_head_dim, sizes_.value_acc_stride, 1 / d_.rules.keep_prob(),
-                         sizes_.acc_stride};
+  const double key_factor_ = d_.rules.scale().of_score;
+  const int64_t key_dim_ = sizes_.head_dim - d_.p.rope_dim;
+  const Gradient keys_{d_.grads.grad_key, key_dim_, sizes_.acc_stride, key_factor_, 0, 0};
+  const Gradient values_{d_.grads.grad_value,      sizes_.value_head_dim, sizes_.value_acc_stride,
+                         1 / d_.rules.keep_prob(), sizes_.acc_stride,     0};
+  const Gradient ropes_{d_.grads.grad_key_rope, d_.p.rope_dim, sizes_.acc_stride, key_factor_, 0, key_dim_};
   Turn turn_;  // of adding to shared pages
 };
 

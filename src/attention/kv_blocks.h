@@ -101,6 +101,14 @@ class KvBlocks {
     tile_ = {};
   }
 
+  // Of rows that see any intervals, which are given.
+  KvBlocks(KeyInterval range, int64_t block_kv, int64_t rows, const int64_t* visible_begin, const int64_t* visible_end)
+      : block_kv_(block_kv), some_{range.end, range.begin}, all_(range), range_end_(range.end), next_(range.begin) {
+    for (int64_t r = 0; r < rows; ++r) see({visible_begin[r], visible_end[r]});
+    last_run_ = {std::max(some_.begin, range.begin) / block_kv * block_kv, std::min(some_.end, range.end)};
+    visible_begin_ = visible_begin, visible_end_ = visible_end;
+  }
+
   // Describes the next tile, all but where its keys lie; false where none is left. Tiles ascend, with gaps. With a
   // block mask or a tree, own_begin and own_end [rows] have room for intervals of the tile's own.
   bool next(KvTile* tile, int64_t* own_begin = nullptr, int64_t* own_end = nullptr) {
@@ -114,6 +122,8 @@ class KvBlocks {
     const int64_t count = std::min(block_kv_, range_end_ - next_), last = next_ + count;
     const bool partial = (next_ < all_.begin || last > all_.end) && last > prefix_end_;
     *tile = {.first_key = next_, .count = count, .partial = partial};
+    // The block's intervals would have to ascend.
+    if (partial) tile->visible_begin = visible_begin_, tile->visible_end = visible_end_;
     next_ += block_kv_;
     return true;
   }

@@ -63,21 +63,6 @@ inline bool has_rules(const AttentionProblem& p) {
          p.options.dropout.keep_prob < 1;
 }
 
-// Stands in for an Arena where a list of pieces is added up. (Backward's TakePieces does both, which short calls of
-// forward would feel: a Worker takes 36 ns instead of 20, a Layout 80 instead of 46.)
-struct CountBytes {
-  Size bytes = 0;
-
-  void* take_bytes(Size piece) {
-    bytes += piece;
-    return nullptr;
-  }
-  template <class T>
-  T* take(Size count) {
-    return static_cast<T*>(take_bytes(Arena::size_of<T>(count)));
-  }
-};
-
 struct Layout {
   // Tiles handed to a kernel in one call; more only cost memory for their descriptions.
   static constexpr int64_t kTilesPerCall = 16;

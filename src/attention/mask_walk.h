@@ -137,9 +137,15 @@ class MaskWalk {
         last_(std::max(prefix, keys.end)),
         first_block_(rows.first_query() / block_q()),
         cursors_(cursors) {
-    for (int64_t block = first_block_; block <= rows.last_query() / block_q(); ++block) {
+    const int64_t last_row = rows.first_row + rows.count - 1, last_block = last_row / rows.group / block_q();
+    for (int64_t block = first_block_; block <= last_block; ++block) {
+      // The block's rows that are queries of this row of the mask.
+      const int64_t first = block == first_block_ ? rows.first_row : block * block_q() * rows.group;
+      const int64_t last = block == last_block ? last_row : (block + 1) * block_q() * rows.group - 1;
       for (int64_t head = 0; head < mask_.heads; ++head) {
-        const MaskRow row = mask_.row(block, head);
+        // A head that none of them has gets the cursor of one that has some: what it sees does not matter.
+        const int64_t after = (head - first % rows.group + rows.group) % rows.group;
+        const MaskRow row = mask_.row(block, mask_.heads == 1 || first + after <= last ? head : first % rows.group);
         cursors_[num_cursors_++] = {row.begin, row.end, 0, {}};
       }
     }

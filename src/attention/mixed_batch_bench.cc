@@ -5,6 +5,9 @@
 //   chunk/...    512 queries at the end of 8192 keys, in norm and panel32 pages: of_dense is the share of the machine's
 //                multiply-adds over that of the dense call of the same rows and keys
 //   tree/...     8 queries of 8192 keys: of_chain, the time of the causal call over that of the tree's
+//   shared/...   16 sequences of one query whose first 8192 keys are the same pages, and 64 keys of their own:
+//                times_alone, the time of the call that shares nothing over that of the call that does;
+//                times_of_own_pages, over it that of sequences with pages of their own
 //   latent/...   head_dim 576 whose first 512 columns are the values: of_reading, of_peak, and of_bound, the larger
 #include <algorithm>
 #include <chrono>
@@ -96,6 +99,12 @@ class PagedCall {
         ConstTensor::contiguous(DType::i64, {count, columns_}, table_.data() + static_cast<int64_t>(first) * columns_);
     p.in.kv_lengths = ConstTensor::contiguous(DType::i64, {count}, lengths_.data() + first);
     return p;
+  }
+  // The first `keys` of all sequences become those of the first one.
+  void share(int64_t keys) {
+    for (size_t b = 1; b < sequences_.size(); ++b) {
+      std::copy_n(table_.data(), keys / kBlock, table_.data() + static_cast<int64_t>(b) * columns_);
+    }
   }
   Status run(Context& context, const Part& p) const {
     AttentionInputs inputs = p.in;
@@ -219,6 +228,30 @@ void run_tree(benchmark::State& state, DType dtype, int64_t heads) {
   }
 }
 
+void run_shared(benchmark::State& state, DType dtype, PageLayout layout, int64_t heads) {
+  Result<Context> created = context_of(1);
+  if (!created.ok()) return state.SkipWithError(created.status().message().c_str());
+  Context& context = created.value();
+  constexpr int64_t kShared = 8192, kKvHeads = 8;
+  PagedCall call(dtype, std::vector<Sequence>(16, {1, kShared + 64}), heads, kKvHeads, 128, 128, false, layout);
+  Status status;
+  const auto run = [&](int64_t shared) {
+    return [&, shared] {
+      call.options.shared_prefix = shared;
+      status = call.run(context, call.whole);
+    };
+  };
+  const double elsewhere = in_turns(run(0))[0];
+  call.share(kShared);
+  for (auto _ : state) {
+    const auto m = in_turns(run(kFindShared), run(0));
+    if (!status.ok()) return state.SkipWithError(status.message().c_str());
+    state.SetIterationTime(m[0]);
+    state.counters["times_alone"] = m[1];
+    state.counters["times_of_own_pages"] = elsewhere / m[0];
+  }
+}
+
 void run_latent(benchmark::State& state, DType dtype, int64_t heads, int64_t queries) {
   Result<Context> created = context_of(1);
   if (!created.ok()) return state.SkipWithError(created.status().message().c_str());
@@ -259,6 +292,10 @@ int main(int argc, char** argv) {
                              [=](benchmark::State& state) { run_mixed(state, dtype, layout, threads); });
       }
       test::register_bench("chunk/" + of, [=](benchmark::State& state) { run_chunk(state, dtype, layout); });
+      for (const int64_t heads : {8, 32, 64}) {
+        test::register_bench("shared/" + of + "/heads" + std::to_string(heads),
+                             [=](benchmark::State& state) { run_shared(state, dtype, layout, heads); });
+      }
     }
     for (const int64_t heads : {8, 32}) {
       test::register_bench("tree/" + name + "/heads" + std::to_string(heads),

@@ -7,7 +7,7 @@
 //
 // Rules of rows: a row that sees no key, or whose scores are all -inf, has out = 0, lse = max = -inf, sum = 0; a sink
 // is a score, but no key. A score that is NaN or +inf makes the whole row NaN, statistics included. Values of keys that
-// are hidden (S = -inf by a bias among them) or dropped count nothing. Indices are within the sequence.
+// are hidden (by a bias of -inf, too) or dropped count nothing. Indices are within the sequence.
 #pragma once
 
 #include <algorithm>
@@ -114,11 +114,16 @@ inline bool in_visible_blocks(const AttentionInputs& in, int64_t b, int64_t h, i
   int64_t at = i / mask.block_q * offsets.strides[2];
   if (offsets.shape[0] > 1) at += b * offsets.strides[0];
   if (offsets.shape[1] > 1) at += h / (in.query.shape[1] / offsets.shape[1]) * offsets.strides[1];
-  const auto end = static_cast<int64_t>(number_at(offsets, at + offsets.strides[2]));
-  for (auto n = static_cast<int64_t>(number_at(offsets, at)); n < end; ++n) {
-    if (integer(mask.columns, n) == j / mask.block_kv) return true;
+  auto begin = static_cast<int64_t>(number_at(offsets, at));
+  const auto last = static_cast<int64_t>(number_at(offsets, at + offsets.strides[2]));
+  for (int64_t end = last; begin < end;) {  // columns ascend
+    const int64_t middle = (begin + end) / 2;
+    if (integer(mask.columns, middle) < j / mask.block_kv)
+      begin = middle + 1;
+    else
+      end = middle;
   }
-  return false;
+  return begin < last && integer(mask.columns, begin) == j / mask.block_kv;
 }
 
 inline int64_t num_kv_heads(const AttentionInputs& in) {
@@ -241,6 +246,7 @@ struct Softmax {
   std::vector<Real> cap_slope;    // dY / dZ
   std::vector<Real> probability;  // exp(score - max) / sum, before dropout
   std::vector<char> kept;         // by dropout
+  std::vector<char> hidden;       // by a bias of -inf
   Real max = -std::numeric_limits<Real>::infinity();
   Real sum = 0;            // the sink's share is in it
   bool defined = true;     // no score is NaN or +inf
@@ -304,14 +310,16 @@ Softmax<Real> softmax(const AttentionInputs& in, const AttentionOptions& options
       score = rounded_to(storage,
                          score - slope * (options.alibi_form == AlibiForm::linear ? distance : std::sqrt(distance)));
     }
+    Real bias = 0;
     if (in.bias.data != nullptr) {
-      const auto bias = static_cast<Real>(broadcast_at(in.bias, b, h, i, j));
-      score = rounded_to(storage, score + static_cast<Real>(options.bias_scale) * bias);
+      bias = static_cast<Real>(options.bias_scale) * static_cast<Real>(broadcast_at(in.bias, b, h, i, j));
+      score = rounded_to(storage, score + bias);
     }
     row.keys.push_back(j);
     row.score.push_back(score);
     row.cap_slope.push_back(cap_slope);
     row.kept.push_back(!drops || keeps(in, options, place, b, h, i, j));
+    row.hidden.push_back(bias == -infinity);
     see_score(score);
   }
   Real sink = -infinity;
@@ -353,8 +361,7 @@ ReferenceRow row(const AttentionInputs& in, const AttentionOptions& options, int
   for (int64_t d = 0; d < value_head_dim; ++d) {
     Real out = 0;
     for (size_t n = 0; n < p.keys.size(); ++n) {
-      const bool hidden_by_bias = in.bias.data != nullptr && p.score[n] == -infinity;
-      if (!p.kept[n] || hidden_by_bias) continue;
+      if (!p.kept[n] || p.hidden[n]) continue;
       const int64_t value = row_offset(in, in.value, b, kv_head, p.keys[n]) + d * step;
       out += p.probability[n] * kept_scale * static_cast<Real>(number_at(in.value, value));
     }

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <span>
 
 #include "attention/call_memory.h"
+#include "attention/rope_rows.h"
 #include "attention/tile_scales.h"
 
 namespace opst::attention {
@@ -19,19 +19,24 @@ struct TileRows : CallMemory {
   const TileScales scales{*this, layout.keys_per_call};
   // Values are the first columns of the keys' rows, in memory or in copies of them: their pointers are one list.
   const bool values_are_keys = plan.kv_access == KvAccess::in_place && p.values_of_keys;
+  const bool in_place = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
+  decltype(Kernels::attend) const attend = plan.kv_access == KvAccess::in_place      ? kernels.attend_in_place
+                                           : plan.kv_access == KvAccess::panel_pages ? kernels.attend_pages
+                                                                                     : kernels.attend;
 
-  // Pointers to `count` keys of a head, in runs: rows of the tensor, or copies of them with their rope.
-  void locate_keys(int64_t head, Runs runs, int64_t count, const Worker& w, const void** pointers) const {
-    kv_rows(in.key, head).locate(runs, pointers);
-    if (!p.copies_keys) return;
-    kv_rows(in.key_rope, head).locate(runs, w.rope_rows);
-    const int64_t element = size_bytes(p.kv_dtype), key_dim = p.head_dim - p.rope_dim;
-    for (int64_t i = 0; i < count; ++i) {
-      char* copy = w.key_copies + i * p.head_dim * element;
-      copy_elements(pointers[i], in.key.strides[3], key_dim, element, copy);
-      copy_elements(w.rope_rows[i], in.key_rope.strides[3], p.rope_dim, element, copy + key_dim * element);
-      pointers[i] = copy;
-    }
+  // The words of q.rows query rows of a head of `of` to `to`, before those of query_rope.
+  void copy_queries(const CallHeads& of, int64_t head, int64_t first_row, double factor, QueryBlock q, void* to) const {
+    q.head_dim -= p.rope_dim;
+    kernels.copy_queries(of.stacked_rows(in.query, head), first_row, factor, q, to);
+    if (p.rope_dim == 0) return;
+    char* rest = static_cast<char*>(to) + q.head_dim / geometry.step * geometry.word_bytes;
+    q.head_dim = p.rope_dim;
+    kernels.copy_queries(of.stacked_rows(in.query_rope, head), first_row, factor, q, rest);
+  }
+
+  // As attention::locate_keys (rope_rows.h), with the worker's memory.
+  int64_t locate_keys(int64_t head, Runs runs, int64_t count, const Worker& w, const void** pointers) const {
+    return attention::locate_keys(*this, head, runs, count, w.rope_rows, w.key_copies, pointers);
   }
   // Where keys (values) are bytes, the pointers to `count` of them become pointers to floats.
   bool widen(int64_t head, Runs runs, int64_t count, bool keys, const Worker& w) const {
@@ -47,15 +52,61 @@ struct TileRows : CallMemory {
   }
   // Packs `count` keys of a head to `to`.
   void pack_keys(int64_t head, Runs runs, int64_t count, const Worker& w, char* to) const {
-    locate_keys(head, runs, count, w, w.key_rows);
-    const bool copied = p.copies_keys || widen(head, runs, count, true, w);
-    kernels.pack_keys(w.key_rows, copied ? 1 : in.key.strides[3], count, p.head_dim, to);
+    const int64_t dim_stride = locate_keys(head, runs, count, w, w.key_rows);
+    const bool widened = widen(head, runs, count, true, w);
+    kernels.pack_keys(w.key_rows, widened ? 1 : dim_stride, count, p.head_dim, to);
   }
   // The values, behind the keys' place; true where they are finite.
   bool pack_values(int64_t head, Runs runs, int64_t count, const Worker& w, char* to) const {
     kv_rows(in.value, head).locate(runs, w.value_rows);
     const int64_t dim_stride = widen(head, runs, count, false, w) ? 1 : in.value.strides[3];
     return kernels.pack_values(w.value_rows, dim_stride, count, p.value_head_dim, to + layout.key_tile_bytes);
+  }
+
+  // A tile that the blocks of a head share.
+  void pack_shared_tile(int64_t head, KeyInterval keys, const Worker& w) const {
+    const int64_t tile = keys.begin / plan.block_kv, count = keys.end - keys.begin;
+    char* packed = packed_tile(head, tile);
+    pack_keys(head, {&keys, 1}, count, w, packed);
+    values_finite(head)[tile] = pack_values(head, {&keys, 1}, count, w, packed);
+  }
+  // A tile that is packed when it is used.
+  void pack_own_tile(int64_t head, Runs runs, const Worker& w, char* packed, KvTile& t) const {
+    pack_keys(head, runs, t.count, w, packed);
+    t.keys = packed;
+    t.values_finite = pack_values(head, runs, t.count, w, packed);
+    t.values = packed + layout.key_tile_bytes;
+  }
+
+  // Describes up to tiles_per_task of the tiles that a list has left, KvBlocks or SelectedKeys; returns how many.
+  // packed_per_task: pack_tile(runs, memory, tile) packs them, too.
+  template <class List, class PackTile>
+  int64_t next_tiles(int64_t head, List& list, const Worker& w, const PackTile& pack_tile) const {
+    int64_t n = 0, pointers = 0, keys_before = 0;
+    const int64_t own = layout.own_rows;
+    for (; n < layout.tiles_per_task && list.next(&w.tiles[n], w.own_begin + n * own, w.own_end + n * own); ++n) {
+      KvTile& t = w.tiles[n];
+      if (in_place) {
+        const Runs runs = list.runs_of(t);
+        bring_scales(head, runs, keys_before, w, t);
+        keys_before += t.count;
+        pointers += locate_rows(head, runs, w, pointers, t);
+      } else if (plan.kv_access == KvAccess::packed_shared) {
+        const int64_t index = t.first_key / plan.block_kv;
+        const char* packed = packed_tile(head, index);
+        t.keys = packed;
+        t.values = packed + layout.key_tile_bytes;
+        t.values_finite = values_finite(head)[index];
+      } else {
+        pack_tile(list.runs_of(t), w.packed + n * layout.tile_bytes, t);
+      }
+    }
+    if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
+    for (int64_t i = n - 1, ahead = 0; in_place && i >= 0; --i) {
+      w.tiles[i].rows_ahead = ahead;
+      ahead += w.tiles[i].count;
+    }
+    return n;
   }
 
   // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
@@ -82,18 +133,6 @@ struct TileRows : CallMemory {
   void bring_scales(int64_t head, Runs runs, int64_t first, const Worker& w, KvTile& t) const {
     if (layout.scale_lists > 0) scales.copy(head, runs, w.scales + first, t);
     if (layout.group_lists > 0) scales.locate(head, runs, w.groups + first, t);
-  }
-
- private:
-  static void copy_elements(const void* row, int64_t stride, int64_t count, int64_t element_bytes, char* to) {
-    const char* from = static_cast<const char*>(row);
-    if (stride == 1) {
-      std::memcpy(to, from, static_cast<size_t>(count * element_bytes));
-      return;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      std::memcpy(to + i * element_bytes, from + i * stride * element_bytes, static_cast<size_t>(element_bytes));
-    }
   }
 };
 

@@ -1,4 +1,6 @@
 // gather_pa_kv_cache: check every position that will be read, then deal out the tokens to tasks.
+#include <atomic>
+
 #include "core/int_math.h"
 #include "kv_cache/page_rows.h"
 #include "machine/context_impl.h"
@@ -32,6 +34,35 @@ struct Sequences {
     return column < block_table.shape[1] ? index_at(block_table, b, column) : -1;
   }
   bool in_cache(int64_t block) const { return block >= 0 && block < num_blocks; }
+};
+
+// Tokens are dealt out evenly to a few tasks, each of which walks over the lengths to find its own.
+struct TokenTasks {
+  static constexpr int64_t kMaxTasks = 64;
+  int64_t tokens, per_task, count;
+
+  // `elements`: of all tokens > 0.
+  TokenTasks(int64_t num_tokens, int64_t elements)
+      : tokens(num_tokens),
+        per_task(ceil_div(tokens, std::min(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks), tokens))),
+        count(ceil_div(tokens, per_task)) {}
+
+  // visit(token, count, block, row) for the runs of tokens that lie in one block each, in order; block -1 and others
+  // that the cache has not: none.
+  template <class Visit>
+  void run(int64_t task, const Sequences& s, const Visit& visit) const {
+    const int64_t begin = task * per_task, end = std::min(tokens, begin + per_task);
+    int64_t start = 0;  // of sequence b
+    for (int64_t b = 0; start < end; ++b) {
+      const int64_t length = s.length(b), offset = s.offset(b), last = std::min(end, start + length);
+      for (int64_t token = std::max(begin, start), n = 0; token < last; token += n) {
+        const int64_t position = offset + (token - start), row = position % s.block_size;
+        n = std::min(last - token, s.block_size - row);
+        visit(token, n, s.block(b, position), row);
+      }
+      start += length;
+    }
+  }
 };
 
 void check_heads(ShapeCheck& check, const ConstTensor& head_indices, int64_t num_kv_heads) {
@@ -97,20 +128,35 @@ void check_blocks(ShapeCheck& check, const Sequences& s) {
   }
 }
 
-// The scales of every row that will be read.
-void check_scales(ShapeCheck& check, const Sequences& s, const CacheTensors& cache, int64_t num_kv_heads) {
+// The scales of every row that will be read: all threads look at them, and one that is wrong is looked for in order.
+void check_scales(ShapeCheck& check, const Sequences& s, const CacheTensors& cache, int64_t num_kv_heads,
+                  const TokenTasks& tasks, ThreadPool& pool) {
   if (!holds_integers(cache.key.dtype)) return;
+  const ScaleCheck scales(cache, false);
   const ConstTensor& head_indices = s.options.head_indices;
-  const int64_t num_heads = head_indices ? head_indices.shape[0] : num_kv_heads;
-  for (int64_t b = 0; b < s.distinct_batch() && check.ok(); ++b) {
-    const int64_t begin = s.offset(b), end = begin + s.length(b);
-    for (int64_t position = begin; position < end && check.ok(); ++position) {
-      const int64_t block = s.block(b, position);
-      for (int64_t h = 0; s.in_cache(block) && h < num_heads && check.ok(); ++h) {
-        check_row_scales(check, kCacheNames, cache, block, position % s.block_size,
-                         head_indices ? index_at(head_indices, h) : h, false);
+  const int64_t num_heads = head_indices ? distinct(head_indices, 0) : num_kv_heads;
+  const auto head_at = [&](int64_t h) { return head_indices ? index_at(head_indices, h) : h; };
+  const auto rows_hold = [&](int64_t block, int64_t row, int64_t count) {
+    if (!head_indices) return scales.hold(block, row, count, 0, num_kv_heads);
+    bool good = true;
+    for (int64_t h = 0; h < num_heads; ++h) good = scales.hold(block, row, count, head_at(h), 1) && good;
+    return good;
+  };
+  std::atomic<bool> good = true;
+  pool.parallel_for(tasks.count, [&](int64_t task, int) {
+    tasks.run(task, s, [&](int64_t, int64_t count, int64_t block, int64_t row) {
+      if (good && s.in_cache(block) && !rows_hold(block, row, count)) good = false;
+    });
+  });
+  for (int64_t task = 0; !good && task < tasks.count && check.ok(); ++task) {
+    tasks.run(task, s, [&](int64_t, int64_t count, int64_t block, int64_t row) {
+      if (!check.ok() || !s.in_cache(block) || rows_hold(block, row, count)) return;
+      for (int64_t i = 0; i < count; ++i) {
+        for (int64_t h = 0; h < num_heads && check.ok(); ++h) {
+          check_row_scales(check, kCacheNames, cache, block, row + i, head_at(h), false);
+        }
       }
-    }
+    });
   }
 }
 
@@ -185,7 +231,9 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
 
     const int64_t elements = tokens * key.shape[1] * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return;
-    check_scales(check, sequences, cache, sizes.num_kv_heads);
+    const TokenTasks tasks(tokens, elements);
+    ThreadPool& pool = context.impl().pool;
+    check_scales(check, sequences, cache, sizes.num_kv_heads, tasks, pool);
     if (!check.ok()) return;
     const Isa isa = context.machine().isa;
     const auto side_of = [&](PageSide side, const Tensor& to) -> Side {
@@ -195,32 +243,17 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     };
     const Side sides[2] = {side_of(PageSide::key, key), side_of(PageSide::value, value)};
     const bool heads_innermost = options.layout == PageLayout::norm;
-    constexpr int64_t kMaxTasks = 64;  // each walks over the lengths to find its tokens
-    const int64_t num_tasks = std::min(std::clamp<int64_t>(elements / kTaskElements, 1, kMaxTasks), tokens);
-    const int64_t tokens_per_task = ceil_div(tokens, num_tasks);
-    context.impl().pool.parallel_for(ceil_div(tokens, tokens_per_task), [&](int64_t task, int) {
-      const int64_t begin = task * tokens_per_task, end = std::min(tokens, begin + tokens_per_task);
-      int64_t start = 0;  // of sequence b
-      for (int64_t b = 0; start < end; ++b) {
-        const int64_t length = sequences.length(b), offset = sequences.offset(b);
-        const int64_t last = std::min(end, start + length);
-        for (int64_t token = std::max(begin, start); token < last;) {
-          const int64_t position = offset + (token - start);
-          const int64_t row = position % sizes.block_size;
-          const int64_t count = std::min(last - token, sizes.block_size - row);
-          const int64_t block = sequences.block(b, position);
-          for (const Side& side : sides) {
-            if (side.from.dim() == 0) continue;
-            if (sequences.in_cache(block)) {
-              side.copy(block, row, count, token, head_indices, heads_innermost);
-            } else {
-              side.zero(count, token);
-            }
+    pool.parallel_for(tasks.count, [&](int64_t task, int) {
+      tasks.run(task, sequences, [&](int64_t token, int64_t count, int64_t block, int64_t row) {
+        for (const Side& side : sides) {
+          if (side.from.dim() == 0) continue;
+          if (sequences.in_cache(block)) {
+            side.copy(block, row, count, token, head_indices, heads_innermost);
+          } else {
+            side.zero(count, token);
           }
-          token += count;
         }
-        start += length;
-      }
+      });
     });
   });
 }

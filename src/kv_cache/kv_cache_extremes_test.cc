@@ -21,16 +21,19 @@ class KvCacheExtremes : public test::ExtremesTest {
     int64_t blocks, block_size, heads, dim, value_dim;
     // Shapes of the pages, of which one size may be another.
     std::vector<int64_t> shape(bool value) const {
-      const int64_t d = value ? value_dim : dim;
+      const int64_t numbers = value ? value_dim : dim, d = dtype == DType::u8 ? numbers / 2 : numbers;
       if (layout != PageLayout::panel32) return {blocks, block_size, heads, d};
       const int64_t step = dtype == DType::bf16 ? 2 : 1;
       if (value) return {blocks, heads, block_size / step, d > 0 && d < kHuge ? step * d : d};
       return {blocks, heads, block_size / 32, d / step, 32 * step};
     }
   };
+  static DType page_type(Extremes& draw) {
+    return draw.enumerator({DType::f32, DType::bf16, DType::f16, DType::i8, DType::u8, DType::f8_e4m3, DType::f8_e5m2});
+  }
   Drawn drawn(Extremes& draw) {
     Drawn d{draw.enumerator({PageLayout::norm, PageLayout::panel32}),
-            draw.enumerator({DType::f32, DType::bf16, DType::f16}),
+            page_type(draw),
             draw.size(),
             draw.size(),
             draw.size(),
@@ -40,7 +43,30 @@ class KvCacheExtremes : public test::ExtremesTest {
       if (d.block_size > 0 && d.block_size < kHuge) d.block_size *= 32;
       if (d.dtype == DType::bf16) d.dim -= d.dim % 2;
     }
+    if (d.dtype == DType::u8) d.dim -= d.dim % 2, d.value_dim -= d.value_dim % 2;
     return d;
+  }
+  // Scales of integers, and now and then offsets, in a few groups; memory by make(dtype, shape).
+  template <class Scales, class Make>
+  Scales scales(const Drawn& d, const Make& make) {
+    Scales of;
+    if (d.dtype != DType::i8 && d.dtype != DType::u8) return of;
+    const int64_t groups = random_.chance(0.7) ? 1 : random_.integer(0, 3);
+    const auto list = [&](bool value) {
+      if (d.layout != PageLayout::panel32) return make({d.blocks, d.block_size, d.heads, groups});
+      if (value) return make({d.blocks, d.heads, d.block_size, groups});
+      return make({d.blocks, d.heads, d.block_size / 32, groups, 32});
+    };
+    const bool offsets = random_.chance(0.4);
+    if (random_.chance(0.97)) of.key = list(false), of.value = list(true);
+    if (offsets) of.key_offsets = list(false), of.value_offsets = list(true);
+    return of;
+  }
+  ConstPageScales read_scales(const Drawn& d, Extremes& draw) {
+    return scales<ConstPageScales>(d, [&](const std::vector<int64_t>& s) { return draw.input(DType::f32, s); });
+  }
+  PageScales written_scales(const Drawn& d, Extremes& draw) {
+    return scales<PageScales>(d, [&](const std::vector<int64_t>& s) { return draw.output(DType::f32, s); });
   }
   DType index_type() { return random_.pick({DType::i32, DType::i64}); }
   uint8_t zero_or_minus_one() { return random_.chance(0.5) ? 0 : 0xff; }
@@ -54,7 +80,9 @@ TEST_F(KvCacheExtremes, Scatter) {
     return scatter_pa_kv_cache(
         context_, draw.input(type, {tokens, d.heads, d.dim}), draw.input(type, {tokens, d.heads, d.value_dim}),
         draw.input(index_type(), {tokens}, zero_or_minus_one()), draw.output(d.dtype, d.shape(false)),
-        draw.output(d.dtype, d.shape(true)), {.layout = d.layout});
+        draw.output(d.dtype, d.shape(true)),
+        // Given ones are what poisoned memory holds, and that is refused.
+        {.layout = d.layout, .scales = written_scales(d, draw), .scales_given = random_.chance(0.1)});
   });
 }
 
@@ -72,10 +100,11 @@ TEST_F(KvCacheExtremes, RopeScatter) {
                             .slot_mapping = draw.input(index_type(), {tokens}, zero_or_minus_one())};
     if (random_.chance(0.5)) in.query_weight = draw.input(DType::f32, {d.dim});
     if (random_.chance(0.5)) in.key_weight = draw.input(DType::f32, {d.dim});
-    return rope_scatter_pa_kv_cache(
-        context_, in, draw.output(type, {tokens, heads, d.dim}), draw.output(d.dtype, d.shape(false)),
-        draw.output(d.dtype, d.shape(true)),
-        {.layout = d.layout, .style = draw.enumerator({RopeStyle::pairs, RopeStyle::halves})});
+    return rope_scatter_pa_kv_cache(context_, in, draw.output(type, {tokens, heads, d.dim}),
+                                    draw.output(d.dtype, d.shape(false)), draw.output(d.dtype, d.shape(true)),
+                                    {.layout = d.layout,
+                                     .style = draw.enumerator({RopeStyle::pairs, RopeStyle::halves}),
+                                     .scales = written_scales(d, draw)});
   });
 }
 
@@ -84,7 +113,7 @@ TEST_F(KvCacheExtremes, Gather) {
     const Drawn d = drawn(draw);
     const DType type = float_type();
     const int64_t batch = draw.size(), columns = draw.size();
-    GatherOptions options = {.layout = d.layout, .zero_fill = random_.chance(0.5)};
+    GatherOptions options = {.layout = d.layout, .scales = read_scales(d, draw), .zero_fill = random_.chance(0.5)};
     int64_t heads = d.heads;
     if (random_.chance(0.3)) {
       heads = draw.size();
@@ -113,10 +142,13 @@ TEST_F(KvCacheExtremes, Convert) {
   rounds([&](Extremes& draw) {
     Drawn from = drawn(draw), to = from;
     to.layout = draw.enumerator({PageLayout::norm, PageLayout::panel32});
-    to.dtype = draw.enumerator({DType::f32, DType::bf16, DType::f16});
+    to.dtype = page_type(draw);
     return convert_pages(context_, draw.input(from.dtype, from.shape(false)), draw.input(from.dtype, from.shape(true)),
                          draw.output(to.dtype, to.shape(false)), draw.output(to.dtype, to.shape(true)),
-                         {.from = from.layout, .to = to.layout});
+                         {.from = from.layout,
+                          .to = to.layout,
+                          .from_scales = read_scales(from, draw),
+                          .to_scales = written_scales(to, draw)});
   });
 }
 

@@ -75,6 +75,30 @@ class RowConversion {
   bool given_, copies_, direct_;
 };
 
+// The numbers that scales and offsets of a cache may be: >= 0 (+inf marks a row that was not finite) and finite; or, `given`
+// (ScatterOptions), finite and >= 0, and whole numbers that a zero point may be.
+class ScaleCheck {
+ public:
+  ScaleCheck(const CacheTensors& cache, bool given);
+
+  // Whether those of `count` rows of a block are, from `row` and `head` on.
+  bool hold(int64_t block, int64_t row, int64_t count, int64_t head, int64_t num_heads) const;
+
+ private:
+  struct List {
+    Pages pages;
+    bool is_offsets;
+  };
+  template <class Rule>
+  static bool all(const Pages& pages, int64_t block, int64_t row, int64_t count, int64_t head, int64_t num_heads,
+                  const Rule& rule);
+
+  List lists_[4];  // offsets behind the scales
+  int num_lists_;
+  bool given_;
+  float least_offset_;
+};
+
 // The scales and offsets that a row of one head has, of keys and of values, are such as may be read, or `given`
 // (ScatterOptions). A message begins with the tensor's name and says where.
 void check_row_scales(ShapeCheck& check, const CacheNames& names, const CacheTensors& cache, int64_t block, int64_t row,

@@ -42,6 +42,11 @@ void check_scales(ShapeCheck& check, PageLayout layout, const Side& s, CacheUse 
   }
 }
 
+// A whole number, the negative of one that a byte (or half of one) holds: from `least` to 1 - least.
+bool is_zero_point(float x, float least) {
+  return x >= least && x <= 1 - least && x == static_cast<float>(static_cast<int>(x));
+}
+
 // After all tensors, since a dimension may be bound by any of them.
 void check_groups(ShapeCheck& check, const Side& s) {
   if (!check.ok() || !holds_integers(s.dtype)) return;
@@ -78,6 +83,65 @@ PageSizes check_cache(ShapeCheck& check, const CacheNames& names, const CacheTen
   return sizes;
 }
 
+ScaleCheck::ScaleCheck(const CacheTensors& cache, bool given)
+    : lists_{{Pages(cache.layout, PageSide::key_scales, cache.scales.key), false},
+             {Pages(cache.layout, PageSide::value_scales, cache.scales.value), false},
+             {Pages(cache.layout, PageSide::key_scales, cache.scales.key_offsets), true},
+             {Pages(cache.layout, PageSide::value_scales, cache.scales.value_offsets), true}},
+      num_lists_(!holds_integers(cache.key.dtype) ? 0
+                 : cache.scales.key_offsets       ? 4
+                                                  : 2),
+      given_(given),
+      least_offset_(cache.key.dtype == DType::i8 ? -127.0f : -7.0f) {}
+
+template <class Rule>
+bool ScaleCheck::all(const Pages& pages, int64_t block, int64_t row, int64_t count, int64_t head, int64_t num_heads,
+                     const Rule& rule) {
+  const int64_t groups = pages.dim();
+  bool good = true;
+  const auto look_at = [&](const Rows& rows, int64_t n) {
+    const auto* const data = static_cast<const float*>(rows.data);
+    const bool close = rows.word_stride == 1 && rows.row_stride == groups;  // one list
+    const int64_t words = close ? n * groups : groups;
+    for (int64_t i = 0; i < (close ? 1 : n); ++i) {
+      const float* const numbers = data + i * rows.row_stride;
+      for (int64_t j = 0; j < words; ++j) good &= rule(numbers[j * rows.word_stride]);
+    }
+  };
+  // In the order of memory.
+  const Rows heads = pages.heads(block, row), tokens = pages.rows(block, row, head);
+  if (num_heads > 1 && heads.row_stride < tokens.row_stride) {
+    for (int64_t i = 0; i < count; ++i) {
+      Rows some = pages.heads(block, row + i);
+      some.data = static_cast<float*>(some.data) + head * some.row_stride;
+      look_at(some, num_heads);
+    }
+    return good;
+  }
+  for (int64_t h = head; h < head + num_heads; ++h) {
+    for (int64_t i = 0, n = 0; i < count; i += n) {
+      n = pages.even_rows(row + i, count - i);
+      look_at(pages.rows(block, row + i, h), n);
+    }
+  }
+  return good;
+}
+
+bool ScaleCheck::hold(int64_t block, int64_t row, int64_t count, int64_t head, int64_t num_heads) const {
+  const auto all_of = [&](const List& list, const auto& rule) {
+    return all(list.pages, block, row, count, head, num_heads, rule);
+  };
+  for (int i = 0; i < num_lists_; ++i) {
+    const List& list = lists_[i];
+    const bool good = !given_           ? (list.is_offsets ? all_of(list, [](float x) { return x - x == 0; })
+                                                           : all_of(list, [](float x) { return x >= 0; }))
+                      : list.is_offsets ? all_of(list, [&](float x) { return is_zero_point(x, least_offset_); })
+                                        : all_of(list, [](float x) { return x >= 0 && x - x == 0; });
+    if (!good) return false;
+  }
+  return true;
+}
+
 void check_row_scales(ShapeCheck& check, const CacheNames& names, const CacheTensors& cache, int64_t block, int64_t row,
                       int64_t head, bool given) {
   for (const bool keys : {true, false}) {
@@ -102,8 +166,7 @@ void check_row_scales(ShapeCheck& check, const CacheNames& names, const CacheTen
     if (!offsets) continue;
     each(keys ? names.key_offsets : names.value_offsets, offsets, [&](float x) -> const char* {
       if (!given) return x - x == 0 ? nullptr : "finite";
-      const float most = dtype == DType::i8 ? 127.0f : 7.0f;
-      if (x >= -most && x <= most + 1 && x == static_cast<float>(static_cast<int>(x))) return nullptr;
+      if (is_zero_point(x, dtype == DType::i8 ? -127.0f : -7.0f)) return nullptr;
       return dtype == DType::i8 ? "a whole number in -127..128" : "a whole number in -7..8";
     });
   }
@@ -111,10 +174,11 @@ void check_row_scales(ShapeCheck& check, const CacheNames& names, const CacheTen
 
 void check_slot_scales(ShapeCheck& check, const CacheTensors& cache, const ConstTensor& slot_mapping,
                        const PageSizes& sizes) {
-  if (!holds_integers(cache.key.dtype)) return;
+  const ScaleCheck scales(cache, true);
   for (int64_t t = 0; t < distinct(slot_mapping, 0) && check.ok(); ++t) {
     const int64_t slot = index_at(slot_mapping, t);
-    for (int64_t head = 0; slot >= 0 && head < sizes.num_kv_heads && check.ok(); ++head) {
+    if (slot < 0 || scales.hold(slot / sizes.block_size, slot % sizes.block_size, 1, 0, sizes.num_kv_heads)) continue;
+    for (int64_t head = 0; head < sizes.num_kv_heads && check.ok(); ++head) {
       check_row_scales(check, kCacheNames, cache, slot / sizes.block_size, slot % sizes.block_size, head, true);
     }
   }

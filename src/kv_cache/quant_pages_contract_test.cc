@@ -193,6 +193,19 @@ TEST(QuantPagesGiven, ScalesAreReadAndNotWritten) {
   EXPECT_EQ(call.key_offsets, std::vector<float>(4, 1.0f));
 }
 
+// NaN is read back as 0, infinities as the ends of the range; other rows, and what was given, are not concerned.
+TEST(QuantPagesGiven, NanAndInfinities) {
+  Call call;
+  call.options.scales_given = true;
+  call.key.assign(16, 1.0f);
+  call.key[0] = kNan, call.key[1] = kInf, call.key[2] = -kInf, call.key[3] = -1e30f;
+  ASSERT_TRUE(call.scatter().ok());
+  EXPECT_EQ(call.keys, (std::vector<int8_t>{-1, 127, -128, -128, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(call.key_scales, std::vector<float>(4, 0.5f));
+  ASSERT_TRUE(call.gather().ok());
+  EXPECT_EQ(std::vector<float>(call.key.begin(), call.key.begin() + 5), (std::vector<float>{0, 64, -63.5f, -63.5f, 1}));
+}
+
 // One scale for each channel, of all tokens: the device's form, as a view with strides of 0.
 TEST(QuantPagesGiven, OnePerChannel) {
   Call call;
@@ -291,6 +304,42 @@ TEST(QuantPagesRefuse, ScalesThatAreRead) {
   call.key_offsets[0] = 0.25f;  // any number may be read
   ASSERT_TRUE(call.gather().ok());
   EXPECT_EQ(call.key[0], 0.5f * 77.25f);
+}
+
+// A long cache is looked at by all threads: the message names the first row in the order of tokens. Heads that are not
+// gathered do not matter.
+TEST(QuantPagesRefuse, TheFirstOfManyRows) {
+  constexpr int64_t kBlocks = 40, kSize = 16, kHeads = 3, kDim = 8, kTokens = kBlocks * kSize;
+  const PageSizes sizes = {kBlocks, kSize, kHeads, kDim, kDim};
+  std::vector<int8_t> pages(kTokens * kHeads * kDim, 1);
+  std::vector<float> scales(kTokens * kHeads, 0.5f), value_scales(scales), out(kTokens * kHeads * kDim, 7), value(out);
+  std::vector<int32_t> table(kBlocks);
+  for (int32_t i = 0; i < kBlocks; ++i) table[static_cast<size_t>(i)] = kBlocks - 1 - i;
+  const int32_t length = kTokens, head = 2;
+  const Tensor cache = key_pages(PageLayout::norm, DType::i8, sizes, pages.data());
+  GatherOptions options;
+  options.scales = {key_scale_pages(PageLayout::norm, sizes, 1, scales.data()),
+                    value_scale_pages(PageLayout::norm, sizes, 1, value_scales.data())};
+  for (const int64_t row : {5, 300, 601})
+    scales[static_cast<size_t>(row * kHeads + 1)] = -1;  // token 601 is in block 37
+  for (const TestContext& t : contexts()) {
+    const auto gather = [&](int64_t heads) {
+      return gather_pa_kv_cache(t.context, cache, cache,
+                                ConstTensor::contiguous(DType::i32, {1, kBlocks}, table.data()),
+                                ConstTensor::contiguous(DType::i32, {1}, &length),
+                                Tensor::contiguous(DType::f32, {kTokens, heads, kDim}, out.data()),
+                                Tensor::contiguous(DType::f32, {kTokens, heads, kDim}, value.data()), options);
+    };
+    options.head_indices = {};
+    EXPECT_EQ(gather(kHeads).message(),
+              "gather_pa_kv_cache: key_scales of block 37, row 9, head 1, group 0 is -1.000000, but must be >= 0")
+        << t.name;
+    EXPECT_EQ(out, std::vector<float>(out.size(), 7));
+    options.head_indices = ConstTensor::contiguous(DType::i32, {1}, &head);
+    EXPECT_EQ(gather(1).message(), "");
+    EXPECT_EQ(out[0], 0.5f);
+    std::fill(out.begin(), out.end(), 7.0f);
+  }
 }
 
 TEST(QuantPagesRefuse, NibblesThatFillNoBytes) {

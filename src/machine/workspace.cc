@@ -51,10 +51,11 @@ WorkspaceLease::WorkspaceLease(WorkspacePool* pool, Buffer buffer, int64_t size_
   renew();
 }
 
-void WorkspaceLease::renew() const {
+void WorkspaceLease::renew(int64_t kept) const {
   if (!kAddressSanitizer || data() == nullptr) return;
-  allow(data(), buffer_.size_bytes());
-  std::memset(data(), 0xff, static_cast<size_t>(size_bytes_));
+  char* const rest = static_cast<char*>(data()) + kept;
+  allow(rest, buffer_.size_bytes() - kept);
+  std::memset(rest, 0xff, static_cast<size_t>(size_bytes_ - kept));
   forbid(static_cast<char*>(data()) + size_bytes_, buffer_.size_bytes() - size_bytes_);
 }
 

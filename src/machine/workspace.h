@@ -58,8 +58,8 @@ class WorkspaceLease {
   void* data() const { return buffer_.data(); }
   int64_t size_bytes() const { return size_bytes_; }
   // Before the same memory is cut into pieces of other sizes: under AddressSanitizer the red zones of the pieces before
-  // are forgotten and every byte is 0xff again.
-  void renew() const;
+  // are forgotten and every byte is 0xff again; of the bytes behind the first `kept`.
+  void renew(int64_t kept = 0) const;
 
  private:
   WorkspacePool* pool_;
@@ -140,6 +140,21 @@ class Arena {
 
   char* next_;
   int64_t left_;
+};
+
+// Stands in for an Arena where a list of pieces is added up. (Backward's TakePieces does both, which short calls of
+// forward would feel: a Worker takes 36 ns instead of 20, a Layout 80 instead of 46.)
+struct CountBytes {
+  Size bytes = 0;
+
+  void* take_bytes(Size piece) {
+    bytes += piece;
+    return nullptr;
+  }
+  template <class T>
+  T* take(Size count) {
+    return static_cast<T*>(take_bytes(Arena::size_of<T>(count)));
+  }
 };
 
 // Memory for packed weights. Decoding a token streams all weights of a model through the caches; where each has small

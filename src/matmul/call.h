@@ -1,7 +1,11 @@
 // What the files of matmul share: the plan of a call, its operands, the steps of the driver.
 #pragma once
 
+#include <algorithm>
+#include <span>
+
 #include "core/elements.h"
+#include "core/shape_check.h"
 #include "machine/context_impl.h"
 #include "matmul/kernels.h"
 #include "opst/matmul.h"
@@ -34,12 +38,14 @@ struct Plan : MatmulPlan {
   int64_t m = 0, width = 0;  // of out
   bool two_halves = false;   // swiglu: column j of out needs columns j and width + j of the weight
   XForm x = XForm::in_place;
-  int64_t column_bytes = 0;  // of a weight, per output, without scales beside it
-  int64_t words = 0;         // of a row of x: floats or pairs, the filling up to the weight's last piece included
-  int64_t run_words = 0;     // of the form words: of a row before the next row's follow
-  int64_t x_stride = 0;      // from row to row, in elements of the form; 0: that of x itself
-  int64_t pack_rows = 0;     // rows of x per packing task
-  int64_t group_bytes = 0;   // of a row in the form bytes
+  int64_t column_bytes = 0;   // of a weight, per output, without scales beside it
+  int64_t words = 0;          // of a row of x: floats or pairs, the filling up to the weight's last piece included
+  int64_t run_words = 0;      // of the form words: of a row before the next row's follow
+  int64_t x_stride = 0;       // from row to row, in elements of the form; 0: that of x itself
+  int64_t pack_rows = 0;      // rows of x per packing task
+  int64_t group_bytes = 0;    // of a row in the form bytes
+  int64_t chunk_columns = 0;  // of a task, whose sums are there at once
+  bool whole_rows = false;    // a task has whole rows of out, which it quantises; else out passes through f32 first
   int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
   // Bytes of the pieces of memory that the workers share, each without what an Arena adds to it.
   int64_t weight_bytes = 0;    // an unpacked weight, packed
@@ -49,10 +55,14 @@ struct Plan : MatmulPlan {
   // Likewise of each worker's own pieces, in this order; widened rows are those of x that are being packed.
   int64_t decoded_bytes_per_worker = 0, sums_bytes_per_worker = 0, second_bytes_per_worker = 0;
   int64_t widened_bytes_per_worker = 0;
+  int64_t tile_bytes_per_worker = 0;  // of whole rows: a task's rows of out as f32
 };
 
 // As plan_matmul.
 Plan make_plan(const MatmulProblem& problem, const Machine& machine, int num_threads);
+
+// For how many threads each of `groups` products is planned that share a call's: enough tasks for all threads.
+int threads_per_group(int64_t groups, int num_threads);
 
 bool takes_two_halves(Activation activation);
 
@@ -83,12 +93,28 @@ inline Result<Buffer> allocate_weight(Context& context, Size bytes) {
 // weight [n, k] f32, bf16 or f16 -> panels (packed_layout.h) of its type.
 void pack_float_weight(Context& context, const ConstTensor& weight, void* panels);
 
-// The whole of a packed weight.
-IntWeightPart int_weight(const PackedIntWeight& weight);
+// The whole of a packed weight, or of matrix `index` of a stack.
+IntWeightPart int_weight(const PackedIntWeight& weight, int64_t index = 0);
+
+// ---- matmul.cc
+
+// The checks of a call's tensors: each gives the problem of a call with such a weight. Of a grouped product
+// (grouped_matmul.h) m is that of all groups, and bias has a row for each.
+struct CallTensors {
+  const ConstTensor& x;
+  const Tensor& out;
+  const MatmulOptions& options;
+  ConstTensor x_scales = {};
+  bool grouped = false;
+};
+Result<MatmulProblem> check_call(ShapeCheck& check, const PackedWeight& weight, const CallTensors& tensors);
+Result<MatmulProblem> check_call(ShapeCheck& check, const PackedIntWeight& weight, const CallTensors& tensors);
+// weight [n, k] or, grouped, [groups, n, k]
+Result<MatmulProblem> check_call(ShapeCheck& check, const ConstTensor& weight, const CallTensors& tensors);
 
 // ---- driver.cc
 
-// The tensors of a call, checked. Those that a call may leave out, null where absent, belong to the caller: copies of
+// The tensors of a product, checked. Those that a call may leave out, null where absent, belong to the caller: copies of
 // tensors would be a tenth of the smallest product's time.
 struct Operands {
   ConstTensor x;                        // with normal strides
@@ -97,10 +123,68 @@ struct Operands {
   IntWeightPart ints = {};              // of int8 or int4
   const ConstTensor* weight = nullptr;  // an unpacked one
   const ConstTensor *x_scales = nullptr, *bias = nullptr, *residual = nullptr;
-  const Tensor* out_scales = nullptr;  // of an out that is quantised
+  const Tensor* out_scales = nullptr;          // of an out that is quantised
+  const ConstTensor* smooth_scales = nullptr;  // likewise: [width], out is multiplied with them first
 };
 
-// out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose; the operands are used up.
-Status multiply(Context& context, const MatmulProblem& problem, Operands& operands);
+// Rows of x as the product takes them.
+struct Rows {
+  const char* data = nullptr;
+  int64_t stride = 0;             // elements of the form
+  const int32_t* sums = nullptr;  // of the form bytes
+};
+
+// One of the products that a call runs together, in one loop over the tasks of all: the call's only one, or that of a
+// group of rows with its own weight.
+struct SingleProduct {
+  const Operands* operands = nullptr;
+  Plan plan = {};
+  // What the driver makes of them.
+  Rows x = {};
+  bool held = true;  // false: the form of x cannot hold one of its rows
+  const void* panels = nullptr;
+  float* wide = nullptr;  // out as f32, where a task has no whole rows
+  const float *biases = nullptr, *x_scales = nullptr;
+  const int32_t* int_biases = nullptr;
+  int64_t pack_tasks_before = 0, tasks_before = 0;  // of the products before this one
+};
+
+// Products that run together, since their memory is there at once: products [begin, end).
+struct Wave {
+  size_t end = 0;
+  int64_t scratch_bytes_shared = 0, scratch_bytes_per_worker = 0;
+
+  int64_t scratch_bytes(int num_threads) const {
+    return (Size(scratch_bytes_per_worker) * num_threads + scratch_bytes_shared).value();
+  }
+};
+Wave wave_from(std::span<const SingleProduct> products, size_t begin, int num_threads);
+
+// out as MatmulOptions and IntMatmulOptions tell. The problem is one that a call may pose.
+Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands);
+// Likewise, of every product: its operands and its plan are given, and what the problem tells holds for all of them, but
+// for m, n and k. Where memory is exhausted, nothing is written. (Rows that fixed point cannot hold take theirs later.)
+Status multiply_all(Context& context, const MatmulProblem& problem, std::span<SingleProduct> products);
+
+// ---- pack_x.cc
+
+// A worker's memory.
+struct WorkerScratch {
+  char* decoded;
+  float *sums, *second, *widened, *tile;
+  WorkerScratch(const Plan& plan, char* memory);
+};
+
+// Packs the rows of x of every product: their `x` and `held`. `scratch`: the workers' memory, so many bytes each.
+void pack_x(Context& context, std::span<SingleProduct> products, Arena& arena, char* scratch, int64_t worker_bytes);
+
+// The product that a task belongs to.
+template <class Products>
+auto& product_of(const Products& products, int64_t task, int64_t SingleProduct::*before) {
+  if (products.size() == 1) return products[0];
+  const auto after = std::upper_bound(products.begin(), products.end(), task,
+                                      [&](int64_t t, const SingleProduct& product) { return t < product.*before; });
+  return *(after - 1);
+}
 
 }  // namespace opst::gemm

@@ -1,12 +1,11 @@
 // The one driver of all products: pack x -> tasks -> product -> finish.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <optional>
 
-#include "core/shape_check.h"
 #include "machine/levels.h"
 #include "matmul/call.h"
+#include "quant/kernels.h"
+#include "quant/matrices.h"
 
 namespace opst {
 
@@ -16,160 +15,9 @@ OPST_KERNELS_BY_LEVEL(OPST_INT8_LEVELS, gemm, ByteKernels, kByteKernels, byte_ke
 namespace gemm {
 namespace {
 
-// The memory of one worker.
-struct WorkerScratch {
-  char* decoded;
-  float *sums, *second, *widened;
-  WorkerScratch(const Plan& plan, char* all, int worker) {
-    Arena own(all + worker * plan.scratch_bytes_per_worker, plan.scratch_bytes_per_worker);
-    decoded = own.take<char>(plan.decoded_bytes_per_worker);
-    sums = reinterpret_cast<float*>(own.take<char>(plan.sums_bytes_per_worker));
-    second = reinterpret_cast<float*>(own.take<char>(plan.second_bytes_per_worker));
-    widened = reinterpret_cast<float*>(own.take<char>(plan.widened_bytes_per_worker));
-  }
-};
-
-// Rows of x as the product takes them.
-struct Rows {
-  const char* data = nullptr;
-  int64_t stride = 0;             // elements of the form
-  const int32_t* sums = nullptr;  // of the form bytes
-};
-
-// ---- Packing: rows of x in the form that the plan's kernel multiplies
-
-// Words [k0, k0 + words) of at most kMostRows rows of bf16 pairs -> [rows][out_stride]; elements from k on are 0.
-constexpr int64_t kMostRows = 32;
-void pack_pairs(const ConstTensor& x, int64_t row, int64_t rows, int64_t k0, int64_t words, uint32_t* out,
-                int64_t out_stride) {
-  const int64_t k = x.shape[1], stride = x.strides[1], row_stride = x.strides[0];
-  const bf16* const first = static_cast<const bf16*>(x.data) + row * row_stride;
-  const int64_t whole = std::min(words, k / 2 - k0);
-  if (stride == 1) {
-    for (int64_t i = 0; i < rows; ++i) {
-      std::memcpy(out + i * out_stride, first + i * row_stride + 2 * k0, static_cast<size_t>(whole) * sizeof(uint32_t));
-    }
-  } else {
-    // Down the columns, which may be contiguous, into a square that stays in L1.
-    constexpr int64_t kWords = 16;
-    uint32_t square[kWords][kMostRows];
-    for (int64_t w0 = 0; w0 < whole; w0 += kWords) {
-      const int64_t count = std::min(kWords, whole - w0);
-      for (int64_t w = 0; w < count; ++w) {
-        const bf16* const low = first + 2 * (k0 + w0 + w) * stride;
-        const bf16* const high = low + stride;
-        if (row_stride == 1) {
-          for (int64_t i = 0; i < rows; ++i) square[w][i] = low[i].bits | static_cast<uint32_t>(high[i].bits) << 16;
-          continue;
-        }
-        for (int64_t i = 0; i < rows; ++i) {
-          square[w][i] = low[i * row_stride].bits | static_cast<uint32_t>(high[i * row_stride].bits) << 16;
-        }
-      }
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t w = 0; w < count; ++w) out[i * out_stride + w0 + w] = square[w][i];
-      }
-    }
-  }
-  for (int64_t i = 0; whole < words && i < rows; ++i) {
-    out[i * out_stride + whole] = first[i * row_stride + (k - 1) * stride].bits;
-  }
-}
-
-// What the tasks that pack rows of x share.
-struct Packing {
-  const Plan& plan;
-  const ConstTensor& x;
-  const IntWeightPart& ints;
-  const FloatKernels& floats;
-  const ByteKernels& bytes;
-
-  const char* row(int64_t i, int64_t t = 0) const {
-    return static_cast<const char*>(x.data) + (i * x.strides[0] + t * x.strides[1]) * size_bytes(x.dtype);
-  }
-  void widen(int64_t first, int64_t rows, int64_t k0, int64_t count, float* out, int64_t out_stride) const {
-    floats.widen_rows[float_index(x.dtype)](row(first, k0), x.strides[0], x.strides[1], rows, count, out, out_stride);
-  }
-  // Rows that are read together: one where a row is contiguous, so that it is read as one stream.
-  int64_t at_once(int64_t rows) const { return x.strides[1] == 1 ? 1 : rows; }
-
-  // -> [runs of k][m][x_stride].
-  void words(int64_t begin, int64_t end, float* out) const {
-    const int64_t k = x.shape[1], step = at_once(end - begin);
-    for (int64_t i = begin; i < end; i += step) {
-      for (int64_t k0 = 0; k0 < plan.words; k0 += plan.run_words) {
-        const int64_t count = std::min(plan.run_words, plan.words - k0);
-        float* const to = out + (k0 / plan.run_words * plan.m + i) * plan.x_stride;
-        if (plan.product == MatmulProduct::bf16_dot) {
-          pack_pairs(x, i, step, k0, count, reinterpret_cast<uint32_t*>(to), plan.x_stride);
-          continue;
-        }
-        widen(i, step, k0, std::min(count, k - k0), to, plan.x_stride);
-        if (k0 + count > k) {
-          for (int64_t j = 0; j < step; ++j) to[j * plan.x_stride + count - 1] = 0;
-        }
-      }
-    }
-  }
-
-  // -> [m][x_stride] by fill(x, stride, k, blocks); false where fill says so.
-  template <class Block, class Fill>
-  bool blocks(int64_t begin, int64_t end, float* widened, Block* out, const Fill& fill) const {
-    const int64_t k = x.shape[1];
-    const bool in_place = x.dtype == DType::f32;
-    const int64_t step = in_place ? 1 : at_once(end - begin);
-    for (int64_t i = begin; i < end; i += step) {
-      if (!in_place) widen(i, step, 0, k, widened, k);
-      for (int64_t j = 0; j < step; ++j) {
-        const float* const from = in_place ? reinterpret_cast<const float*>(row(i)) : widened + j * k;
-        if (!fill(from, in_place ? x.strides[1] : 1, k, out + (i + j) * plan.x_stride)) return false;
-      }
-    }
-    return true;
-  }
-
-  // Rows [begin, end) in the plan's form. False where the form cannot hold one of them.
-  bool rows(int64_t begin, int64_t end, float* widened, void* out, int32_t* sums) const {
-    switch (plan.x) {
-      case XForm::in_place:
-        return true;
-      case XForm::words:
-        words(begin, end, static_cast<float*>(out));
-        return true;
-      case XForm::int8_blocks:
-        return blocks(begin, end, widened, static_cast<ActivationBlock*>(out),
-                      [quantise = bytes.quantise_row](auto... of) {
-                        quantise(of...);
-                        return true;
-                      });
-      case XForm::fixed_blocks:
-        return blocks(begin, end, widened, static_cast<FixedBlock*>(out), bytes.fix_row);
-      case XForm::bytes:
-        for (int64_t i = begin; i < end; ++i) {
-          bytes.pack_int_row(reinterpret_cast<const int8_t*>(row(i)), x.strides[1], ints, plan.group_bytes,
-                             static_cast<int8_t*>(out) + i * plan.x_stride, sums + i * ints.groups);
-        }
-        return true;
-    }
-    return false;
-  }
-};
-
-// Nothing where the form cannot hold one of the rows. `scratch`: the workers' memory.
-std::optional<Rows> pack_x(Context& context, const Plan& plan, const Operands& o, Arena& arena, char* scratch) {
-  if (plan.x == XForm::in_place) return Rows{static_cast<const char*>(o.x.data), o.x.strides[0]};
-  const Isa isa = context.machine().isa;
-  const Packing packing{plan, o.x, o.ints, float_kernels(isa), byte_kernels(isa)};
-  char* const packed = arena.take<char>(plan.x_bytes);
-  auto* const sums = plan.x_sums_bytes == 0 ? nullptr : reinterpret_cast<int32_t*>(arena.take<char>(plan.x_sums_bytes));
-  bool holds = true;  // only rows in fixed point may not, and these are one task
-  context.impl().pool.parallel_for(ceil_div(plan.m, plan.pack_rows), [&](int64_t task, int worker) {
-    const int64_t begin = task * plan.pack_rows, end = std::min(plan.m, begin + plan.pack_rows);
-    if (!packing.rows(begin, end, WorkerScratch(plan, scratch, worker).widened, packed, sums)) holds = false;
-  });
-  if (!holds) return std::nullopt;
-  return Rows{packed, plan.x_stride, sums};
-}
+// Products that run together have so much shared memory for each thread: for hundreds of tasks, while a training step's
+// weights, packed in each call, are not all there at once.
+constexpr int64_t kWaveBytes = 16 << 20;
 
 // ---- Tasks
 
@@ -232,75 +80,130 @@ void store_integers(const Finish& part) {
   }
 }
 
-// False, and nothing written, where the form of x cannot hold one of its rows.
-bool run(Context& context, const MatmulProblem& problem, const Plan& plan, const Operands& o, Arena& arena) {
-  const FloatKernels& floats = float_kernels(context.machine().isa);
-  ThreadPool& pool = context.impl().pool;
-  char* const bias_copy = arena.take<char>(plan.bias_bytes);
-  const bool int_bias = o.bias != nullptr && o.bias->dtype == DType::i32, int_sums = o.out.dtype == DType::i32;
-  const int32_t* const int_biases = int_bias ? whole_panels(*o.bias, bias_copy) : nullptr;
-  const float* const biases = int_bias ? nullptr : plain_floats(floats, o.bias, bias_copy);
-  const float* const x_scales = plain_floats(floats, o.x_scales, arena.take<char>(plan.x_scales_bytes));
-  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * plan.scratch_bytes_per_worker));
-  const std::optional<Rows> x = pack_x(context, plan, o, arena, scratch);
-  if (!x) return false;
+// The tasks of products whose rows of x are packed.
+struct Tasks {
+  std::span<SingleProduct> products;
+  void (*finish)(const Finish& part);
+  void (*quantise)(const quant::QuantizeGroup& group);
+  bool integers;  // int8 or int4 weights
+  char* scratch;
+  int64_t worker_bytes;
 
-  const auto finish = int_sums ? store_integers : floats.finish[static_cast<int>(problem.activation)];
-  const bool ints = problem.weight == MatmulWeight::integers;
-  pool.parallel_for(plan.num_tasks(), [&](int64_t task, int worker) {
-    // A rectangle of out. (Of a grouped product, whose rows belong to several weights, a task would name its weight.)
-    const int64_t row = task / plan.column_tasks * plan.rows_per_task,
-                  rows = std::min(plan.rows_per_task, plan.m - row);
-    const int64_t column = task % plan.column_tasks * plan.columns_per_task;
-    const int64_t columns = std::min(plan.columns_per_task, plan.width - column);
-    const WorkerScratch own(plan, scratch, worker);
-    Finish part = finish_part(o, row, column, rows, columns);
-    // The sums of `count` columns of the weight from a panel's first one on.
-    const auto multiply_columns = [&](int64_t first, int64_t count, float* sums, int64_t sums_stride) {
-      ProductPart rectangle = {
-          .x = x->data + row * x->stride * element_bytes(plan.x),
-          .x_stride = x->stride,
-          .x_block_stride = plan.m * x->stride,
-          .rows = rows,
-          .columns = count,
-          .k = plan.words,
-          .k_block = plan.k_block,
-          .panels = ints ? nullptr : static_cast<const char*>(o.panels) + first * plan.column_bytes,
-          .scratch = own.decoded,
-          .sums = sums,
-          .sums_stride = sums_stride};
-      if (ints) {
-        rectangle.ints = from_column(o.ints, first);
-        if (x->sums != nullptr) rectangle.x_sums = x->sums + row * o.ints.groups;
-        if (int_biases != nullptr) rectangle.int_bias = int_biases + first;
-        rectangle.int_sums = int_sums;
-      }
-      plan.kernel(rectangle);
-    };
+  // The sums of rows times `count` columns of the weight from a panel's first one on.
+  static void multiply_columns(const SingleProduct& product, bool integers, int64_t row, int64_t rows, int64_t first,
+                               int64_t count, char* decoded, float* sums, int64_t sums_stride) {
+    const Plan& plan = product.plan;
+    const Rows& x = product.x;
+    ProductPart rectangle = {
+        .x = x.data + row * x.stride * element_bytes(plan.x),
+        .x_stride = x.stride,
+        .x_block_stride = plan.m * x.stride,
+        .rows = rows,
+        .columns = count,
+        .k = plan.words,
+        .k_block = plan.k_block,
+        .panels = integers ? nullptr : static_cast<const char*>(product.panels) + first * plan.column_bytes,
+        .scratch = decoded,
+        .sums = sums,
+        .sums_stride = sums_stride};
+    if (integers) {
+      rectangle.ints = from_column(product.operands->ints, first);
+      if (x.sums != nullptr) rectangle.x_sums = x.sums + row * rectangle.ints.groups;
+      if (product.int_biases != nullptr) rectangle.int_bias = product.int_biases + first;
+      rectangle.int_sums = product.operands->out.dtype == DType::i32;
+    }
+    plan.kernel(rectangle);
+  }
+
+  // A rectangle of out. `wide`: its rows as f32 before they are quantised; null: in out.
+  void rectangle(const SingleProduct& product, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                 const WorkerScratch& own, float* wide) const {
+    const Plan& plan = product.plan;
+    Finish part = finish_part(*product.operands, row, column, rows, columns);
+    if (wide != nullptr) {
+      part.out = wide + column;
+      part.out_type = DType::f32;
+      part.row_stride = plan.width;
+      part.column_stride = 1;
+    }
     part.sums = own.sums;
     part.sums_stride = plan.sums_stride;
-    multiply_columns(column, columns, own.sums, plan.sums_stride);
-    if (x_scales != nullptr) part.x_scales = x_scales + row;
-    if (biases != nullptr) part.bias = biases + column;
+    multiply_columns(product, integers, row, rows, column, columns, own.decoded, own.sums, plan.sums_stride);
+    if (product.x_scales != nullptr) part.x_scales = product.x_scales + row;
+    if (product.biases != nullptr) part.bias = product.biases + column;
     if (plan.two_halves) {
       const int64_t second = plan.width + column, before = second % kPanelColumns;
-      multiply_columns(second - before, before + columns, own.second, plan.second_stride);
+      multiply_columns(product, integers, row, rows, second - before, before + columns, own.decoded, own.second,
+                       plan.second_stride);
       part.second = own.second + before;
       part.second_stride = plan.second_stride;
-      if (biases != nullptr) part.second_bias = biases + second;
+      if (product.biases != nullptr) part.second_bias = product.biases + second;
     }
     finish(part);
-  });
-  return true;
+  }
+
+  // Whole rows as dynamic_quant quantises them.
+  void quantise_rows(const SingleProduct& product, int64_t row, int64_t rows, const float* wide) const {
+    const Operands& o = *product.operands;
+    for (int64_t i = row; i < row + rows; ++i, wide += product.plan.width) {
+      quantise({.x = wide,
+                .x_stride = 1,
+                .count = product.plan.width,
+                .smooth = o.smooth_scales == nullptr ? nullptr : static_cast<const float*>(o.smooth_scales->data),
+                .smooth_stride = o.smooth_scales == nullptr ? 0 : o.smooth_scales->strides[0],
+                .bits = 8,
+                .scale = static_cast<float*>(o.out_scales->data) + i * o.out_scales->strides[0],
+                .q = static_cast<int8_t*>(o.out.data) + i * o.out.strides[0],
+                .q_stride = o.out.strides[1]});
+    }
+  }
+
+  void operator()(int64_t task, int worker) const {
+    const SingleProduct& product = product_of(products, task, &SingleProduct::tasks_before);
+    if (!product.held) return;
+    const Plan& plan = product.plan;
+    const WorkerScratch own(plan, scratch + worker * worker_bytes);
+    task -= product.tasks_before;
+    const int64_t row = task / plan.column_tasks * plan.rows_per_task,
+                  rows = std::min(plan.rows_per_task, plan.m - row);
+    const int64_t first = task % plan.column_tasks * plan.columns_per_task,
+                  end = std::min(plan.width, first + plan.columns_per_task);
+    float* const wide = plan.whole_rows           ? own.tile
+                        : product.wide != nullptr ? product.wide + row * plan.width
+                                                  : nullptr;
+    for (int64_t column = first; column < end; column += plan.chunk_columns) {
+      rectangle(product, row, rows, column, std::min(plan.chunk_columns, end - column), own, wide);
+    }
+    if (plan.whole_rows) quantise_rows(product, row, rows, wide);
+  }
+};
+
+// What the tasks read of a product's operands beside x.
+void prepare(Context& context, SingleProduct& product, Arena& arena) {
+  const FloatKernels& floats = float_kernels(context.machine().isa);
+  const Operands& o = *product.operands;
+  const Plan& plan = product.plan;
+  product.panels = o.panels;
+  if (o.weight != nullptr) {
+    char* const panels = arena.take<char>(plan.weight_bytes);
+    pack_float_weight(context, normal_strides(*o.weight), panels);
+    product.panels = panels;
+  }
+  if (plan.wide_out_bytes > 0) product.wide = reinterpret_cast<float*>(arena.take<char>(plan.wide_out_bytes));
+  char* const bias_copy = arena.take<char>(plan.bias_bytes);
+  const bool int_bias = o.bias != nullptr && o.bias->dtype == DType::i32;
+  product.int_biases = int_bias ? whole_panels(*o.bias, bias_copy) : nullptr;
+  product.biases = int_bias ? nullptr : plain_floats(floats, o.bias, bias_copy);
+  product.x_scales = plain_floats(floats, o.x_scales, arena.take<char>(plan.x_scales_bytes));
 }
 
 // Each row by a call of its own, so that the rows which fixed point holds keep their bits.
-Status multiply_row_by_row(Context& context, const MatmulProblem& problem, const Operands& o) {
+Status multiply_row_by_row(Context& context, const MatmulProblem& problem, const SingleProduct& product) {
+  const Operands& o = *product.operands;
   MatmulProblem row = problem;
   row.m = 1;
-  row.has_out_scales = false;
-  row.batch_invariant = problem.m == 1;  // a single row that fixed point does not hold is multiplied in f32
-  for (int64_t i = 0; i < problem.m; ++i) {
+  row.batch_invariant = product.plan.m == 1;  // a single row that fixed point does not hold is multiplied in f32
+  for (int64_t i = 0; i < product.plan.m; ++i) {
     Operands of_row = o;
     of_row.x = o.x.narrowed(0, i, 1);
     of_row.out = o.out.narrowed(0, i, 1);
@@ -308,6 +211,11 @@ Status multiply_row_by_row(Context& context, const MatmulProblem& problem, const
     if (o.residual != nullptr) {
       residual = o.residual->narrowed(0, i, 1);
       of_row.residual = &residual;
+    }
+    Tensor scale;
+    if (problem.has_out_scales) {
+      scale = o.out_scales->narrowed(0, i, 1);
+      of_row.out_scales = &scale;
     }
     const Status status = multiply(context, row, of_row);
     if (!status.ok()) return status;
@@ -353,35 +261,98 @@ void multiply_f64(Context& context, Activation activation, const Operands& o) {
 
 }  // namespace
 
-Status multiply(Context& context, const MatmulProblem& problem, Operands& o) {
-  const int threads = context.impl().pool.num_threads();
-  const Plan plan = make_plan(problem, context.machine(), threads);
-  if (plan.num_tasks() == 0) {  // scales of rows without columns are written all the same
-    if (!problem.has_out_scales) return {};
-    return dynamic_quant(context, Tensor::contiguous(DType::f32, {plan.m, plan.width}, nullptr), o.out, *o.out_scales);
+namespace {
+
+// Quantises rows that lie as f32 in the workspace; scales of rows without columns are written all the same.
+Status quantise_wide(Context& context, const SingleProduct& product) {
+  const Operands& o = *product.operands;
+  const auto wide = Tensor::contiguous(DType::f32, {product.plan.m, product.plan.width}, product.wide);
+  return dynamic_quant(context, wide, o.out, *o.out_scales,
+                       {.smooth_scales = o.smooth_scales == nullptr ? ConstTensor() : *o.smooth_scales});
+}
+
+// Products whose scratch memory is there.
+Status run_wave(Context& context, const MatmulProblem& problem, std::span<SingleProduct> products, const Wave& wave,
+                Arena arena) {
+  const Isa isa = context.machine().isa;
+  ThreadPool& pool = context.impl().pool;
+  int64_t tasks = 0;
+  for (SingleProduct& product : products) {
+    product.tasks_before = tasks;
+    tasks += product.plan.num_tasks();
+    if (product.plan.num_tasks() > 0) prepare(context, product, arena);
   }
-  if (plan.path == MatmulPath::f64) {
-    multiply_f64(context, problem.activation, o);
-    return {};
-  }
-  Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes(threads));
-  if (!lease.ok()) return lease.status();
-  Arena arena(lease.value());
-  if (problem.weight == MatmulWeight::unpacked) {
-    char* const panels = arena.take<char>(plan.weight_bytes);
-    pack_float_weight(context, normal_strides(*o.weight), panels);
-    o.panels = panels;
-  }
-  // A row's scale is known when the whole row is.
-  const Tensor out = o.out;
-  if (problem.has_out_scales) {
-    o.out = Tensor::contiguous(DType::f32, {plan.m, plan.width}, arena.take<char>(plan.wide_out_bytes));
-  }
-  if (!run(context, problem, plan, o, arena)) {
-    const Status status = multiply_row_by_row(context, problem, o);
+  const int64_t worker_bytes = wave.scratch_bytes_per_worker;
+  auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * worker_bytes));
+  pack_x(context, products, arena, scratch, worker_bytes);
+  const bool int_sums = products[0].operands->out.dtype == DType::i32;
+  pool.parallel_for(tasks, Tasks{.products = products,
+                                 .finish = int_sums ? store_integers
+                                                    : float_kernels(isa).finish[static_cast<int>(problem.activation)],
+                                 .quantise = quant::kernels(isa).quantize_group[0],
+                                 .integers = problem.weight == MatmulWeight::integers,
+                                 .scratch = scratch,
+                                 .worker_bytes = worker_bytes});
+  for (const SingleProduct& product : products) {
+    Status status;
+    if (!product.held) {
+      status = multiply_row_by_row(context, problem, product);
+    } else if (problem.has_out_scales && !product.plan.whole_rows) {
+      status = quantise_wide(context, product);
+    }
     if (!status.ok()) return status;
   }
-  return problem.has_out_scales ? dynamic_quant(context, o.out, out, *o.out_scales) : Status();
+  return {};
+}
+
+}  // namespace
+
+Wave wave_from(std::span<const SingleProduct> products, size_t begin, int num_threads) {
+  Wave wave{.end = begin};
+  Size shared = 0;
+  while (wave.end < products.size()) {
+    const Plan& plan = products[wave.end].plan;
+    const Size more = shared + plan.scratch_bytes_shared;
+    if (wave.end > begin && more > Size(kWaveBytes) * num_threads) break;
+    shared = more;
+    wave.scratch_bytes_per_worker = std::max(wave.scratch_bytes_per_worker, plan.scratch_bytes_per_worker);
+    ++wave.end;
+  }
+  wave.scratch_bytes_shared = shared.value();
+  return wave;
+}
+
+Status multiply_all(Context& context, const MatmulProblem& problem, std::span<SingleProduct> products) {
+  const int threads = context.impl().pool.num_threads();
+  if (problem.x_dtype == DType::f64) {
+    for (const SingleProduct& product : products) {
+      if (product.plan.num_tasks() > 0) multiply_f64(context, problem.activation, *product.operands);
+    }
+    return {};
+  }
+  int64_t most = 0;
+  Wave wave;
+  for (size_t begin = 0; begin < products.size(); begin = wave.end) {
+    wave = wave_from(products, begin, threads);
+    most = std::max(most, wave.scratch_bytes(threads));
+  }
+  if (most == 0 && !problem.has_out_scales) return {};
+  const Result<WorkspaceLease> lease = context.impl().workspaces.lease(most);
+  if (!lease.ok()) return lease.status();
+  for (size_t begin = 0; begin < products.size(); begin = wave.end) {
+    wave = wave_from(products, begin, threads);
+    if (begin > 0) lease.value().renew();
+    const Status status =
+        run_wave(context, problem, products.subspan(begin, wave.end - begin), wave, Arena(lease.value()));
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+Status multiply(Context& context, const MatmulProblem& problem, const Operands& operands) {
+  SingleProduct product{.operands = &operands,
+                        .plan = make_plan(problem, context.machine(), context.impl().pool.num_threads())};
+  return multiply_all(context, problem, {&product, 1});
 }
 
 }  // namespace gemm

@@ -27,8 +27,8 @@ bool is_known(Activation activation) { return activation <= Activation::swiglu_s
 // Checks x, its scales, bias, residual and out, beside a weight that has been checked and whose part of the problem is
 // given; the whole problem.
 Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, const Partners& partners,
-                                     const ConstTensor& x, const Tensor& out, const MatmulOptions& options,
-                                     const ConstTensor& x_scales = {}) {
+                                     const CallTensors& call) {
+  const auto& [x, out, options, x_scales, grouped] = call;
   const int64_t n = problem.n;
   check.require(is_known(options.activation), "activation is ", static_cast<int>(options.activation),
                 ", which is no Activation");
@@ -38,7 +38,10 @@ Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, c
   const char* const width = halves ? "half_n" : "n";
   check.tensor("x", x).dtype(partners.x).dims({"m", "k"});
   if (is_given(x_scales)) check.tensor("x_scales", x_scales).dtype({DType::f32}).dims({"m"});
-  if (is_given(options.bias)) check.tensor("bias", options.bias).dtype(partners.bias).dims({"n"});
+  if (is_given(options.bias)) {
+    auto bias = check.tensor("bias", options.bias).dtype(partners.bias);
+    grouped ? bias.dims({"groups", "n"}) : bias.dims({"n"});
+  }
   // A residual that is the same view as an out of floats is checked with out; any other overlap is refused.
   if (is_given(options.residual) && (is_given(options.out_scales) || !same_view(options.residual, out))) {
     check.tensor("residual", options.residual).dtype(partners.residual).dims({"m", width});
@@ -56,7 +59,8 @@ Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, c
     check.require(size == expected, where, " is ", size, ", but the weight has ", name, " = ", expected);
   };
   agrees("x dim 1 (k)", "k", problem.k);
-  if (!halves || is_given(options.bias)) agrees(halves ? "bias dim 0 (n)" : "out dim 1 (n)", "n", n);
+  const char* const bias = grouped ? "bias dim 1 (n)" : "bias dim 0 (n)";
+  if (!halves || is_given(options.bias)) agrees(halves ? bias : "out dim 1 (n)", "n", n);
   if (halves) {
     const char* const activation = to_string(options.activation);
     const int64_t half_n = check["half_n"];
@@ -75,6 +79,14 @@ Result<MatmulProblem> check_operands(ShapeCheck& check, MatmulProblem problem, c
   problem.has_x_scales = static_cast<bool>(x_scales);
   problem.has_out_scales = is_given(options.out_scales);
   return problem;
+}
+
+// A packed weight: of one matrix, unless the call is grouped.
+template <class Weight>
+void check_packed(ShapeCheck& check, const Weight& weight, bool grouped) {
+  check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
+  check.require(grouped || weight.count() == 1, "the weight is a stack of ", weight.count(),
+                " matrices, of which grouped_matmul makes products");
 }
 
 MatmulOptions shared_options(const IntMatmulOptions& options) {
@@ -122,57 +134,65 @@ const char* to_string(Activation activation) {
   return name_of(activation, {"none", "silu", "gelu_erf", "gelu_tanh", "swiglu", "swiglu_swapped"});
 }
 
+Result<MatmulProblem> gemm::check_call(ShapeCheck& check, const PackedWeight& weight, const CallTensors& tensors) {
+  check_packed(check, weight, tensors.grouped);
+  return check_operands(check, {.n = weight.n(), .k = weight.k(), .format = weight.format()},
+                        {kFloats, kFloats, kFloats, kFloats}, tensors);
+}
+
+Result<MatmulProblem> gemm::check_call(ShapeCheck& check, const ConstTensor& weight, const CallTensors& tensors) {
+  auto part = check.tensor("weight", weight).dtype({DType::f32, DType::bf16, DType::f16, DType::f64});
+  tensors.grouped ? part.dims({"groups", "weight_n", "weight_k"}) : part.dims({"weight_n", "weight_k"});
+  if (!check.ok()) return check.status();
+  const DTypes floats = weight.dtype == DType::f64 ? kF64 : kFloats;
+  return check_operands(check,
+                        {.n = check["weight_n"],
+                         .k = check["weight_k"],
+                         .weight = MatmulWeight::unpacked,
+                         .format = weight_format(weight.dtype)},
+                        {floats, floats, floats, floats}, tensors);
+}
+
+Result<MatmulProblem> gemm::check_call(ShapeCheck& check, const PackedIntWeight& weight, const CallTensors& tensors) {
+  const auto& [x, out, options, x_scales, grouped] = tensors;
+  check_packed(check, weight, grouped);
+  const bool integers = x.dtype == DType::i8, one_group = weight.groups() == 1;
+  Result<MatmulProblem> problem = check_operands(
+      check,
+      {.n = weight.n(),
+       .k = weight.k(),
+       .weight = MatmulWeight::integers,
+       .bits = weight.bits(),
+       .groups = weight.groups()},
+      {kIntX, integers && one_group ? kIntBias : kFloats, kFloats, integers ? kIntOut : kFloats}, tensors);
+  check.require(integers || !x_scales, "x_scales belong to an x of i8, but x is ", to_string(x.dtype));
+  if (out.dtype == DType::i32) {
+    check.require(one_group, "out is i32, but the weight has ", weight.groups(), " groups, each with its scales");
+    check.require(!x_scales, "out is i32, which x_scales cannot multiply");
+    check.require(!options.bias || options.bias.dtype == DType::i32, "out is i32, but bias is ",
+                  to_string(options.bias.dtype));
+    check.require(options.activation == Activation::none, "out is i32, the bare sums, but activation is ",
+                  to_string(options.activation));
+    check.require(!options.residual, "out is i32, the bare sums, to which no residual is added");
+  }
+  return check.ok() ? std::move(problem) : check.status();
+}
+
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedWeight& weight, const Tensor& out,
                                      const MatmulOptions& options) {
-  return checked("matmul", [&](ShapeCheck& check) -> Result<MatmulProblem> {
-    check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-    return check_operands(check, {.n = weight.n(), .k = weight.k(), .format = weight.format()},
-                          {kFloats, kFloats, kFloats, kFloats}, x, out, options);
-  });
+  return checked("matmul", [&](ShapeCheck& check) { return check_call(check, weight, {x, out, options}); });
 }
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const ConstTensor& weight, const Tensor& out,
                                      const MatmulOptions& options) {
-  return checked("matmul", [&](ShapeCheck& check) -> Result<MatmulProblem> {
-    check.tensor("weight", weight)
-        .dtype({DType::f32, DType::bf16, DType::f16, DType::f64})
-        .dims({"weight_n", "weight_k"});
-    if (!check.ok()) return check.status();
-    const DTypes floats = weight.dtype == DType::f64 ? kF64 : kFloats;
-    return check_operands(check,
-                          {.n = check["weight_n"],
-                           .k = check["weight_k"],
-                           .weight = MatmulWeight::unpacked,
-                           .format = weight_format(weight.dtype)},
-                          {floats, floats, floats, floats}, x, out, options);
-  });
+  return checked("matmul", [&](ShapeCheck& check) { return check_call(check, weight, {x, out, options}); });
 }
 
 Result<MatmulProblem> matmul_problem(const ConstTensor& x, const PackedIntWeight& weight, const Tensor& out,
                                      const IntMatmulOptions& options) {
-  return checked("matmul", [&](ShapeCheck& check) -> Result<MatmulProblem> {
-    check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-    const bool integers = x.dtype == DType::i8, one_group = weight.groups() == 1;
-    Result<MatmulProblem> problem =
-        check_operands(check,
-                       {.n = weight.n(),
-                        .k = weight.k(),
-                        .weight = MatmulWeight::integers,
-                        .bits = weight.bits(),
-                        .groups = weight.groups()},
-                       {kIntX, integers && one_group ? kIntBias : kFloats, kFloats, integers ? kIntOut : kFloats}, x,
-                       out, shared_options(options), options.x_scales);
-    check.require(integers || !options.x_scales, "x_scales belong to an x of i8, but x is ", to_string(x.dtype));
-    if (out.dtype == DType::i32) {
-      check.require(one_group, "out is i32, but the weight has ", weight.groups(), " groups, each with its scales");
-      check.require(!options.x_scales, "out is i32, which x_scales cannot multiply");
-      check.require(!options.bias || options.bias.dtype == DType::i32, "out is i32, but bias is ",
-                    to_string(options.bias.dtype));
-      check.require(options.activation == Activation::none, "out is i32, the bare sums, but activation is ",
-                    to_string(options.activation));
-      check.require(!options.residual, "out is i32, the bare sums, to which no residual is added");
-    }
-    return check.ok() ? std::move(problem) : check.status();
+  return checked("matmul", [&](ShapeCheck& check) {
+    const MatmulOptions shared = shared_options(options);
+    return check_call(check, weight, {x, out, shared, options.x_scales});
   });
 }
 

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "core/convert.h"
+#include "opst/grouped_matmul.h"
 #include "opst/matmul.h"
 #include "testing/extremes.h"
 
@@ -105,6 +106,32 @@ TEST_F(MatmulExtremes, Gradients) {
     if (k > 0 && random_.chance(0.5)) gradients.bias = draw.output(float_type(), {n});
     return matmul_backward(context_, draw.input(float_type(), {m, n}), draw.input(float_type(), {m, k}),
                            draw.input(float_type(), {n, k}), gradients);
+  });
+}
+
+TEST_F(MatmulExtremes, Grouped) {
+  rounds([&](Extremes& draw) {
+    const int64_t m = draw.size(), n = draw.size(), k = draw.size(), groups = draw.size();
+    const GroupList list{draw.input(random_.pick({DType::i64, DType::i32}), {groups}, random_.chance(0.9) ? 0 : 0xff),
+                         draw.enumerator({GroupListType::ends, GroupListType::counts})};
+    const ConstTensor x = draw.input(float_type(), {m, k}), weight = draw.input(float_type(), {groups, n, k});
+    if (random_.chance(0.3)) {
+      MatmulGradients gradients{.x = draw.output(float_type(), {m, k})};
+      if (random_.chance(0.5)) gradients.weight = draw.output(float_type(), {groups, n, k});
+      if (random_.chance(0.5)) gradients.bias = draw.output(float_type(), {groups, n});
+      return grouped_matmul_backward(context_, draw.input(float_type(), {m, n}), x, weight, list, gradients);
+    }
+    const int64_t width = width_of(n);
+    GroupedMatmulOptions with{.activation = draw.enumerator({Activation::none, Activation::silu})};
+    if (width != n) with.activation = Activation::swiglu;
+    if (random_.chance(0.3)) with.bias = draw.input(float_type(), {groups, n});
+    if (random_.chance(0.3)) with.residual = draw.input(float_type(), {m, width});
+    if (random_.chance(0.3)) with.out_scales = draw.output(DType::f32, {m});
+    if (random_.chance(0.1)) with.smooth_scales = draw.input(DType::f32, {groups});
+    const Tensor out = draw.output(with.out_scales.rank > 0 ? DType::i8 : float_type(), {m, width});
+    if (random_.chance(0.5)) return grouped_matmul(context_, x, weight, list, out, with);
+    const Result<PackedWeight> packed = PackedWeight::pack_stack(context_, weight);
+    return packed.ok() ? grouped_matmul(context_, x, packed.value(), list, out, with) : packed.status();
   });
 }
 

@@ -94,14 +94,24 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
     ASSERT_TRUE(covers(p.m, plan.rows_per_task, plan.row_tasks));
     ASSERT_TRUE(covers(plan.width, plan.columns_per_task, plan.column_tasks));
     ASSERT_NE(plan.kernel, nullptr);
-    ASSERT_EQ(plan.columns_per_task % 16, 0);
-    ASSERT_EQ(plan.columns_per_task % columns_at_once(plan.path, machine.isa), 0);
-    ASSERT_GE(plan.sums_stride, plan.columns_per_task);
+    ASSERT_EQ(plan.chunk_columns % 16, 0);
+    ASSERT_EQ(plan.chunk_columns % columns_at_once(plan.path, machine.isa), 0);
+    ASSERT_GE(plan.sums_stride, plan.chunk_columns);
     ASSERT_GE(plan.sums_bytes_per_worker, plan.rows_per_task * plan.sums_stride * 4);
     if (plan.two_halves) {
       // Up to 15 columns before the second half, and a last vector that is not full.
-      ASSERT_GE(plan.second_stride, plan.columns_per_task + 15);
+      ASSERT_GE(plan.second_stride, plan.chunk_columns + 15);
       ASSERT_GE(plan.second_bytes_per_worker, plan.rows_per_task * plan.second_stride * 4);
+    }
+    // Rows that are quantised lie as f32 in a task's tile or, where such tasks were too few, all together.
+    ASSERT_EQ(plan.whole_rows, plan.tile_bytes_per_worker > 0);
+    ASSERT_EQ(p.has_out_scales, plan.whole_rows || plan.wide_out_bytes > 0);
+    ASSERT_EQ(plan.chunk_columns < plan.columns_per_task, plan.whole_rows && plan.chunk_columns < plan.width);
+    if (plan.whole_rows) {
+      ASSERT_EQ(plan.wide_out_bytes, 0);
+      ASSERT_LE(plan.tile_bytes_per_worker, 1 << 20);
+      ASSERT_GE(plan.tile_bytes_per_worker, plan.rows_per_task * plan.width * 4);
+      ASSERT_GE(plan.row_tasks, threads);
     }
     ASSERT_EQ(plan.scratch_bytes(3) - plan.scratch_bytes(2), plan.scratch_bytes_per_worker);
     if (p.weight == MatmulWeight::unpacked) {
@@ -113,7 +123,7 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
       // A task reads up to 1 MB (2 MB where there is one thread), or what the kernel takes at once.
       const int64_t column_bytes = std::max<int64_t>(1, plan.column_bytes * (plan.two_halves ? 2 : 1));
       const int64_t unit = columns_at_once(plan.path, machine.isa);
-      ASSERT_LE(plan.columns_per_task, std::max(unit, ((threads > 1 ? 1 : 2) << 20) / column_bytes + unit));
+      ASSERT_LE(plan.chunk_columns, std::max(unit, ((threads > 1 ? 1 : 2) << 20) / column_bytes + unit));
       // Every thread has work where there is enough, and the busiest one at most a few columns more than its share.
       if (plan.width / unit * unit * column_bytes >= threads * ((64 << 10) + 4 * unit * column_bytes)) {
         const int64_t rounds = ceil_div(plan.column_tasks, threads), busiest = rounds * plan.columns_per_task;

@@ -43,6 +43,18 @@ void pack_blocks(Context& context, const QuantMatrix& weight, Piece<Block>* out)
 // u * s summed over a group stays below 2^31: 255 * 128 * 2^16.
 constexpr int64_t kMaxGroupValues = 1 << 16;
 
+// The whole of a matrix into its panels.
+void pack_matrix(Context& context, const QuantMatrix& matrix, void* panels) {
+  with_format(matrix.format, [&]<class Block>() {
+    if constexpr (kIsFloat<Block>) {
+      const auto floats = ConstTensor::contiguous(Block::kType, {matrix.rows, matrix.cols}, matrix.data);
+      pack_float_weight(context, floats, panels);
+    } else {
+      pack_blocks<Block>(context, matrix, static_cast<Piece<Block>*>(panels));
+    }
+  });
+}
+
 // One panel: outputs [first, first + 16) of the weight, as far as there are any, into the parts of a packed one.
 void pack_int_panel(const IntMatrix& weight, int bits, int64_t first, const gemm::IntWeightPart& parts) {
   const int64_t values = 32 / bits, numbers = parts.groups * kIntPanelColumns;
@@ -93,7 +105,48 @@ Result<PackedWeight> PackedWeight::pack(Context& context, const ConstTensor& wei
     Result<Buffer> buffer = allocate_weight(context, packed_bytes(format, check["n"], check["k"]));
     if (!buffer.ok()) return buffer.status();
     pack_float_weight(context, normal_strides(weight), buffer.value().data());
-    return PackedWeight(format, check["n"], check["k"], std::move(buffer.value()));
+    return PackedWeight(format, 1, check["n"], check["k"], std::move(buffer.value()));
+  });
+}
+
+Result<PackedWeight> PackedWeight::pack_stack(Context& context, const ConstTensor& weights) {
+  return checked("PackedWeight::pack_stack", [&](ShapeCheck& check) -> Result<PackedWeight> {
+    check.tensor("weights", weights).dtype({DType::f32, DType::bf16, DType::f16}).dims({"count", "n", "k"});
+    if (!check.ok()) return check.status();
+    const QuantFormat format = weight_format(weights.dtype);
+    const int64_t count = check["count"], n = check["n"], k = check["k"];
+    const Size bytes = packed_bytes(format, n, k);
+    Result<Buffer> buffer = allocate_weight(context, bytes * count);
+    if (!buffer.ok()) return buffer.status();
+    for (int64_t i = 0; i < count && bytes > 0; ++i) {
+      pack_float_weight(context, normal_strides(weights.selected(0, i)),
+                        static_cast<char*>(buffer.value().data()) + i * bytes.value());
+    }
+    return PackedWeight(format, count, n, k, std::move(buffer.value()));
+  });
+}
+
+Result<PackedWeight> PackedWeight::pack_stack(Context& context, std::span<const QuantMatrix> weights) {
+  return checked("PackedWeight::pack_stack", [&](ShapeCheck& check) -> Result<PackedWeight> {
+    const QuantMatrix first = weights.empty() ? QuantMatrix() : weights[0];
+    for (size_t i = 0; check.ok() && i < weights.size(); ++i) {
+      const auto& [format, rows, cols, data, size] = weights[i];
+      check_quant_matrix(check, ("weight " + std::to_string(i)).c_str(), weights[i]);
+      check.require(format == first.format && rows == first.rows && cols == first.cols, "weight ", i, " is ",
+                    to_string(format), " [", rows, ", ", cols, "], but weight 0 is ", to_string(first.format), " [",
+                    first.rows, ", ", first.cols, "]");
+    }
+    if (!check.ok()) return check.status();
+    const Size bytes = packed_bytes(first.format, first.rows, first.cols);
+    const auto count = static_cast<int64_t>(weights.size());
+    Result<Buffer> buffer = allocate_weight(context, bytes * count);
+    if (!buffer.ok()) return buffer.status();
+    char* panels = static_cast<char*>(buffer.value().data());
+    for (const QuantMatrix& weight : weights) {
+      pack_matrix(context, weight, panels);
+      panels += bytes.value();
+    }
+    return PackedWeight(first.format, count, first.rows, first.cols, std::move(buffer.value()));
   });
 }
 
@@ -118,23 +171,17 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
     if (!buffer.ok()) return buffer.status();
     char* panels = static_cast<char*>(buffer.value().data());
     for (const QuantMatrix& part : parts) {
-      with_format(format, [&]<class Block>() {
-        if constexpr (kIsFloat<Block>) {
-          const auto matrix = ConstTensor::contiguous(Block::kType, {part.rows, part.cols}, part.data);
-          pack_float_weight(context, matrix, panels);
-        } else {
-          pack_blocks<Block>(context, part, reinterpret_cast<Piece<Block>*>(panels));
-        }
-      });
+      pack_matrix(context, part, panels);
       panels += part.rows * packed_column_bytes(format, part.cols);
     }
-    return PackedWeight(format, rows, parts[0].cols, std::move(buffer.value()));
+    return PackedWeight(format, 1, rows, parts[0].cols, std::move(buffer.value()));
   });
 }
 
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out) {
   return checked("lookup_rows", [&](ShapeCheck& check) {
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
+    check.require(weight.count() == 1, "the weight is a stack of ", weight.count(), " matrices");
     check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
     check.output("out", out).dtype({DType::f32}).dims({"count", "k"});
     const int64_t count = check["count"], k = check["k"];
@@ -159,24 +206,72 @@ Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTens
 
 // ---- int8 and int4 with scales
 
+namespace {
+
+IntMatrixSizes check_int_weight(ShapeCheck& check, const IntMatrix& weight) {
+  const IntMatrixSizes sizes = check_int_matrix(check, weight);
+  if (!check.ok()) return sizes;
+  const int64_t group_values = sizes.cols / sizes.groups;
+  check.require(group_values <= kMaxGroupValues, "a group of the weight has ", group_values, " values, but at most ",
+                kMaxGroupValues, " can be summed");
+  return sizes;
+}
+
+// Of one matrix.
+Size int_weight_bytes(const IntMatrixSizes& sizes, bool has_zeros) {
+  const int64_t group_numbers = int_group_words(sizes.cols / sizes.groups, sizes.bits) + (has_zeros ? 2 : 1);
+  return Size(4 * kIntPanelColumns * group_numbers) * sizes.groups * ceil_div(sizes.rows, kIntPanelColumns);
+}
+
+void pack_int_matrix(Context& context, const IntMatrix& weight, int bits, const IntWeightPart& parts) {
+  context.impl().pool.parallel_for(ceil_div(weight.q.shape[0], kIntPanelColumns), [&](int64_t panel, int) {
+    pack_int_panel(weight, bits, panel * kIntPanelColumns, parts);
+  });
+}
+
+}  // namespace
+
 Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const IntMatrix& weight) {
   return checked("PackedIntWeight::pack", [&](ShapeCheck& check) -> Result<PackedIntWeight> {
-    const auto [rows, cols, groups, bits] = check_int_matrix(check, weight);
+    const IntMatrixSizes sizes = check_int_weight(check, weight);
     if (!check.ok()) return check.status();
     const bool has_zeros{weight.zeros};
-    const int64_t group_values = cols / groups;
-    check.require(group_values <= kMaxGroupValues, "a group of the weight has ", group_values, " values, but at most ",
-                  kMaxGroupValues, " can be summed");
-    if (!check.ok()) return check.status();
-    const int64_t group_numbers = int_group_words(group_values, bits) + (has_zeros ? 2 : 1);
-    Result<Buffer> buffer = allocate_weight(
-        context, Size(4 * kIntPanelColumns * group_numbers) * groups * ceil_div(rows, kIntPanelColumns));
+    Result<Buffer> buffer = allocate_weight(context, int_weight_bytes(sizes, has_zeros));
     if (!buffer.ok()) return buffer.status();
-    PackedIntWeight packed(rows, cols, groups, bits, has_zeros, std::move(buffer.value()));
-    const IntWeightPart parts = int_weight(packed);
-    context.impl().pool.parallel_for(ceil_div(rows, kIntPanelColumns), [&](int64_t panel, int) {
-      pack_int_panel(weight, packed.bits(), panel * kIntPanelColumns, parts);
-    });
+    const auto& [rows, cols, groups, bits] = sizes;
+    PackedIntWeight packed(1, rows, cols, groups, bits, has_zeros, std::move(buffer.value()));
+    pack_int_matrix(context, weight, bits, int_weight(packed));
+    return packed;
+  });
+}
+
+Result<PackedIntWeight> PackedIntWeight::pack_stack(Context& context, std::span<const IntMatrix> weights) {
+  return checked("PackedIntWeight::pack_stack", [&](ShapeCheck& check) -> Result<PackedIntWeight> {
+    IntMatrixSizes first;
+    const bool has_zeros = !weights.empty() && weights[0].zeros;
+    for (size_t i = 0; check.ok() && i < weights.size(); ++i) {
+      // A check of its own: a name is bound to one matrix's size.
+      ShapeCheck of_one("");
+      const auto [rows, cols, groups, bits] = check_int_weight(of_one, weights[i]);
+      check.require(of_one.ok(), "weight ", i, of_one.status().message());
+      if (i == 0) first = {rows, cols, groups, bits};
+      const bool zeros{weights[i].zeros};
+      check.require(rows == first.rows && cols == first.cols && groups == first.groups && bits == first.bits &&
+                        zeros == has_zeros,
+                    "weight ", i, " is int", bits, " [", rows, ", ", cols, "] in ", groups, " groups",
+                    zeros ? " with zeros" : "", ", but weight 0 is int", first.bits, " [", first.rows, ", ", first.cols,
+                    "] in ", first.groups, " groups", has_zeros ? " with zeros" : "");
+    }
+    if (!check.ok()) return check.status();
+    const auto count = static_cast<int64_t>(weights.size());
+    if (count == 0) first.groups = 1;
+    Result<Buffer> buffer = allocate_weight(context, int_weight_bytes(first, has_zeros) * count);
+    if (!buffer.ok()) return buffer.status();
+    PackedIntWeight packed(count, first.rows, first.cols, first.groups, first.bits, has_zeros,
+                           std::move(buffer.value()));
+    for (int64_t i = 0; i < count; ++i) {
+      pack_int_matrix(context, weights[static_cast<size_t>(i)], first.bits, int_weight(packed, i));
+    }
     return packed;
   });
 }
@@ -194,11 +289,12 @@ Result<PackedIntWeight> PackedIntWeight::pack(Context& context, const ConstTenso
   });
 }
 
-gemm::IntWeightPart gemm::int_weight(const PackedIntWeight& weight) {
+gemm::IntWeightPart gemm::int_weight(const PackedIntWeight& weight, int64_t index) {
   const int64_t groups = weight.groups(), group_values = weight.k() / groups;
   const int64_t group_words = int_group_words(group_values, weight.bits());
   const int64_t numbers = round_up(weight.n(), kIntPanelColumns) * groups;
-  const auto* const words = static_cast<const uint32_t*>(weight.data());
+  const int64_t bytes = weight.count() == 0 ? 0 : weight.size_bytes() / weight.count();
+  const auto* const words = reinterpret_cast<const uint32_t*>(static_cast<const char*>(weight.data()) + index * bytes);
   const auto* const scales = reinterpret_cast<const float*>(words + numbers * group_words);
   const auto* const zeros = reinterpret_cast<const int32_t*>(scales + numbers);
   return {words, scales, weight.has_zeros() ? zeros : nullptr, groups, group_words, group_values};

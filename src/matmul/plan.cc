@@ -69,6 +69,13 @@ constexpr int64_t kInt8KBlock = 512;
 // weights_int_many_rows: the activations of a task's rows, at most kIntTaskRowBytes, stay in about half of a 1 MB L2.
 constexpr int64_t kIntTaskRows = 256, kLeastIntTaskRows = 12, kIntTaskRowBytes = 560 << 10, kIntTaskColumns = 64;
 
+// Whole rows of out as f32, before they are quantised: written and read once each, so that they may take all of L2.
+// Fewer rows than a register tile's would decode the weight too often.
+constexpr int64_t kTileBytes = 1 << 20, kLeastTileRows = 12;
+// Of products with a group's rows each, so many tasks for a thread leave it waiting at the end for a quarter of a
+// share at most, even where a product is one task.
+constexpr int64_t kGroupTasks = 4;
+
 // `size` in the fewest equal shares of at most `most`: the size of one, rounded up to a multiple of `unit`.
 int64_t balanced(int64_t size, int64_t most, int64_t unit) {
   return size == 0 ? unit : round_up(ceil_div(size, ceil_div(size, most)), unit);
@@ -268,6 +275,21 @@ int64_t columns_per_piece(const Plan& plan, int64_t unit, int num_threads) {
   return best * unit;
 }
 
+// Rows that are quantised: a task has whole ones where that leaves a task for each thread, and enough rows for one.
+void use_whole_rows(Plan& plan, int num_threads) {
+  const int64_t most = kTileBytes / float_bytes(plan.width);
+  const int64_t share = std::max(ceil_div(plan.m, num_threads), kLeastTileRows);
+  const int64_t rows = balanced(plan.m, std::max<int64_t>(1, std::min({plan.rows_per_task, most, share})), 1);
+  if (most < std::min(plan.m, kLeastTileRows) || ceil_div(plan.m, rows) < num_threads) {
+    plan.wide_out_bytes = float_bytes(Size(plan.m) * plan.width);
+    return;
+  }
+  plan.whole_rows = true;
+  plan.rows_per_task = rows;
+  plan.columns_per_task = plan.width;
+  plan.tile_bytes_per_worker = float_bytes(Size(rows) * plan.width);
+}
+
 // The bytes that such pieces of an Arena use up.
 int64_t sum_of(std::initializer_list<int64_t> pieces) {
   Size sum = 0;
@@ -302,27 +324,35 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
                           : packed_column_bytes(p.format, p.k);
   const int64_t unit = cut == nullptr ? 1 : cut(p, machine, plan);
   if (plan.path == f64) plan.rows_per_task = 1, plan.columns_per_task = plan.width;
-  if (plan.columns_per_task == 0) plan.columns_per_task = columns_per_piece(plan, unit, std::max(1, num_threads));
+  num_threads = std::max(1, num_threads);
+  if (plan.columns_per_task == 0) plan.columns_per_task = columns_per_piece(plan, unit, num_threads);
+  plan.chunk_columns = plan.columns_per_task;
+  if (p.has_out_scales) use_whole_rows(plan, num_threads);
   plan.row_tasks = ceil_div(plan.m, plan.rows_per_task);
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
   if (plan.path == f64) return plan;
 
-  plan.sums_stride = round_up(plan.columns_per_task, unit);
+  plan.sums_stride = round_up(plan.chunk_columns, unit);
   plan.sums_bytes_per_worker = float_bytes(Size(plan.rows_per_task) * plan.sums_stride);
   if (plan.two_halves) {
     // The second half begins anywhere in a panel.
-    plan.second_stride = round_up(plan.columns_per_task + kPanelColumns - 1, unit);
+    plan.second_stride = round_up(plan.chunk_columns + kPanelColumns - 1, unit);
     plan.second_bytes_per_worker = float_bytes(Size(plan.rows_per_task) * plan.second_stride);
   }
   if (p.weight == MatmulWeight::unpacked) plan.weight_bytes = packed_bytes(p.format, p.n, p.k).value();
-  if (p.has_out_scales) plan.wide_out_bytes = float_bytes(Size(plan.m) * plan.width);
   if (p.has_bias) plan.bias_bytes = float_bytes(round_up(p.n, kPanelColumns));
   if (p.has_x_scales) plan.x_scales_bytes = float_bytes(p.m);
   plan.scratch_bytes_shared = sum_of(
       {plan.weight_bytes, plan.wide_out_bytes, plan.bias_bytes, plan.x_scales_bytes, plan.x_bytes, plan.x_sums_bytes});
-  plan.scratch_bytes_per_worker = sum_of({plan.decoded_bytes_per_worker, plan.sums_bytes_per_worker,
-                                          plan.second_bytes_per_worker, plan.widened_bytes_per_worker});
+  plan.scratch_bytes_per_worker =
+      sum_of({plan.decoded_bytes_per_worker, plan.sums_bytes_per_worker, plan.second_bytes_per_worker,
+              plan.widened_bytes_per_worker, plan.tile_bytes_per_worker});
   return plan;
+}
+
+int threads_per_group(int64_t groups, int num_threads) {
+  const int64_t tasks = (Size(kGroupTasks) * num_threads).value();
+  return static_cast<int>(std::min<int64_t>(num_threads, ceil_div(tasks, std::max<int64_t>(1, groups))));
 }
 
 int64_t packed_inputs(QuantFormat format, int64_t k) { return format == QuantFormat::bf16 ? round_up(k, 2) : k; }

@@ -31,10 +31,9 @@ namespace opst::OPST_ISA_NS::rowwise {
 template <class T>
 void softmax(ConstRow x, Row out, int64_t n, float scale_factor) {
   const F32 scale = F32::set1(scale_factor), lowest = F32::set1(-__builtin_inff());
-  const float highest = simd::hmax(reduce(
-      n, lowest,
-      [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA { return max(within(load<T>(x, i, n) * scale, i, n, lowest), acc); },
-      [](F32 a, F32 b) OPST_INLINE_LAMBDA { return max(a, b); }));
+  const float highest = greatest(n, [&](F32 acc, int64_t i) OPST_INLINE_LAMBDA {
+    return max(within(load<T>(x, i, n) * scale, i, n, lowest), acc);
+  });
   const F32 m = F32::set1(highest == -__builtin_inff() ? 0.0f : highest);
   constexpr bool kKeep = sizeof(T) == sizeof(float);
   const F32 log2e = F32::set1(0x1.715476p0f);

@@ -25,6 +25,7 @@ inline AttentionOptions draw_options(Choices& c) {
   if (c.rarely(8)) o.bias_scale = 0.5f;
   if (c.rarely(8)) o.alibi_form = AlibiForm::square_root;
   if (c.rarely(8)) o.alibi_query_start = c.size(c.integer(0, 9)), o.alibi_key_start = c.size(c.integer(0, 9));
+  if (c.rarely(4)) o.shared_prefix = c.size(c.integer(-2, 20));
   if (c.rarely(4)) {
     o.dropout.keep_prob = c.pick({0.5, 0.9, 1.0, 0.0, -1.0, 2.0});
     o.dropout.seed = c.byte();
@@ -45,6 +46,7 @@ struct AttentionSizes {
   int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim, block_size = 0, num_blocks = 0, table_columns = 0;
   bool varlen_q = false, varlen_k = false, paged = false;
   int64_t mask_block_q = 0, mask_block_kv = 0;  // of a block mask
+  int64_t index_block = 1;                      // of lists
 
   explicit AttentionSizes(Choices& c) {
     batch = c.integer(1, 3), kv_heads = c.integer(1, 2), heads = kv_heads * c.integer(1, 3);
@@ -105,12 +107,57 @@ inline void draw_block_mask(Choices& c, AttentionSizes& s, Operands& t) {
   s.mask_block_q = c.size(s.mask_block_q), s.mask_block_kv = c.size(s.mask_block_kv);
 }
 
-// The operands of AttentionInputs: 16 of them.
+// Lists of some of the first eight blocks, of which a sequence may have fewer.
+inline void draw_lists(Choices& c, AttentionSizes& s, Operands& t) {
+  s.index_block = c.pick<int64_t>({1, 2, 4, 16});
+  const int64_t count = c.pick<int64_t>({8, 1, 3}), rows = (s.varlen_q ? 1 : s.batch) * s.q_len * s.kv_heads;
+  const int64_t blocks = s.paged || s.varlen_k ? 1 : (s.kv_len + s.index_block - 1) / s.index_block;
+  std::vector<int64_t> entries;
+  for (int64_t row = 0; row < rows; ++row) {
+    const uint8_t bits = c.byte();
+    const size_t end = entries.size() + static_cast<size_t>(count);
+    for (int64_t j = std::min<int64_t>(blocks, 8); j-- > 0;) {
+      if (entries.size() < end && (bits >> j) % 2 == 1) entries.push_back(j);
+    }
+    entries.resize(end, -1);
+  }
+  if (c.rarely(16)) entries[c.byte() % entries.size()] = c.integer(-2, 100);
+  std::vector<int64_t> shape = {s.q_len, s.kv_heads, count};
+  if (!s.varlen_q) shape.insert(shape.begin(), s.batch);
+  t.integers(DType::i32, shape, entries);
+  s.index_block = c.size(s.index_block);
+}
+
+// Scales of keys and values, and their offsets, where pages hold integers.
+inline void draw_scales(Choices& c, const AttentionSizes& s, DType kv, Operands& t) {
+  const bool integers = kv == DType::i8 || kv == DType::u8, offsets = integers && c.coin();
+  for (const bool are_scales : {true, false}) {
+    for (const int64_t dim : {s.head_dim, s.value_dim}) {
+      if (!integers || (!are_scales && !offsets)) {
+        t.absent();
+        continue;
+      }
+      const int64_t groups = c.coin() && dim % 4 == 0 ? dim / 4 : 1;
+      const int64_t rows = s.num_blocks * s.block_size * s.kv_heads;
+      std::vector<int64_t> numbers;
+      for (int64_t i = 0; i < rows * groups; ++i) numbers.push_back(are_scales ? i % 3 : i % 9 - 4);
+      if (c.rarely(16)) numbers[c.byte() % numbers.size()] = -1;
+      t.integers(DType::f32, s.keys(groups), numbers);
+    }
+  }
+}
+
+// The operands of AttentionInputs: 23 of them.
 inline void draw_attention_inputs(Choices& c, AttentionSizes& s, DType q, DType kv, Operands& t) {
   const DType narrow = q == DType::f64 ? DType::f64 : DType::f32;
+  const bool halves = kv == DType::u8;
+  if (halves) s.head_dim += s.head_dim % 2, s.value_dim += s.value_dim % 2;
+  const auto keys = [&](int64_t dim) {
+    t.input(kv, s.keys(halves ? dim / 2 : dim), halves ? 0 : -100, halves ? 255 : 100);
+  };
   t.input(q, s.query(s.head_dim));
-  t.input(kv, s.keys(s.head_dim));
-  t.input(kv, s.keys(s.value_dim));
+  keys(s.head_dim);
+  keys(s.value_dim);
   const auto maybe = [&](int rarity, const auto& add) { c.rarely(rarity) ? add() : t.absent(); };
   const auto index_type = [&] { return c.pick({DType::i32, DType::i64}); };
   if (s.paged) {
@@ -130,40 +177,59 @@ inline void draw_attention_inputs(Choices& c, AttentionSizes& s, DType q, DType 
   maybe(8, [&] { t.input(narrow, {s.heads}); });
   maybe(8, [&] { t.input(narrow, {s.heads}); });
   t.absent();  // drop_mask
-  maybe(6, [&] {
+  const int form = c.pick({0, 0, 0, 1, 2});
+  if (form == 1) {
+    draw_block_mask(c, s, t);
+  } else {
+    t.absent();
+    t.absent();
+  }
+  form == 2 ? draw_lists(c, s, t) : t.absent();
+  const bool rope = size_bytes(kv) > 1 && c.rarely(8);
+  const int64_t rope_dim = rope ? c.pick<int64_t>({8, 1, 3}) : 0;
+  rope ? t.input(q, s.query(rope_dim)) : t.absent();
+  rope ? t.input(kv, s.keys(rope_dim)) : t.absent();
+  draw_scales(c, s, kv, t);
+  maybe(6, [&] {  // tree_mask
     std::vector<int64_t> words;
     for (int64_t i = 0; i < (s.varlen_q ? 1 : s.batch) * s.q_len; ++i) {
       words.push_back(c.coin() ? -1 : c.byte() % (int64_t{1} << std::min<int64_t>(s.q_len, 8)));
     }
     t.integers(DType::i64, s.varlen_q ? std::vector<int64_t>{s.q_len} : std::vector<int64_t>{s.batch, s.q_len}, words);
   });
-  if (c.rarely(6)) return draw_block_mask(c, s, t);
-  t.absent();
-  t.absent();
 }
 
 inline AttentionInputs attention_inputs(const Views& v, const AttentionSizes& s) {
-  return {.query = v[0],
-          .key = v[1],
-          .value = v[2],
-          .block_table = v[3],
-          .kv_lengths = v[4],
-          .cu_seqlens_q = v[5],
-          .cu_seqlens_k = v[6],
-          .prefix = v[7],
-          .mask = v[8],
-          .bias = v[9],
-          .alibi_slopes = v[10],
-          .sinks = v[11],
-          .drop_mask = v[12],
-          .block_mask = {v[14], v[15], s.mask_block_q, s.mask_block_kv},
-          .tree_mask = v[13]};
+  AttentionInputs in = {.query = v[0],
+                        .key = v[1],
+                        .value = v[2],
+                        .block_table = v[3],
+                        .kv_lengths = v[4],
+                        .key_scales = v[18],
+                        .value_scales = v[19],
+                        .key_offsets = v[20],
+                        .value_offsets = v[21],
+                        .cu_seqlens_q = v[5],
+                        .cu_seqlens_k = v[6],
+                        .prefix = v[7],
+                        .mask = v[8],
+                        .bias = v[9],
+                        .alibi_slopes = v[10],
+                        .sinks = v[11],
+                        .drop_mask = v[12],
+                        .block_mask = {v[13], v[14], s.mask_block_q, s.mask_block_kv}};
+  if (v[15].data != nullptr || v[15].rank != 0) in.sparse_indices = {v[15], s.index_block};
+  in.query_rope = v[16], in.key_rope = v[17];
+  in.tree_mask = v[22];
+  return in;
 }
-inline constexpr size_t kAttentionInputs = 16;
+inline constexpr size_t kAttentionInputs = 23;
 
 inline FuzzedCall draw_forward(Choices& c, Operands& t) {
   AttentionSizes s(c);
-  const DType q = c.float_dtype(), kv = q == DType::f64 ? q : c.pick({q, DType::f32, DType::bf16, DType::f16});
+  const DType q = c.float_dtype();
+  DType kv = q == DType::f64 ? q : c.pick({q, DType::f32, DType::bf16, DType::f16});
+  if (s.paged && c.rarely(3)) kv = c.pick({DType::i8, DType::u8, DType::f8_e4m3, DType::f8_e5m2});
   draw_attention_inputs(c, s, q, kv, t);
   t.output(q == DType::f64 ? q : c.pick({q, DType::f32, DType::bf16}), s.query(s.value_dim));
   const DType narrow = q == DType::f64 ? q : DType::f32;
@@ -198,6 +264,11 @@ inline FuzzedCall draw_backward(Choices& c, Operands& t) {
     t.absent();
   }
   t.all()[11].view.data != nullptr&& c.coin() ? t.output(narrow, {s.heads}) : t.absent();
+  const Tensor rope = t.all()[16].view;
+  const int64_t rope_dim = rope.data != nullptr && rope.rank >= 3 && rope.rank <= 4 ? rope.shape[rope.rank - 1] : 0;
+  const bool of_ropes = rope_dim > 0 && rope_dim < 9 && c.coin();
+  of_ropes ? t.output(q, s.query(rope_dim)) : t.absent();
+  of_ropes ? t.output(kv, s.keys(rope_dim)) : t.absent();
   const AttentionOptions options = draw_options(c);
   const auto forward = [=](Context& context, const Views& v) {
     return flash_attention_forward(context, attention_inputs(v, s),
@@ -207,7 +278,7 @@ inline FuzzedCall draw_backward(Choices& c, Operands& t) {
     const Tensor* const o = v.data() + kAttentionInputs;
     return flash_attention_backward(context, attention_inputs(v, s),
                                     {.out = o[0], .softmax_lse = o[1], .grad_out = o[2], .grad_lse = o[3]},
-                                    {o[4], o[5], o[6], o[7], o[8]}, options);
+                                    {o[4], o[5], o[6], o[7], o[8], o[9], o[10]}, options);
   };
   return {backward, {}, forward, {}, true};
 }

@@ -10,8 +10,10 @@
 
 #include "opst/attention.h"
 #include "opst/attention_backward.h"
+#include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
+#include "opst/moe.h"
 #include "opst/quant.h"
 #include "opst/rowwise.h"
 #include "testing/fail_allocations.h"
@@ -212,6 +214,30 @@ TEST(ExhaustedMemory, MatmulAndItsWeights) {
   refuses("out", t, [&](Context& c) { return matmul(c, x, ConstTensor(q), few_out); });
 }
 
+TEST(ExhaustedMemory, GroupedProducts) {
+  Tensors t;
+  const Tensor x = t(DType::f32, {70, 64}), out = t(DType::f32, {70, 96}), stack = t(DType::bf16, {3, 96, 64});
+  const GroupList ends{t.integers(DType::i64, {3}, {1, 40, 70})};
+  survives("grouped", t, [&](Context& c) {
+    const Result<PackedWeight> packed = PackedWeight::pack_stack(c, stack);
+    if (!packed.ok()) return packed.status();
+    const Status status = grouped_matmul(c, x, packed.value(), ends, out);
+    return status.ok() ? grouped_matmul(c, x, stack, ends, out) : status;
+  });
+  survives("grouped backward", t, [&, gw = t(DType::f32, {3, 96, 64}), gx = t(DType::f32, {70, 64})](Context& c) {
+    return grouped_matmul_backward(c, out, x, stack, ends, {.x = gx, .weight = gw});
+  });
+  const Tensor q = t(DType::i8, {96, 64}), scales = t(DType::f32, {96, 1}), qx = t(DType::i8, {70, 64});
+  const Tensor x_scales = t(DType::f32, {70}), q_out = t(DType::i8, {70, 48}), out_scales = t(DType::f32, {70});
+  const IntMatrix matrices[] = {{q, scales}, {q, scales}, {q, scales}};
+  survives("grouped swiglu quant", t, [&](Context& c) {
+    const Result<PackedIntWeight> packed = PackedIntWeight::pack_stack(c, matrices);
+    if (!packed.ok()) return packed.status();
+    return grouped_matmul_swiglu_quant(c, qx, x_scales, packed.value(), ends, q_out, out_scales);
+  });
+  refuses("grouped", t, [&](Context& c) { return grouped_matmul(c, x, stack, ends, q_out); });
+}
+
 TEST(ExhaustedMemory, QuantAndRowwise) {
   Tensors t;
   const Tensor x = t(DType::f32, {9, 64}), y = t(DType::f32, {9, 64}), out = t(DType::f32, {9, 64});
@@ -248,6 +274,29 @@ TEST(ExhaustedMemory, QuantAndRowwise) {
     return s;
   });
   refuses("rope refused", t, [&](Context& c) { return rope(c, heads, cosines, half, turned); });
+}
+
+TEST(ExhaustedMemory, Moe) {
+  Tensors t;
+  const Tensor logits = t(DType::f32, {9, 20}), weights = t(DType::f32, {9, 2}), scores = t(DType::f32, {9, 20});
+  const Tensor bias = t(DType::f32, {20}), x = t(DType::f32, {9, 32}), out = t(DType::f32, {9, 32});
+  const Tensor expanded = t(DType::f32, {18, 32}), grad_rows = t(DType::f32, {18, 32}),
+               experts = t(DType::f32, {20, 32});
+  const Tensor ids = t.integers(DType::i32, {9, 2}, std::vector<int64_t>(18, 3)), rows = t(DType::i64, {9, 2});
+  const Tensor slots = t(DType::i64, {18}), counts = t(DType::i64, {20}), grad_bias = t(DType::f32, {20, 32});
+  survives("moe", t, [&](Context& c) {
+    Status s =
+        moe_gating(c, {.logits = logits, .bias = bias}, {ids, weights, scores}, {.num_groups = 4, .kept_groups = 2});
+    if (s.ok()) s = moe_routing(c, ids, 20, {rows, slots, counts});
+    if (s.ok()) s = moe_permute(c, x, slots, 2, expanded);
+    const MoeFinalizeInputs in = {.expanded = expanded, .row_of_slot = rows, .bias = experts, .topk_ids = ids};
+    if (s.ok()) s = moe_finalize(c, in, out);
+    if (s.ok())
+      s = moe_finalize_backward(c, x, in, {.expanded = grad_rows, .topk_weights = weights, .bias = grad_bias});
+    if (s.ok()) s = moe_gating_backward(c, {logits, ids, weights}, scores);
+    return s;
+  });
+  refuses("moe refused", t, [&](Context& c) { return moe_routing(c, ids, 1, {rows, slots, counts}); });
 }
 
 TEST(ExhaustedMemory, KvCache) {

@@ -6,8 +6,10 @@
 #include <utility>
 #include <vector>
 
+#include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
+#include "opst/moe.h"
 #include "opst/quant.h"
 #include "opst/rowwise.h"
 #include "testing/attention_fuzz.h"
@@ -53,6 +55,36 @@ FuzzedCall draw_matmul_backward(Choices& c, Operands& t) {
   c.rarely(4) ? t.absent() : t.output(x, {n});
   return {[](Context& context, const Views& v) {
     return matmul_backward(context, v[0], v[1], v[2], {v[3], v[4], v[5]});
+  }};
+}
+
+// Lists of counts or ends, which may be none.
+FuzzedCall draw_grouped(Choices& c, Operands& t) {
+  const int64_t groups = c.pick<int64_t>({1, 2, 5}), m = c.pick<int64_t>({4 * groups, 20}), n = c.integer(1, 30),
+                k = c.pick<int64_t>({1, 7, 32, 70});
+  const DType x = c.float_dtype();
+  t.input(c.pick({DType::i64, DType::i32}), {groups}, c.rarely(16) ? -1 : 0, c.rarely(16) ? 30 : 4);
+  const auto type = c.rarely(4) ? GroupListType::ends : GroupListType::counts;
+  t.input(x, {m, k});
+  t.input(x, {groups, n, k});
+  if (c.rarely(3)) {
+    t.input(x, {m, n});
+    t.output(x, {m, k});
+    c.coin() ? t.output(x, {groups, n, k}) : t.absent();
+    c.coin() ? t.output(x, {groups, n}) : t.absent();
+    return {[=](Context& context, const Views& v) {
+      return grouped_matmul_backward(context, v[3], v[1], v[2], {v[0], type}, {v[4], v[5], v[6]});
+    }};
+  }
+  c.coin() ? t.absent() : t.input(x, {groups, n});
+  c.coin() ? t.absent() : t.input(x, {m, n});
+  t.output(x, {m, n});
+  const bool packed = c.coin();
+  return {[=](Context& context, const Views& v) {
+    const GroupedMatmulOptions options{.bias = v[3], .activation = Activation::silu, .residual = v[4]};
+    if (!packed) return grouped_matmul(context, v[1], v[2], {v[0], type}, v[5], options);
+    const Result<PackedWeight> weight = PackedWeight::pack_stack(context, v[2]);
+    return weight.ok() ? grouped_matmul(context, v[1], weight.value(), {v[0], type}, v[5], options) : weight.status();
   }};
 }
 
@@ -293,8 +325,112 @@ FuzzedCall draw_cache(Choices& c, Operands& t) {
   }};
 }
 
+FuzzedCall draw_gating(Choices& c, Operands& t) {
+  const int64_t tokens = c.integer(1, 9), groups = c.pick({1, 2, 3}), experts = groups * c.integer(1, 40);
+  const MoeGatingOptions options = {
+      .scores = c.pick({GateScores::softmax, GateScores::sigmoid, static_cast<GateScores>(7)}),
+      .renormalise = c.coin(),
+      .routed_scaling_factor = c.pick({1.0f, 2.5f, std::numeric_limits<float>::infinity()}),
+      .num_groups = c.size(groups),
+      .kept_groups = c.size(c.integer(1, groups)),
+      .group_score = c.pick({GroupScore::max, GroupScore::top2_sum}),
+      .nan_is_error = c.coin()};
+  const int64_t top_k = c.integer(0, experts / groups);
+  const DType x = c.pick({DType::f32, DType::bf16, DType::f16}), w = c.pick({x, DType::f32});
+  const DType index = c.pick({DType::i32, DType::i64});
+  t.input(x, {tokens, experts});
+  if (c.coin()) {
+    t.input(index, {tokens, top_k}, -1, experts - (c.rarely(16) ? 0 : 1));
+    t.input(w, {tokens, top_k});
+    c.coin() ? t.input(DType::f32, {tokens, experts}) : t.absent();
+    t.output(x, {tokens, experts});
+    return {[=](Context& context, const Views& v) {
+      return moe_gating_backward(context, {v[0], v[1], v[2], v[3]}, v[4], options);
+    }};
+  }
+  const bool biased = c.coin();
+  biased ? t.input(w, {experts}) : t.absent();
+  c.coin() ? t.input(DType::boolean, {tokens}) : t.absent();
+  t.output(index, {tokens, top_k});
+  t.output(w, {tokens, top_k});
+  c.coin() ? t.output(DType::f32, {tokens, experts}) : t.absent();
+  // Scores that are rounded otherwise at another level may choose another expert.
+  const bool any_values = biased || (groups > 1 && options.group_score == GroupScore::top2_sum);
+  return {[=](Context& context, const Views& v) {
+            return moe_gating(context, {v[0], v[1], v[2]}, {v[3], v[4], v[5]}, options);
+          },
+          any_values ? std::optional(std::numeric_limits<double>::infinity()) : std::nullopt};
+}
+
+FuzzedCall draw_routing(Choices& c, Operands& t) {
+  const int64_t tokens = c.integer(1, 40), top_k = c.integer(1, 4), experts = c.integer(1, 9);
+  const DType index = c.pick({DType::i32, DType::i64}), other = c.pick({DType::i32, DType::i64});
+  if (c.rarely(4)) {
+    t.integers(index, {3}, {0, c.integer(0, 1), c.integer(0, 2)});
+    t.output(other, {experts});
+    return {[=](Context& context, const Views& v) { return moe_compute_expert_tokens(context, v[0], v[1]); }, 0.0};
+  }
+  const MoeRoutingOptions options = {.capacity = c.pick<int64_t>({kDropless, 1, 3, 0}),
+                                     .expert_begin = c.coin() ? c.integer(0, experts) : 0,
+                                     .expert_end = c.coin() ? c.size(experts) : -1,
+                                     .cumulative_ends = c.coin()};
+  const int64_t range = (options.expert_end < 0 ? experts : options.expert_end) - options.expert_begin;
+  const int64_t rows = options.capacity > 0 && range < 100 ? range * options.capacity : c.integer(0, tokens * top_k);
+  t.input(index, {tokens, top_k}, -1, experts - (c.rarely(16) ? 0 : 1));
+  t.output(other, {tokens, top_k});
+  c.coin() ? t.output(index, {rows}) : t.absent();
+  c.coin() ? t.output(DType::i64, {range}) : t.absent();
+  const int64_t num_experts = c.size(experts);
+  return {[=](Context& context, const Views& v) {
+            return moe_routing(context, v[0], num_experts, {v[1], v[2], v[3]}, options);
+          },
+          0.0};
+}
+
+FuzzedCall draw_moe_rows(Choices& c, Operands& t) {
+  const int64_t tokens = c.integer(1, 9), top_k = c.integer(1, 4), experts = c.integer(1, 4), rows = c.integer(1, 40);
+  const int64_t features = c.integer(1, 150);
+  const DType x = c.pick({DType::f32, DType::bf16, DType::f16}), w = c.pick({x, DType::f32});
+  const DType index = c.pick({DType::i32, DType::i64});
+  const int64_t more = c.rarely(16) ? 1 : 0;
+  if (c.rarely(4)) {
+    t.input(x, {tokens, features});
+    t.input(index, {rows}, -1, tokens * top_k - 1 + more);
+    t.output(x, {rows, features});
+    return {[=](Context& context, const Views& v) { return moe_permute(context, v[0], v[1], top_k, v[2]); }, 0.0};
+  }
+  const bool backward = c.coin();
+  t.input(x, {rows, features});
+  std::vector<int64_t> distinct_rows;
+  for (int64_t i = 0; i < tokens * top_k; ++i) distinct_rows.push_back(i < rows ? i : -1);
+  backward ? t.integers(index, {tokens, top_k}, distinct_rows) : t.input(index, {tokens, top_k}, -1, rows - 1 + more);
+  c.coin() ? t.input(w, {tokens, top_k}) : t.absent();
+  for (int i = 0; i < 2; ++i) c.coin() ? t.input(x, {tokens, features}) : t.absent();
+  const bool biased = c.coin();
+  biased ? t.input(x, {experts, features}) : t.absent();
+  biased ? t.input(index, {tokens, top_k}, -1, experts - 1 + more) : t.absent();
+  if (!backward) {
+    t.output(x, {tokens, features});
+    return {[=](Context& context, const Views& v) {
+      return moe_finalize(context, {v[0], v[1], v[2], v[3], v[4], v[5], v[6]}, v[7]);
+    }};
+  }
+  t.input(x, {tokens, features});
+  c.coin() ? t.output(x, {rows, features}) : t.absent();
+  c.coin() ? t.output(w, {tokens, top_k}) : t.absent();
+  c.coin() ? t.output(x, {experts, features}) : t.absent();
+  return {[=](Context& context, const Views& v) {
+    return moe_finalize_backward(context, v[7], {v[0], v[1], v[2], v[3], v[4], v[5], v[6]}, {v[8], v[9], v[10]});
+  }};
+}
+
+FuzzedCall draw_moe(Choices& c, Operands& t) {
+  const int what = c.pick({0, 1, 2});
+  return what == 0 ? draw_gating(c, t) : what == 1 ? draw_routing(c, t) : draw_moe_rows(c, t);
+}
+
 FuzzedCall draw_call(Choices& c, Operands& t) {
-  switch (c.byte() % 11) {
+  switch (c.byte() % 12) {
     case 0:
     case 1:
       return draw_forward(c, t);
@@ -303,7 +439,7 @@ FuzzedCall draw_call(Choices& c, Operands& t) {
     case 3:
       return draw_merge(c, t);
     case 4:
-      return draw_matmul(c, t);
+      return c.coin() ? draw_matmul(c, t) : draw_grouped(c, t);
     case 5:
       return draw_matmul_backward(c, t);
     case 6:
@@ -314,6 +450,8 @@ FuzzedCall draw_call(Choices& c, Operands& t) {
       return c.coin() ? draw_rowwise(c, t) : draw_rope(c, t);
     case 10:
       return draw_indexer(c, t);
+    case 11:
+      return draw_moe(c, t);
     default:
       return draw_cache(c, t);
   }

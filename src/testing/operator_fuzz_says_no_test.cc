@@ -35,13 +35,13 @@ bool says_no(const std::vector<uint8_t>& bytes, PlantedFault fault) {
 TEST(OperatorFuzz, SaysNoToEachPlantedFault) {
   if (kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer allows no new threads in a forked child";
   std::vector<std::vector<uint8_t>> accepted, refused;
-  for (uint64_t seed = 1; seed < 5000 && (accepted.size() < 12 || refused.size() < 12); ++seed) {
+  for (uint64_t seed = 1; seed < 5000 && (accepted.size() < 24 || refused.size() < 24); ++seed) {
     const std::vector<uint8_t> bytes = input(seed);
     auto& kind = fuzz_operator(bytes.data(), bytes.size(), PlantedFault::none) ? accepted : refused;
-    if (kind.size() < 12) kind.push_back(bytes);
+    if (kind.size() < 24) kind.push_back(bytes);
   }
-  ASSERT_EQ(accepted.size(), 12u);
-  ASSERT_EQ(refused.size(), 12u);
+  ASSERT_EQ(accepted.size(), 24u);
+  ASSERT_EQ(refused.size(), 24u);
   const auto count = [](const std::vector<std::vector<uint8_t>>& inputs, PlantedFault fault) {
     int no = 0;
     for (const std::vector<uint8_t>& bytes : inputs) no += says_no(bytes, fault) ? 1 : 0;

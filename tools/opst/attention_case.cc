@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "shared_prefix_option.h"
 #include "testing/elements.h"
 #include "testing/random.h"
 
@@ -64,7 +65,7 @@ AttentionSetup::Sequence parse_sequence(const std::string& text) {
 
 }  // namespace
 
-void add_attention_options(CLI::App& command, AttentionArguments& a) {
+AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArguments& a) {
   const auto dtypes = one_of({"f32", "bf16", "f16", "f64"});
   const auto count = between(1, kMostHeads), tokens = between(1, kMostTokens), dim = between(1, 768),
              block = between(1, 4096);
@@ -90,12 +91,18 @@ void add_attention_options(CLI::App& command, AttentionArguments& a) {
   command.add_option("--prefix", a.prefix, "Keys at the front that every query sees, at most --seq")
       ->check(between(0, kMostTokens));
   CLI::Option* sparse = command.add_option("--sparse", a.sparse, kSparseHelp);
+  CLI::Option* shared = command
+                            .add_option("--shared-prefix", a.shared_prefix,
+                                        "Keys at the front that all sequences of --batch hold in the same pages")
+                            ->check(between(1, kMostTokens))
+                            ->excludes(sparse);
   add_list(command, "--varlen", a.varlen,
            "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)",
            CLI::Validator(""))
       ->excludes(seq)
       ->excludes(batch)
-      ->excludes(sparse);
+      ->excludes(sparse)
+      ->excludes(shared);
   command.add_option("--mask", a.mask, "A random mask [1, 1, queries, keys]: bool or additive")
       ->check(one_of({"bool", "additive"}));
   command.add_flag("--alibi", a.alibi, "Linear position biases");
@@ -107,6 +114,7 @@ void add_attention_options(CLI::App& command, AttentionArguments& a) {
   command.add_option("--block-kv", a.block_kv, "Keys of a tile, 1 to 4096 (default: the plan's choice)")->check(block);
   add_threads_option(command, a.num_threads);
   command.add_flag("--json", a.json, "Print one JSON object");
+  return {sparse, shared};
 }
 
 // For keys of length kv_len (varlen: of the given lengths).
@@ -167,6 +175,7 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
     if (a.prefix > 0) usage_error("--prefix does not go with --sparse: global=N is like it");
     setup.block_mask = make_sparse(a.sparse, p);
   }
+  if (a.shared_prefix > 0) share_prefix(a.shared_prefix, p);
   return setup;
 }
 
@@ -185,6 +194,7 @@ std::string options_text(const AttentionArguments& a) {
   }
   if (a.prefix > 0) text += ", prefix " + std::to_string(a.prefix);
   if (!a.sparse.empty()) text += ", sparse " + a.sparse;
+  if (a.shared_prefix > 0) text += ", shared prefix " + std::to_string(a.shared_prefix);
   if (!a.varlen.empty()) text += ", " + std::to_string(a.varlen.size()) + " sequences";
   if (!a.mask.empty()) text += ", " + a.mask + " mask";
   if (a.alibi) text += ", ALiBi";
@@ -197,9 +207,9 @@ std::string options_text(const AttentionArguments& a) {
 
 bool AttentionSetup::has_options() const {
   const AttentionOptions& o = problem.options;
-  return !sequences.empty() || block_mask != nullptr || problem.has_mask || problem.has_bias || problem.has_alibi ||
-         problem.has_prefix || o.softcap > 0 || o.dropout.keep_prob < 1 || o.window_left != kUnbounded ||
-         o.window_right != kUnbounded;
+  return !sequences.empty() || block_mask != nullptr || problem.paged || problem.has_mask || problem.has_bias ||
+         problem.has_alibi || problem.has_prefix || o.softcap > 0 || o.dropout.keep_prob < 1 ||
+         o.window_left != kUnbounded || o.window_right != kUnbounded;
 }
 
 std::vector<AttentionSetup> AttentionSetup::baseline() const {
@@ -216,6 +226,11 @@ std::vector<AttentionSetup> AttentionSetup::baseline() const {
     return parts;
   }
   AttentionProblem& p = plain.problem;
+  if (p.paged) {
+    p.options.shared_prefix = 0;
+    p.shared_prefix = {};
+    return {plain};
+  }
   p.has_mask = p.has_bias = p.has_alibi = p.has_prefix = false;
   plain.prefix = 0;
   plain.block_mask = nullptr;
@@ -252,8 +267,10 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
   const DType statistics = p.query_dtype == DType::f64 ? DType::f64 : DType::f32;
   if (setup.sequences.empty()) {
     inputs_.query = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.head_dim});
-    inputs_.key = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.head_dim});
-    inputs_.value = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.value_head_dim});
+    if (!p.paged) {
+      inputs_.key = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.head_dim});
+      inputs_.value = make(p.kv_dtype, {p.batch, p.num_kv_heads, p.kv_len, p.value_head_dim});
+    }
     outputs_.out = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.value_head_dim});
     outputs_.softmax_lse = make(statistics, {p.batch, p.num_heads, p.query_len});
   } else {
@@ -270,6 +287,14 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
     outputs_.softmax_lse = make(statistics, {p.num_heads, query_starts_.back()});
     inputs_.cu_seqlens_q = make_integers(query_starts_);
     inputs_.cu_seqlens_k = make_integers(key_starts);
+  }
+  if (p.paged) {
+    PageTable table(p, p.options.shared_prefix);
+    inputs_.key = make(p.kv_dtype, {table.num_blocks, PageTable::kKeys, p.num_kv_heads, p.head_dim});
+    inputs_.value = make(p.kv_dtype, {table.num_blocks, PageTable::kKeys, p.num_kv_heads, p.value_head_dim});
+    inputs_.block_table = make_integers(table.blocks);
+    inputs_.block_table = ConstTensor::contiguous(DType::i64, {p.batch, table.columns}, inputs_.block_table.data);
+    inputs_.kv_lengths = make_integers(table.lengths);
   }
   if (setup_.block_mask != nullptr) inputs_.block_mask = setup_.block_mask->mask;
   if (p.has_prefix) {
@@ -320,9 +345,10 @@ int64_t AttentionCase::size_bytes() const {
 void AttentionCase::spoil_values(bool spoiled) {
   const ConstTensor& value = inputs_.value;
   Tensor t = Tensor::contiguous(value.dtype, {value.num_elements()}, const_cast<void*>(value.data));
-  const bool tokens_first = value.rank == 3;  // [tokens, heads, dim], else [batch, heads, tokens, dim]
-  const int64_t dim = value.shape[value.rank - 1], row = tokens_first ? value.shape[1] * dim : dim;
-  const int64_t keys = tokens_first ? value.shape[0] : value.shape[2];
+  // [tokens, heads, dim], [pages, tokens, heads, dim], else [batch, heads, tokens, dim]
+  const bool tokens_first = value.rank == 3 || setup_.problem.paged;
+  const int64_t dim = value.shape[value.rank - 1], row = tokens_first ? value.shape[value.rank - 2] * dim : dim;
+  const int64_t keys = tokens_first ? value.num_elements() / row : value.shape[2];
   size_t next = 0;
   for (int64_t i = 0; i < t.num_elements(); ++i) {
     const int64_t key = i / row % keys;

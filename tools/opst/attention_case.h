@@ -29,6 +29,7 @@ struct AttentionArguments {
   double softcap = 0;
   bool alibi = false;
   int64_t prefix = 0;
+  int64_t shared_prefix = 0;
   std::string sparse;  // kSparseHelp
   std::string path = "automatic";
   int64_t block_q = 0;
@@ -37,7 +38,13 @@ struct AttentionArguments {
   bool json = false;
 };
 
-void add_attention_options(CLI::App& command, AttentionArguments& arguments);
+// Options that a command's own may exclude or need. (By their names CLI11 looks options up in a function that is noexcept
+// but takes memory: without any it ends the process.)
+struct AttentionCommandOptions {
+  CLI::Option* sparse;
+  CLI::Option* shared_prefix;
+};
+AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArguments& arguments);
 
 // A problem with what AttentionProblem leaves to the tensors.
 struct AttentionSetup {
@@ -67,8 +74,8 @@ double visible_pairs(const AttentionSetup& setup);
 // 2 (head_dim + value_head_dim) per visible pair and head.
 double attention_flops(const AttentionSetup& setup);
 
-// Random normal tensors [batch, heads, seq, dim], contiguous (varlen: [tokens, heads, dim]), and outputs with
-// softmax_lse.
+// Random normal tensors [batch, heads, seq, dim], contiguous (varlen: [tokens, heads, dim]; paged: keys and values in
+// pages, of which the sequences share problem.options.shared_prefix keys), and outputs with softmax_lse.
 class AttentionCase {
  public:
   explicit AttentionCase(const AttentionSetup& setup);

@@ -17,10 +17,12 @@ AttentionVerdict judge_attention(const Context& context, const AttentionCase& da
   AttentionProblem problem = data.problem();
   problem.options.path = path;
   const AttentionInputs& in = data.inputs();
+  const SharedPrefixPlan shared = plan_shared_prefix(problem, context.machine());
+  const AttentionPlan plan = shared.groups > 0 ? shared.prefix : plan_attention(problem, context.machine());
   test::JudgedRows judged{.about = {},
                           .query_dtype = problem.query_dtype,
                           .out_dtype = data.outputs().out.dtype,
-                          .storage = test::naive_storage(plan_attention(problem, context.machine()).product),
+                          .storage = test::naive_storage(plan.product),
                           .kv_len = problem.kv_len,
                           .reference = {},
                           .naive = {},

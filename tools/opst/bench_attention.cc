@@ -107,7 +107,7 @@ Row measure(Context& context, const AttentionSetup& setup, int64_t limit_bytes, 
   };
   row.plan = plan_of(AttentionPath::automatic);
   const AttentionPlan flash = plan_of(AttentionPath::flash), standard = plan_of(AttentionPath::standard);
-  row.flash_scratch_bytes = flash.scratch_bytes(context.num_threads());
+  row.flash_scratch_bytes = plan_shared_prefix(problem, context.machine()).scratch_bytes(flash, context.num_threads());
   row.standard_bytes = standard.scratch_bytes(context.num_threads());
 
   const AttentionCase data(row.setup);
@@ -229,12 +229,12 @@ void add_bench_attention(CLI::App& bench) {
   auto options = std::make_shared<Options>();
   CLI::App* command =
       bench.add_subcommand("attention", "Standard and flash attention side by side: time, memory, fraction of peak");
-  add_attention_options(*command, options->problem);
+  const AttentionCommandOptions common = add_attention_options(*command, options->problem);
   command
       ->add_option("--memory-limit", options->memory_limit,
                    "Bytes that the standard and the naive form may take (default: half of the available memory)")
       ->check(at_least(1));
-  command->add_flag("--backward", options->backward, "Measure the gradients instead");
+  command->add_flag("--backward", options->backward, "Measure the gradients instead")->excludes(common.shared_prefix);
   command->callback([options] {
     options->backward ? bench_attention_backward(options->problem, memory_limit(*options)) : run(*options);
   });

@@ -6,6 +6,7 @@
 
 #include "bench.h"
 #include "matmul_case.h"
+#include "opst/grouped_matmul.h"
 #include "opst/quant.h"
 #include "testing/peak.h"
 #include "testing/random.h"
@@ -15,6 +16,23 @@ namespace opst::tools {
 namespace {
 
 using Shape = MatmulShape;
+
+struct Options : MatmulArguments {
+  int64_t groups = 0;   // of m rows each, with a weight of their own; 0: single products
+  bool ragged = false;  // groups have 1 to 2 m - 1 rows
+};
+
+// The rows of each group, as cumulative ends.
+std::vector<int64_t> group_ends(const Options& options, const Shape& s) {
+  test::Random random(2);
+  std::vector<int64_t> ends;
+  int64_t end = 0;
+  for (int64_t e = 0; e < options.groups; ++e) {
+    end += options.ragged ? random.integer(1, std::max<int64_t>(1, 2 * s.m - 1)) : s.m;
+    ends.push_back(end);
+  }
+  return ends;
+}
 
 // Up to here the time is that of reading the weight.
 constexpr int64_t kFewRows = 8;
@@ -28,6 +46,7 @@ struct Calls {
     int64_t size;
   };
   test::PeakKind peak = test::PeakKind::f32;
+  int64_t rows = 0;
   std::vector<Bytes> weights = {};
   std::function<void(size_t)> run = {};  // with weight i
 };
@@ -41,21 +60,43 @@ size_t num_weights(const Shape& s, int64_t weight_bytes) {
   return static_cast<size_t>((kRotationBytes + weight_bytes - 1) / std::max<int64_t>(1, weight_bytes));
 }
 
+// What the calls of one shape share; with groups each weight is a stack.
+template <class Weight>
+struct State {
+  std::vector<int64_t> ends;
+  Buffer x, x_scales, out;
+  Tensor x_view, x_scales_view, out_view;
+  std::vector<Weight> weights;
+
+  State(const Options& options, const Shape& s, DType x_type, DType out_type) : ends(group_ends(options, s)) {
+    const int64_t m = rows(s);
+    x = value_or_fail(Buffer::allocate(m * s.k * size_bytes(x_type)));
+    out = value_or_fail(Buffer::allocate(m * s.n * size_bytes(out_type)));
+    x_view = x.tensor(x_type, {m, s.k});
+    out_view = out.tensor(out_type, {m, s.n});
+  }
+  int64_t rows(const Shape& s) const { return ends.empty() ? s.m : ends.back(); }
+  GroupList groups() const {
+    return {ConstTensor::contiguous(DType::i64, {static_cast<int64_t>(ends.size())}, ends.data())};
+  }
+  // So many copies of the matrix in each weight.
+  template <class Matrix>
+  void pack(Context& context, const Matrix& matrix, size_t count, Calls& calls) {
+    const std::vector<Matrix> stack(ends.size(), matrix);
+    for (size_t i = 0; i < count; ++i) {
+      weights.push_back(value_or_fail(ends.empty() ? Weight::pack(context, matrix)
+                                                   : Weight::pack_stack(context, std::span<const Matrix>(stack))));
+      calls.weights.push_back({weights.back().data(), weights.back().size_bytes()});
+    }
+  }
+};
+
 // Weights of a float dtype, x and out of the same one; or of a quantised format, x and out f32.
-Calls float_calls(Context& context, const std::string& dtype, const Shape& s) {
-  struct State {
-    Buffer x, out;
-    Tensor x_view, out_view;
-    std::vector<PackedWeight> weights;
-  };
-  const auto state = std::make_shared<State>();
+Calls float_calls(Context& context, const std::string& dtype, const Options& options, const Shape& s) {
   const QuantFormat format = parse_quant_format(dtype).value();
   const DType io = x_dtype_of(dtype);
   test::Random random(1);
-  state->x = value_or_fail(Buffer::allocate(s.m * s.k * size_bytes(io)));
-  state->out = value_or_fail(Buffer::allocate(s.m * s.n * size_bytes(io)));
-  state->x_view = state->x.tensor(io, {s.m, s.k});
-  state->out_view = state->out.tensor(io, {s.m, s.n});
+  const auto state = std::make_shared<State<PackedWeight>>(options, s, io, io);
   test::fill(state->x_view, test::Fill::normal, random);
   // The weight's bytes: normal numbers of a float type, else blocks of bytes whose halves are finite and small.
   const Buffer source = value_or_fail(Buffer::allocate(s.n * (s.k / block_values(format)) * block_bytes(format)));
@@ -67,57 +108,49 @@ Calls float_calls(Context& context, const std::string& dtype, const Shape& s) {
       static_cast<unsigned char*>(source.data())[i] = static_cast<unsigned char>(random.bits() & 0x3f);
     }
   }
-  Calls calls{.peak = io == DType::bf16 ? test::PeakKind::bf16 : test::PeakKind::f32};
-  for (size_t i = 0; i < num_weights(s, size); ++i) {
-    state->weights.push_back(
-        value_or_fail(PackedWeight::pack(context, QuantMatrix{format, s.n, s.k, source.data(), size})));
-    calls.weights.push_back({state->weights.back().data(), state->weights.back().size_bytes()});
-  }
+  Calls calls{.peak = io == DType::bf16 ? test::PeakKind::bf16 : test::PeakKind::f32, .rows = state->rows(s)};
+  const int64_t stack_bytes = size * std::max<int64_t>(1, options.groups);
+  state->pack(context, QuantMatrix{format, s.n, s.k, source.data(), size}, num_weights(s, stack_bytes), calls);
   calls.run = [&context, state](size_t i) {
-    require(matmul(context, state->x_view, state->weights[i], state->out_view));
+    require(state->ends.empty()
+                ? matmul(context, state->x_view, state->weights[i], state->out_view)
+                : grouped_matmul(context, state->x_view, state->weights[i], state->groups(), state->out_view));
   };
   return calls;
 }
 
 // int8 or int4 weights with a scale per output; x int8 with a scale per row, out f32.
-Calls integer_calls(Context& context, const std::string& dtype, const Shape& s) {
-  struct State {
-    Buffer x, x_scales, out;
-    Tensor x_view, out_view;
-    IntMatmulOptions options;
-    std::vector<PackedIntWeight> weights;
-  };
-  const auto state = std::make_shared<State>();
+Calls integer_calls(Context& context, const std::string& dtype, const Options& options, const Shape& s) {
+  const auto state = std::make_shared<State<PackedIntWeight>>(options, s, DType::i8, DType::f32);
   const bool bytes = dtype == "i8";
   test::Random random(1);
-  state->x = value_or_fail(Buffer::allocate(s.m * s.k));
-  state->x_scales = value_or_fail(Buffer::allocate(s.m * size_bytes(DType::f32)));
-  state->out = value_or_fail(Buffer::allocate(s.m * s.n * size_bytes(DType::f32)));
-  state->x_view = state->x.tensor(DType::i8, {s.m, s.k});
-  state->out_view = state->out.tensor(DType::f32, {s.m, s.n});
-  const Tensor x_scales = state->x_scales.tensor(DType::f32, {s.m});
+  const int64_t m = state->rows(s);
+  state->x_scales = value_or_fail(Buffer::allocate(m * size_bytes(DType::f32)));
+  state->x_scales_view = state->x_scales.tensor(DType::f32, {m});
   test::fill(state->x_view, test::Fill::uniform, random);
-  test::fill(x_scales, test::Fill::normal, random);
-  state->options.x_scales = x_scales;
+  test::fill(state->x_scales_view, test::Fill::normal, random);
   const int64_t row_bytes = bytes ? s.k : s.k / 2;
   const Buffer q = value_or_fail(Buffer::allocate(s.n * row_bytes));
   const Buffer scales = value_or_fail(Buffer::allocate(s.n * size_bytes(DType::f32)));
-  IntMatrix matrix{q.tensor(bytes ? DType::i8 : DType::u8, {s.n, row_bytes}), scales.tensor(DType::f32, {s.n, 1})};
+  const IntMatrix matrix{q.tensor(bytes ? DType::i8 : DType::u8, {s.n, row_bytes}),
+                         scales.tensor(DType::f32, {s.n, 1})};
   test::fill(q.tensor(DType::u8, {s.n, row_bytes}), test::Fill::uniform, random);
   test::fill(scales.tensor(DType::f32, {s.n, 1}), test::Fill::normal, random);
-  Calls calls{.peak = test::PeakKind::i8};
-  for (size_t i = 0; i < num_weights(s, q.size_bytes()); ++i) {
-    state->weights.push_back(value_or_fail(PackedIntWeight::pack(context, matrix)));
-    calls.weights.push_back({state->weights.back().data(), state->weights.back().size_bytes()});
-  }
+  Calls calls{.peak = test::PeakKind::i8, .rows = m};
+  const int64_t stack_bytes = q.size_bytes() * std::max<int64_t>(1, options.groups);
+  state->pack(context, matrix, num_weights(s, stack_bytes), calls);
   calls.run = [&context, state](size_t i) {
-    require(matmul(context, state->x_view, state->weights[i], state->out_view, state->options));
+    const Tensor& x = state->x_view;
+    const Tensor& x_scales = state->x_scales_view;
+    require(state->ends.empty() ? matmul(context, x, state->weights[i], state->out_view, {.x_scales = x_scales})
+                                : grouped_matmul(context, x, state->weights[i], state->groups(), state->out_view,
+                                                 {.x_scales = x_scales}));
   };
   return calls;
 }
 
-Calls make_calls(Context& context, const std::string& dtype, const Shape& s) {
-  return is_integers(dtype) ? integer_calls(context, dtype, s) : float_calls(context, dtype, s);
+Calls make_calls(Context& context, const std::string& dtype, const Options& options, const Shape& s) {
+  return is_integers(dtype) ? integer_calls(context, dtype, options, s) : float_calls(context, dtype, options, s);
 }
 
 struct Row {
@@ -159,10 +192,10 @@ void measure_few_rows(Context& context, const Calls& calls, Row& row) {
   row.fraction_q1 = test::quantile(fractions, 0.25), row.fraction_q3 = test::quantile(fractions, 0.75);
 }
 
-Row measure(Context& context, const std::string& dtype, const Shape& s) {
+Row measure(Context& context, const std::string& dtype, const Options& options, const Shape& s) {
   Row row{.dtype = dtype, .shape = s};
-  const double flops = 2.0 * static_cast<double>(s.m) * static_cast<double>(s.n) * static_cast<double>(s.k);
-  const Calls calls = make_calls(context, dtype, s);
+  const Calls calls = make_calls(context, dtype, options, s);
+  const double flops = 2.0 * static_cast<double>(calls.rows) * static_cast<double>(s.n) * static_cast<double>(s.k);
   if (s.m <= kFewRows) {
     measure_few_rows(context, calls, row);
   } else {
@@ -205,21 +238,24 @@ nlohmann::ordered_json to_json(const Row& row) {
           {"valid", row.valid}};
 }
 
-void run(const MatmulArguments& options) {
+void run(const Options& options) {
   check_products(options);
   Context context = make_context(options.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true;
+  const std::string groups = options.groups == 0 ? ""
+                             : options.ragged ? ", " + std::to_string(options.groups) + " groups of 1 to 2 m - 1 rows"
+                                              : ", " + std::to_string(options.groups) + " groups of m rows";
   if (!options.json) {
-    char text[300];
+    char text[400];
     std::snprintf(text, sizeof(text),
-                  "matmul, packed weights, %d thread(s), %s\n\n%-5s %6s %6s %6s  %10s  %9s %7s  %26s  %17s\n",
-                  context.num_threads(), to_string(context.machine()).c_str(), "dtype", "m", "n", "k", "ms", "GFLOP/s",
-                  "GB/s", "of the bound (quartiles)", "bound");
+                  "matmul, packed weights%s, %d thread(s), %s\n\n%-5s %6s %6s %6s  %10s  %9s %7s  %26s  %17s\n",
+                  groups.c_str(), context.num_threads(), to_string(context.machine()).c_str(), "dtype", "m", "n", "k",
+                  "ms", "GFLOP/s", "GB/s", "of the bound (quartiles)", "bound");
     write_output(text);
   }
   for_each_product(options, [&](const std::string& dtype, const Shape& shape) {
-    const Row row = measure(context, dtype, shape);
+    const Row row = measure(context, dtype, options, shape);
     all_valid = all_valid && row.valid;
     if (options.json) {
       rows.push_back(to_json(row));
@@ -228,7 +264,11 @@ void run(const MatmulArguments& options) {
     }
   });
   if (options.json) {
-    write_json({{"machine", to_string(context.machine())}, {"threads", context.num_threads()}, {"rows", rows}});
+    write_json({{"machine", to_string(context.machine())},
+                {"threads", context.num_threads()},
+                {"groups", options.groups},
+                {"ragged", options.ragged},
+                {"rows", rows}});
     return;
   }
   write_output("\nGB/s: of the weight. Bound: up to " + std::to_string(kFewRows) + " rows, plainly reading the same " +
@@ -241,10 +281,16 @@ void run(const MatmulArguments& options) {
 }  // namespace
 
 void add_bench_matmul(CLI::App& bench) {
-  auto options = std::make_shared<MatmulArguments>();
+  auto options = std::make_shared<Options>();
   CLI::App* command =
       bench.add_subcommand("matmul", "Products with packed weights, and how close they come to the machine");
   add_matmul_options(*command, *options);
+  command
+      ->add_option("--groups", options->groups,
+                   "Grouped products: so many groups of m rows, each with a weight of its own")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  command->add_flag("--ragged", options->ragged, "Groups have 1 to 2 m - 1 rows, drawn from a fixed seed");
   command->callback([options] { run(*options); });
 }
 

@@ -63,7 +63,7 @@ void add_check_attention(CLI::App& check) {
   auto options = std::make_shared<Options>();
   CLI::App* command = check.add_subcommand(
       "attention", "Compare with float64: passes within twice the error of a plain implementation in the same type");
-  add_attention_options(*command, options->problem);
+  const AttentionCommandOptions common = add_attention_options(*command, options->problem);
   CLI::Option* path = command->add_option("--path", options->problem.path, "automatic, standard or flash")
                           ->check(one_of({"automatic", "standard", "flash"}))
                           ->capture_default_str();
@@ -72,6 +72,7 @@ void add_check_attention(CLI::App& check) {
           ->check(at_least(1))
           ->capture_default_str();
   command->add_flag("--backward", options->backward, "Check the gradients instead, all of them")
+      ->excludes(common.shared_prefix)
       ->excludes(path)
       ->excludes(rows);
   command->add_flag(

@@ -20,6 +20,8 @@ const std::vector<std::vector<std::string>> kOptions = {
     {"--varlen", "1,70,5:90,0,33", "--causal", "--dropout", "0.5"},
     {"--varlen", "64,3:80", "--mask", "additive", "--alibi", "--prefix", "40", "--window", "5,0"},
     {"--dtype", "bf16", "--mask", "bool", "--dropout", "0.1", "--causal", "--softcap", "20"},
+    {"--shared-prefix", "70", "--batch", "5", "--query-len", "2", "--causal"},
+    {"--shared-prefix", "64", "--batch", "3", "--query-len", "1", "--dtype", "bf16", "--alibi", "--window", "40,0"},
     {"--sparse", "window=20,global=3,random=1,block=8", "--causal"},
     {"--sparse", "density=0.3,block_q=16,block_kv=7,heads=4", "--dropout", "0.2", "--window", "60,60"},
 };
@@ -206,6 +208,17 @@ TEST(OpstAttention, NaiveColumnIsMeasuredOrSaysWhyNot) {
   EXPECT_EQ(row["naive_bytes"], 4 * (2 * 90 * 128 + 3 * 4 * 90 * 90));
 }
 
+TEST(OpstAttention, PlanTellsWhatSequencesShare) {
+  const auto shared = [](std::vector<std::string> more) {
+    more.insert(more.end(), {"--batch", "4", "--shared-prefix", "64"});
+    return json_of("plan", more)["rows"][0]["shared_prefix"].get<std::string>();
+  };
+  EXPECT_EQ(shared({"--query-len", "1"}).find("1 group shares 64 keys: flash in_place f32, block_q 8, "), 0u);
+  EXPECT_EQ(shared({"--query-len", "70"}),
+            "nothing is shared: no neighbouring sequences of few queries begin with the same blocks");
+  EXPECT_EQ(shared({"--query-len", "1", "--path", "standard"}), "nothing is shared: options.path is standard");
+}
+
 TEST(OpstAttention, RefusesWhatMakesNoSense) {
   struct Case {
     std::vector<std::string> options;
@@ -235,6 +248,11 @@ TEST(OpstAttention, RefusesWhatMakesNoSense) {
       {{"--prefix", "91", "--seq", "90"}, "--prefix: 91 is more than the 90 keys of --seq"},
       {{"--prefix", "9", "--seq", "90,8"}, "--prefix: 9 is more than the 8 keys of --seq"},
       {{"--prefix", "4", "--varlen", "9,3"}, "--prefix: 4 is more than the 3 keys of a sequence of --varlen"},
+      {{"--shared-prefix", "64"}, "--shared-prefix takes --batch 2 or more"},
+      {{"--shared-prefix", "91", "--seq", "90", "--batch", "2"},
+       "--shared-prefix: 91 is more than the 90 keys of --seq"},
+      {{"--shared-prefix", "4", "--varlen", "9,3"}, "excludes"},
+      {{"--shared-prefix", "4", "--batch", "2", "--backward"}, "excludes"},
       {{"--heads", "3", "--kv-heads", "2"}, "--heads 3 is not a multiple of --kv-heads 2"},
       {{"--seq", "99999999999999999999"}, "--seq: '99999999999999999999' is not a whole number"},
       {{"--first", "1", "--second"}, "unknown: --first 1 --second; see opst"},

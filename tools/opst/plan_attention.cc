@@ -23,7 +23,8 @@ Traffic traffic_of(const AttentionProblem& p, const AttentionPlan& plan, const M
   };
   const double q = mul(p.batch, p.num_heads, p.query_len, p.head_dim + p.value_head_dim) *
                    static_cast<double>(size_bytes(p.query_dtype));
-  const double kv = mul(p.batch, p.num_kv_heads, p.kv_len, p.head_dim + p.value_head_dim) *
+  const int64_t again = p.shared_prefix.groups > 0 ? (p.batch - 1) * p.shared_prefix.keys : 0;  // read once only
+  const double kv = mul(p.batch * p.kv_len - again, p.num_kv_heads, 1, p.head_dim + p.value_head_dim) *
                     static_cast<double>(size_bytes(p.kv_dtype));
   Traffic t;
   t.inputs_outputs = q + kv;
@@ -64,6 +65,7 @@ void run(const AttentionArguments& arguments, bool draw) {
     const AttentionProblem& p = setup.problem;
     const int64_t kv_len = p.kv_len;
     const AttentionPlan plan = plan_attention(p, machine);
+    const SharedPrefixPlan shared = plan_shared_prefix(p, machine);
     const Traffic traffic = traffic_of(p, plan, machine);
     const double flops = attention_flops(setup);
     const double arithmetic_s = flops / peak, transfer_s = traffic.flash / bandwidth;
@@ -83,7 +85,8 @@ void run(const AttentionArguments& arguments, bool draw) {
                       {"block_kv", plan.block_kv},
                       {"kv_splits", plan.kv_splits},
                       {"num_tasks", plan.num_tasks},
-                      {"scratch_bytes", plan.scratch_bytes(context.num_threads())},
+                      {"scratch_bytes", shared.scratch_bytes(plan, context.num_threads())},
+                      {"shared_prefix", to_string(shared)},
                       {"tile_bytes", tile},
                       {"flops", flops},
                       {"flash_bytes", traffic.flash},
@@ -94,21 +97,22 @@ void run(const AttentionArguments& arguments, bool draw) {
       if (draw) rows.back()["picture"] = draw_mask(setup.block_mask->mask, p);
       continue;
     }
+    const std::string shared_line = p.paged ? "  shared      " + to_string(shared) + "\n" : "";
     char text[2048];
     std::snprintf(
         text, sizeof(text),
         "%lld keys: %s\n"
-        "  why         %s\n"
+        "  why         %s\n%s"
         "  in cache    scores of %lld x %lld: %.0f KB (%s); keys and values of a tile: %.0f KB (%s); queries and\n"
         "              outputs of a task: %.0f KB (%s)\n"
         "  through memory  flash %.2f MB (inputs and outputs %.2f MB), standard %.2f MB\n"
         "  bound       %.3g GFLOP at %.0f GFLOP/s: %.3g ms; %.2f MB at %.1f GB/s: %.3g ms; bound by %s\n",
-        static_cast<long long>(kv_len), to_string(plan).c_str(), plan.reason, static_cast<long long>(rows_of_tile),
-        static_cast<long long>(plan.block_kv), static_cast<double>(scores) / 1e3, home_of(scores, machine),
-        static_cast<double>(tile) / 1e3, home_of(tile, machine), static_cast<double>(state) / 1e3,
-        home_of(state, machine), traffic.flash / 1e6, traffic.inputs_outputs / 1e6, traffic.standard / 1e6, flops / 1e9,
-        peak / 1e9, arithmetic_s * 1e3, traffic.flash / 1e6, bandwidth / 1e9, transfer_s * 1e3,
-        arithmetic_s >= transfer_s ? "arithmetic" : "memory");
+        static_cast<long long>(kv_len), to_string(plan).c_str(), plan.reason, shared_line.c_str(),
+        static_cast<long long>(rows_of_tile), static_cast<long long>(plan.block_kv), static_cast<double>(scores) / 1e3,
+        home_of(scores, machine), static_cast<double>(tile) / 1e3, home_of(tile, machine),
+        static_cast<double>(state) / 1e3, home_of(state, machine), traffic.flash / 1e6, traffic.inputs_outputs / 1e6,
+        traffic.standard / 1e6, flops / 1e9, peak / 1e9, arithmetic_s * 1e3, traffic.flash / 1e6, bandwidth / 1e9,
+        transfer_s * 1e3, arithmetic_s >= transfer_s ? "arithmetic" : "memory");
     write_output(text);
     if (draw) write_output(draw_mask(setup.block_mask->mask, p));
   }
@@ -123,14 +127,16 @@ void add_plan_attention(CLI::App& plan) {
   auto arguments = std::make_shared<AttentionArguments>();
   CLI::App* command =
       plan.add_subcommand("attention", "Tiles, what lives in which cache, bytes moved, and what bounds the time");
-  add_attention_options(*command, *arguments);
+  const AttentionCommandOptions common = add_attention_options(*command, *arguments);
   CLI::Option* path = command->add_option("--path", arguments->path, "automatic, standard or flash")
                           ->check(one_of({"automatic", "standard", "flash"}))
                           ->capture_default_str();
   auto backward = std::make_shared<bool>(false);
-  command->add_flag("--backward", *backward, "Plan the gradients instead")->excludes(path);
+  command->add_flag("--backward", *backward, "Plan the gradients instead")
+      ->excludes(path)
+      ->excludes(common.shared_prefix);
   auto draw = std::make_shared<bool>(false);
-  command->add_flag("--draw", *draw, "Print the block mask of --sparse as text")->needs("--sparse");
+  command->add_flag("--draw", *draw, "Print the block mask of --sparse as text")->needs(common.sparse);
   command->callback([arguments, backward, draw] {
     *backward ? plan_attention_backward_command(*arguments) : run(*arguments, *draw);
   });

@@ -60,7 +60,7 @@ class BackwardCallData {
   struct Outcome {
     Status status;
     DrawnCall::Outputs forward;
-    std::unique_ptr<View> memory[5];
+    std::unique_ptr<View> memory[7];
     AttentionGradients tensors;
 
     std::string differs_from(const Outcome& other) const {
@@ -109,7 +109,13 @@ class BackwardCallData {
     r.tensors.grad_query = like(0, in.query, in.query.dtype, form_.gradient_strides);
     r.tensors.grad_key = like(1, in.key, in.key.dtype, form_.gradient_strides);
     r.tensors.grad_value = like(2, in.value, in.value.dtype, form_.gradient_strides);
-    if (in.bias.data != nullptr) r.tensors.grad_bias = like(3, in.bias, real, form_.gradient_strides);
+    if (in.query_rope.data != nullptr) {
+      r.tensors.grad_query_rope = like(5, in.query_rope, in.query.dtype, form_.gradient_strides);
+      r.tensors.grad_key_rope = like(6, in.key_rope, in.key.dtype, form_.gradient_strides);
+    }
+    // With lists a bias has no gradient.
+    if (in.bias.data != nullptr && !in.sparse_indices)
+      r.tensors.grad_bias = like(3, in.bias, real, form_.gradient_strides);
     if (in.sinks.data != nullptr) r.tensors.grad_sinks = like(4, in.sinks, real, Strides::bnsd);
     r.status = flash_attention_backward(context, in, saved(r.forward), r.tensors, call_.drawn().options);
   }
@@ -179,11 +185,13 @@ class BackwardCallData {
   double score_scale_ = 0;
 };
 
-// Draws that have a backward pass: pages are norm ones.
+// Draws that have a backward pass: pages are norm ones. No infinity is a value and, in its key, makes a score of -inf: its
+// weight is 0, and 0 times infinity is NaN in forward's output and so in delta, which the reference sums without the key.
 inline Draw draw_for_backward(Random& random) {
-  Draw d = draw(random);
+  Draw d = draw_all(random, false);
   if (d.keys == Keys::panel_pages) d.keys = Keys::norm_pages;
   d.options.page_layout = PageLayout::norm;
+  d.non_finite = d.non_finite && !d.values_of_keys;
   return d;
 }
 

@@ -112,6 +112,25 @@ const Refusal kRefusals[] = {
     {"grad_sinks_without_sinks", [](Call& c) { c.in.sinks = {}; }, "grad_sinks is given, but sinks is not"},
     {"grad_sinks_shape", [](Call& c) { c.grads.grad_sinks.shape[0] = 3; },
      "grad_sinks dim 0 (num_heads) is 3, but query set num_heads = 4"},
+    {"grad_query_rope_without_ropes",
+     [](Call& c) {
+       c.grads.grad_query_rope = Tensor::contiguous(DType::f32, {2, 4, 3, 8}, c.out_memory.data() + 1700);
+     },
+     "grad_query_rope is given, but query_rope and key_rope are not"},
+    {"grad_key_rope_shape",
+     [](Call& c) {
+       c.in.query_rope = ConstTensor::contiguous(DType::f32, {2, 4, 3, 2}, c.memory.data());
+       c.in.key_rope = ConstTensor::contiguous(DType::f32, {2, 2, 7, 2}, c.memory.data());
+       c.grads.grad_key_rope = Tensor::contiguous(DType::f32, {2, 2, 7, 3}, c.out_memory.data() + 1700);
+     },
+     "grad_key_rope dim 3 (rope_dim) is 3, but query_rope set rope_dim = 2"},
+    {"grad_key_rope_dtype",
+     [](Call& c) {
+       c.in.query_rope = ConstTensor::contiguous(DType::f32, {2, 4, 3, 2}, c.memory.data());
+       c.in.key_rope = ConstTensor::contiguous(DType::f32, {2, 2, 7, 2}, c.memory.data());
+       c.grads.grad_key_rope = Tensor::contiguous(DType::f64, {2, 2, 7, 2}, c.out_memory.data() + 1700);
+     },
+     "f64 does not mix with other types: query is f32, grad_key_rope f64"},
     {"lengths_too_long",
      [](Call& c) {
        c.lengths[1] = 8;

@@ -9,12 +9,14 @@
 namespace opst::test {
 namespace {
 
-// A draw with lists, without what asks for the positions of keys.
+// A draw with lists; half of them without what asks for the positions of keys, whose tiles are other ones.
 Draw draw_with_lists(Random& random) {
   Draw d = draw_for_backward(random);
-  d.mask = d.bias = d.alibi = d.drop_mask = false;
+  if (random.chance(0.5)) {
+    d.mask = d.bias = d.alibi = d.drop_mask = false;
+    d.options.dropout = {};
+  }
   d.mask_heads = 0;
-  d.options.dropout = {};
   d.options.path = AttentionPath::automatic;
   d.index_block = random.pick<int64_t>({1, 1, 2, 4, 8, 16, 64});
   const int64_t blocks = ceil_div(d.longest_keys(), d.index_block);
@@ -69,6 +71,44 @@ TEST(AttentionBackwardLists, HeadsShareKeysAndValues) {
   }
 }
 
+// Ropes apart: gradients of their own, beside those of keys and queries or without them, of dense keys, sequences and pages
+// that are shared, with lists and without.
+TEST(AttentionBackwardRopes, EachGradientAloneHasItsBits) {
+  Random random(seed() + 3);
+  double worst_ratio = 0;
+  for (const Keys keys : {Keys::dense, Keys::varlen, Keys::norm_pages}) {
+    for (const bool lists : {false, true}) {
+      for (const bool beside : {false, true}) {
+        Draw d;
+        d.num_heads = 4, d.num_kv_heads = 2, d.head_dim = 12, d.value_head_dim = 9, d.rope_dim = 5,
+        d.rope_beside = beside;
+        d.query_lens = {6, 6}, d.kv_lens = {40, 33};
+        d.keys = keys, d.block_size = 8, d.share_pages = true;
+        if (lists) d.index_block = 4, d.index_count = 7;
+        DrawnCall call(d, random);
+        BackwardCallData data(call, {}, random);
+        for (const TestContext& t : contexts_with_threads(2)) {
+          SCOPED_TRACE(t.name + "\n  " + to_string(d));
+          const BackwardCallData::Outcome all = data.run(t.context), other = data.run(t.context);
+          ASSERT_EQ(data.judge(all, t.context, worst_ratio), "");
+          for (const attention::NamedGradient& g : attention::kNamedGradients) {
+            const Tensor& wanted = all.tensors.*g.written;
+            if (wanted.data == nullptr) continue;
+            AttentionGradients alone;
+            alone.*g.written = other.tensors.*g.written;
+            fill(alone.*g.written, Fill::nan, random);
+            const Status status =
+                flash_attention_backward(t.context, call.inputs, data.saved(all.forward), alone, d.options);
+            ASSERT_TRUE(status.ok()) << status.message();
+            const Comparison c = compare_bits(alone.*g.written, wanted, {.name = g.name});
+            ASSERT_TRUE(c.ok) << c.message;
+          }
+        }
+      }
+    }
+  }
+}
+
 // A task is a block of rows; its memory grows with the list, not with the keys.
 TEST(AttentionBackwardLists, PlansFollowTheList) {
   AttentionBackwardProblem b = {.forward = {.num_heads = 16, .query_len = 100, .kv_len = 65536}};
@@ -100,13 +140,18 @@ TEST(AttentionBackwardLists, Refusals) {
     return flash_attention_backward(t.context, in, data.saved(r.forward), r.tensors, options).message();
   };
   const auto listed = call.inputs.sparse_indices;
-  AttentionInputs rope = call.inputs;
-  rope.query_rope = rope.query, rope.key_rope = rope.key;
-  EXPECT_EQ(
-      run(rope, {}),
-      "flash_attention_backward: query_rope and key_rope have no gradients: query and key may hold their columns");
-  EXPECT_EQ(run(call.inputs, {.dropout = {.keep_prob = 0.5}}),
-            "flash_attention_backward: sparse_indices have gradients without mask, bias, alibi_slopes and dropout");
+  r.tensors.grad_query_rope = r.tensors.grad_query;
+  EXPECT_EQ(run(call.inputs, {}),
+            "flash_attention_backward: grad_query_rope is given, but query_rope and key_rope are not");
+  r.tensors.grad_query_rope = {};
+  AttentionInputs biased = call.inputs;
+  const std::vector<float> zeros(10);
+  std::vector<float> of_bias(10);
+  biased.bias = ConstTensor::contiguous(DType::f32, {2, 5}, zeros.data());
+  EXPECT_EQ(run(biased, {}), "");
+  r.tensors.grad_bias = Tensor::contiguous(DType::f32, {2, 5}, of_bias.data());
+  EXPECT_EQ(run(biased, {}), "flash_attention_backward: grad_bias is given, but with sparse_indices bias has none");
+  r.tensors.grad_bias = {};
   const std::vector<int32_t> bad = {0, 1, 2, 0, 1, 1};
   AttentionInputs repeated = call.inputs;
   repeated.sparse_indices = {ConstTensor::contiguous(DType::i32, {1, 2, 1, 3}, bad.data()), listed.block_size};

@@ -82,6 +82,33 @@ TEST(AttentionBlockMask, TilesHoldWhatEachRowSees) {
   }
 }
 
+// Rows that are part of a query's group: heads that have none of them show no tiles, wherever rows begin and end.
+TEST(AttentionBlockMask, HeadsWithoutRowsShowNoTiles) {
+  constexpr int64_t kGroup = 5, kQueries = 6, kKeys = 30;
+  for (const int64_t block_q : {1, 2, 3}) {
+    // Head h sees key block h alone.
+    const MaskLists lists(1, kGroup, kQueries, kKeys, block_q, 6, [](auto, auto h, auto, auto j) { return h == j; });
+    const attention::HeadMask mask = {
+        .mask = &lists.mask, .head_stride = lists.mask.row_offsets.strides[1], .heads = kGroup};
+    for (int64_t first = 0; first < kQueries * kGroup; ++first) {
+      for (int64_t rows = 1; first + rows <= kQueries * kGroup; ++rows) {
+        std::vector<attention::MaskCursor> cursors(static_cast<size_t>(rows + 2 * kGroup));
+        std::vector<int64_t> intervals(static_cast<size_t>(4 * rows));
+        const attention::MaskedRows masked = {.mask = mask, .cursors = cursors.data(), .key_step = 6};
+        int64_t* const memory = intervals.data();
+        attention::KvBlocks tiles({.kv_len = kKeys}, first, rows, kGroup, {0, kKeys}, 6, memory, memory + rows,
+                                  &masked);
+        int64_t found = 0;
+        for (attention::KvTile t{}; tiles.next(&t, memory + 2 * rows, memory + 3 * rows); ++found) {
+          const int64_t head = t.first_key / 6, to_head = (head - first % kGroup + kGroup) % kGroup;
+          ASSERT_LT(to_head, rows) << "rows " << first << " to " << first + rows << " see no key of tile " << head;
+        }
+        ASSERT_EQ(found, std::min(rows, kGroup));
+      }
+    }
+  }
+}
+
 // Parts of the list, one after the other, are the list.
 TEST(AttentionBlockMask, SplitsShareOutTheTiles) {
   Random random(seed() + 1);

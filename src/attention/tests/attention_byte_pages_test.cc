@@ -73,7 +73,7 @@ TEST(AttentionBytePages, EveryOptionAgreesWithTheReference) {
   int draws_of[std::size(kByteFormats)][2] = {};
   const int draws = static_cast<int>(600 * kEffort);
   for (int n = 0; n < draws; ++n) {
-    Draw d = draw_for_forward(random);
+    Draw d = draw_all(random, true);
     d.rope_dim = 0, d.values_of_keys = false;
     if (d.query_dtype == DType::f64) continue;
     const auto index = static_cast<size_t>(random.integer(0, std::size(kByteFormats) - 1));
@@ -88,6 +88,7 @@ TEST(AttentionBytePages, EveryOptionAgreesWithTheReference) {
       d.options.block_kv = d.options.block_kv == 0 ? 0 : 32;
       if (d.index_block > 0) d.index_block = 32;
     }
+    share_prefix(d, random);
     DrawnCall call(d, random);
     const BytePages bytes(call.inputs, format, random);
     const InSomeLayout of_bytes(bytes, panels);

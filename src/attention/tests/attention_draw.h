@@ -21,6 +21,8 @@ struct Draw {
   Keys keys = Keys::dense;
   int64_t block_size = 16;
   bool share_pages = false;  // a block may come several times in the block table
+  // Pages: how many leading blocks of a sequence are those of the one before it; empty: none.
+  std::vector<int64_t> shared_blocks = {};
   Strides query_strides = Strides::bnsd, kv_strides = Strides::bnsd, out_strides = Strides::bnsd;
   bool prefix = false, mask = false, bias = false, alibi = false, sinks = false, drop_mask = false;
   // Which of [batch, num_heads, query_len, kv_len] the mask (bias) does not repeat, and how many dimensions it has.
@@ -32,12 +34,13 @@ struct Draw {
   // Sizes of row_offsets' first dimensions and of blocks; mask_heads 0: no block mask.
   int64_t mask_batch = 1, mask_heads = 0, mask_block_q = 1, mask_block_kv = 1;
   bool non_finite = false;  // one element of key or value
-  // Of draw_for_forward alone: blocks of sparse indices (0: there are none) and the entries of a list; columns of a rope
+  // Of draw_all alone: blocks of sparse indices (0: there are none) and the entries of a list; columns of a rope
   // apart, in one tensor with the keys or not; values that are the first columns of the keys.
-  bool for_forward = false;
+  bool draws_all = false;
   int64_t index_block = 0, index_count = 0, rope_dim = 0;
   bool rope_beside = false, values_of_keys = false;
-  bool tree = false;  // a tree mask
+  // Of draw_all for forward: a tree mask.
+  bool for_forward = false, tree = false;
   AttentionOptions options;
 
   int64_t batch() const { return static_cast<int64_t>(query_lens.size()); }
@@ -73,11 +76,11 @@ inline std::map<std::string, bool> options_of(const Draw& d) {
       {"standard path", o.path == AttentionPath::standard},
       {"half precision", d.query_dtype == DType::bf16 || d.query_dtype == DType::f16},
   };
-  if (!d.for_forward) return on;
+  if (!d.draws_all) return on;
   on["sparse indices"] = d.index_block > 0;
   on["rope apart"] = d.rope_dim > 0;
   on["values of keys"] = d.values_of_keys;
-  on["tree mask"] = d.tree;
+  if (d.for_forward) on["tree mask"] = d.tree;
   return on;
 }
 
@@ -109,6 +112,8 @@ inline std::string to_string(const Draw& d) {
   number("keys", static_cast<int>(d.keys));
   number("block_size", d.block_size);
   number("share_pages", static_cast<int>(d.share_pages));
+  numbers("shared blocks", d.shared_blocks);
+  number("shared_prefix", o.shared_prefix);
   number("left", o.window_left);
   number("right", o.window_right);
   number("softcap", o.softcap);
@@ -236,12 +241,19 @@ inline Draw draw(Random& random) {
   return d;
 }
 
-// With what backward does not take.
-inline Draw draw_for_forward(Random& random) {
+// Leading blocks of all sequences, and the option that tells of them.
+inline void share_prefix(Draw& d, Random& random) {
+  const int64_t keys = random.integer(0, *std::min_element(d.kv_lens.begin(), d.kv_lens.end()));
+  d.shared_blocks.assign(d.kv_lens.size(), ceil_div(keys, d.block_size));
+  d.options.shared_prefix = random.chance(0.2) ? 0 : keys;
+}
+
+// With lists of keys, ropes, and values that share memory with keys; `forward`: with what backward does not take, too.
+inline Draw draw_all(Random& random, bool forward) {
   Draw d = draw(random);
-  d.for_forward = true;
+  d.draws_all = true, d.for_forward = forward;
   const bool panels = d.keys == Keys::panel_pages;
-  if (random.chance(0.27)) {
+  if (forward && random.chance(0.27)) {
     d.tree = true;
     d.mask_heads = 0;
     d.options.path = AttentionPath::automatic;
@@ -262,6 +274,7 @@ inline Draw draw_for_forward(Random& random) {
     d.rope_dim = random.pick<int64_t>({1, 3, 8, 16});
     d.rope_beside = random.chance(0.5);
   }
+  if (forward && (panels || d.keys == Keys::norm_pages)) share_prefix(d, random);
   if (!panels && random.chance(0.4)) {
     d.values_of_keys = true;
     d.value_head_dim = random.chance(0.4) ? d.head_dim : random.integer(1, d.head_dim);

@@ -90,7 +90,7 @@ TEST(AttentionMemory, OptionsAllocateNothingBeyondThePlan) {
     const opst::Result<AttentionProblem> problem = attention::check_forward(call.inputs, out.tensors, d.options);
     ASSERT_TRUE(problem.ok());
     const attention::SequenceGroups groups = attention::sequence_groups(
-        call.inputs, problem.value(), attention::geometry_of(context.machine().isa, {}).tile_rows);
+        call.inputs, problem.value(), attention::sequence_kinds(problem.value(), context.machine()));
     int64_t planned = 0;
     for (int g = 0; g < groups.count; ++g) {
       const AttentionPlan plan = plan_attention(groups.group[g].problem, context.machine());

@@ -75,7 +75,7 @@ class Part {
 // tile of keys and of several, an empty sequence, and a sequence without keys.
 Draw mixed_draw(Keys keys, DType dtype, int64_t num_heads, int64_t num_kv_heads) {
   Draw d;
-  d.for_forward = d.tree = true;
+  d.draws_all = d.for_forward = d.tree = true;
   d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
   d.num_heads = num_heads, d.num_kv_heads = num_kv_heads;
   d.head_dim = d.value_head_dim = 16;
@@ -179,7 +179,7 @@ TEST(AttentionMixedBatch, ValuesOfKeysAreReadOnce) {
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
       for (const int64_t heads : {8, 16, 128}) {
         Draw d;
-        d.for_forward = d.values_of_keys = true;
+        d.draws_all = d.for_forward = d.values_of_keys = true;
         d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
         d.num_heads = heads, d.head_dim = 576, d.value_head_dim = 512;
         d.keys = keys;

@@ -13,7 +13,7 @@ TEST(AttentionOptions, RandomCombinationsAgreeWithTheReference) {
   DrawCounts counts;
   double worst_ratio = 0;
   for (int n = 0; n < draws; ++n) {
-    const Draw d = draw_for_forward(random);
+    const Draw d = draw_all(random, true);
     DrawnCall call(d, random);
     const TestContext& t =
         contexts()[static_cast<size_t>(random.integer(0, static_cast<int64_t>(contexts().size()) - 1))];

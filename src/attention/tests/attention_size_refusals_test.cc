@@ -90,7 +90,8 @@ const SizeRefusal kOfBoth[] = {
      "alibi_form is 255, which is no AlibiForm"},
     {"page_layout", [](RefusedCall& c) { c.options.page_layout = static_cast<PageLayout>(2); },
      "page_layout is 2, which is no PageLayout"},
-    {"dtype", [](RefusedCall& c) { c.in.value.dtype = static_cast<DType>(99); }, "value has dtype 99, which is no DType"},
+    {"dtype", [](RefusedCall& c) { c.in.value.dtype = static_cast<DType>(99); },
+     "value has dtype 99, which is no DType"},
 };
 const SizeRefusal kOfForward[] = {
     {"out_rank", [](RefusedCall& c) { c.out.out.rank = 6; }, "out has rank 6, but it must be from 0 to 5"},

@@ -85,15 +85,18 @@ Machine some_machine(Random& random) {
 
 bool possible(const AttentionProblem& p) {
   for (const int64_t size : {p.batch, p.num_heads, p.num_kv_heads, p.query_len, p.kv_len, p.head_dim, p.value_head_dim,
-                             p.block_size, p.block_mask.block_q, p.block_mask.block_kv, p.block_mask.batch,
+                             p.block_size, p.key_groups, p.value_groups, p.rope_dim, p.sparse_indices.block_size,
+                             p.sparse_indices.count, p.block_mask.block_q, p.block_mask.block_kv, p.block_mask.batch,
                              p.block_mask.heads, p.block_mask.row_blocks, p.block_mask.entries}) {
     if (size < 0 || size > kMaxBytes) return false;
   }
   if (p.block_mask && p.block_mask.block_kv == 0) return false;
   const AttentionOptions& o = p.options;
-  return p.head_dim > 0 && p.value_head_dim > 0 && o.block_q >= 0 && o.block_q <= 4096 && o.block_kv >= 0 &&
-         o.block_kv <= 4096 && o.path <= AttentionPath::flash && o.alignment <= CausalAlignment::bottom_right &&
-         o.alibi_form <= AlibiForm::square_root && o.page_layout <= PageLayout::panel32;
+  if (p.sparse_indices && (p.block_mask || o.path == AttentionPath::standard)) return false;
+  return p.rope_dim < p.head_dim && p.head_dim > 0 && p.value_head_dim > 0 && o.block_q >= 0 && o.block_q <= 4096 &&
+         o.block_kv >= 0 && o.block_kv <= 4096 && o.path <= AttentionPath::flash &&
+         o.alignment <= CausalAlignment::bottom_right && o.alibi_form <= AlibiForm::square_root &&
+         o.page_layout <= PageLayout::panel32;
 }
 
 // No sum wraps: every number of a plan is from 0 to the limit. (Undefined arithmetic shows under -fsanitize=undefined.)
@@ -133,7 +136,7 @@ TEST(AttentionSizes, PlansOfAnyProblem) {
       ASSERT_EQ(backward.num_tasks + backward.scratch_bytes(64), 0);
     } else if (p.batch > 0 && p.query_len > 0 && p.num_kv_heads > 0 && p.num_heads >= p.num_kv_heads &&
                size_bytes(p.query_dtype) > 0 && size_bytes(p.kv_dtype) > 0) {
-      ASSERT_GT(plan.num_tasks, 0);
+      ASSERT_GT(plan.num_tasks, 0) << plan.reason;
       ++with_tasks;
       at_the_limit += plan.scratch_bytes(1) == kMaxBytes ? 1 : 0;
     }

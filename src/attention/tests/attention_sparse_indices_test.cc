@@ -84,7 +84,7 @@ TEST(AttentionSparseIndices, HeadsShareKeysAndValues) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     for (const int64_t heads : {1, 5, 13, 16, 24, 40, 128}) {
       Draw d;
-      d.for_forward = true;
+      d.draws_all = true;
       d.query_dtype = d.kv_dtype = d.out_dtype = dtype;
       d.num_heads = heads, d.head_dim = 512, d.value_head_dim = 512, d.rope_dim = 64;
       d.values_of_keys = true, d.rope_beside = heads % 2 == 0;
@@ -110,7 +110,7 @@ TEST(AttentionSparseIndices, LongListsAreSplit) {
   double worst_ratio = 0;
   for (const int64_t block : {1, 64}) {
     Draw d;
-    d.for_forward = true;
+    d.draws_all = true;
     d.num_heads = 8, d.num_kv_heads = 2, d.head_dim = d.value_head_dim = 16;
     d.query_lens = {1, 1}, d.kv_lens = {4000, 3000};
     d.index_block = block, d.index_count = 2048 / block;

@@ -34,7 +34,7 @@ ConstTensor tensor_of(const std::vector<int64_t>& words, int64_t batch = 1) {
 
 Draw tree_draw(Random& random, Keys keys, int64_t queries, int64_t kv_len, int64_t group) {
   Draw d;
-  d.for_forward = d.tree = true;
+  d.draws_all = d.for_forward = d.tree = true;
   d.num_kv_heads = random.pick<int64_t>({1, 2});
   d.num_heads = d.num_kv_heads * group;
   d.head_dim = d.value_head_dim = 16;

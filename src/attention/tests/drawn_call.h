@@ -314,8 +314,12 @@ class DrawnCall {
           continue;
         }
         const bool again = d_.share_pages && next > 0 && random.chance(0.4);
-        const int64_t block =
+        int64_t block =
             again ? order[static_cast<size_t>(random.integer(0, static_cast<int64_t>(next) - 1))] : order[next++];
+        if (b > 0 && !d_.shared_blocks.empty() && i < d_.shared_blocks[static_cast<size_t>(b)] &&
+            i < ceil_div(d_.kv_lens[static_cast<size_t>(b - 1)], d_.block_size)) {
+          block = static_cast<int64_t>(get(table, (b - 1) * most + i));
+        }
         set(table, b * most + i, static_cast<double>(block));
         for (int64_t j = i * d_.block_size; j < std::min(length, (i + 1) * d_.block_size); ++j) {
           slots_.push_back({block, j % d_.block_size});

@@ -292,5 +292,15 @@ TEST(LightningIndexer, ScratchIsThePlansAndIsLeasedOnce) {
   }
 }
 
+// Sequences without queries have nothing to select; rows that are no query of any still become -1.
+TEST(LightningIndexer, RowsBehindSequencesWithoutQueriesAreWritten) {
+  Random random(seed() + 5);
+  IndexerDraw d = draw_indexer(random);
+  d.call.varlen_q = true, d.query_lengths = d.call.non_finite = false;
+  d.call.query_lens = {0, 0}, d.call.kv_lens = {3, 2}, d.call.rows_behind = 3;
+  const IndexerTestCall call(d, random);
+  for (const TestContext& t : contexts()) EXPECT_EQ(call.judge(call.run(t.context)), "") << t.name;
+}
+
 }  // namespace
 }  // namespace opst::test
