@@ -95,7 +95,7 @@ Draw mixed_draw(Keys keys, DType dtype, int64_t num_heads, int64_t num_kv_heads)
   return d;
 }
 
-// Whatever else a call has: the whole, each sequence alone, and neighbours in pairs and threes.
+// Whatever else a call has: the whole, each sequence alone, and neighbours in fours.
 TEST(AttentionMixedBatch, EachSequenceHasTheBitsThatItHasAlone) {
   Random random(seed());
   double worst_ratio = 0;
@@ -108,11 +108,12 @@ TEST(AttentionMixedBatch, EachSequenceHasTheBitsThatItHasAlone) {
         if (random.chance(0.3)) d.options.window_left = random.pick<int64_t>({100, 1500});
         DrawnCall call(d, random);
         for (const TestContext& t : contexts_with_threads(2)) {
+          if (!exhaustive() && random.chance(0.5)) continue;
           const DrawnCall::Outputs whole = call.make_outputs();
           const Status status = flash_attention_forward(t.context, call.inputs, whole.tensors, d.options);
           ASSERT_TRUE(status.ok()) << status.message();
           ASSERT_EQ(judge(call, whole, t.context, 40, worst_ratio), "") << t.name;
-          for (const size_t count : {size_t{1}, size_t{2}, size_t{3}}) {
+          for (const size_t count : {size_t{1}, size_t{4}}) {
             for (size_t first = 0; first + count <= d.query_lens.size(); first += count) {
               const Part part(call, first, count);
               ASSERT_EQ(part.differs(t.context, whole), "")
@@ -256,7 +257,7 @@ TEST(AttentionMixedBatch, ValuesOfKeysAreReadOnce) {
         d.num_heads = heads, d.head_dim = 576, d.value_head_dim = 512;
         d.keys = keys;
         d.varlen_q = keys != Keys::dense;
-        d.query_lens = {1, 1}, d.kv_lens = {1030, 77};
+        d.query_lens = {1, 1}, d.kv_lens = {heads == 16 ? 1030 : 140, 77};
         if (d.varlen_q) d.query_lens[1] = 3;
         d.options.causal = true;
         DrawnCall call(d, random);
@@ -270,7 +271,7 @@ TEST(AttentionMixedBatch, ValuesOfKeysAreReadOnce) {
         EXPECT_EQ(plan_attention(one, t.context.machine()).kv_access == KvAccess::in_place, heads <= 24);
         const DrawnCall::Outputs out = call.make_outputs();
         ASSERT_TRUE(flash_attention_forward(t.context, call.inputs, out.tensors, d.options).ok());
-        ASSERT_EQ(judge(call, out, t.context, 24, worst_ratio), "") << t.name;
+        ASSERT_EQ(judge(call, out, t.context, 8, worst_ratio), "") << t.name;
       }
     }
   }
