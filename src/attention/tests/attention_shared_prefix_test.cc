@@ -37,7 +37,7 @@ Draw draw_sharing(Random& random) {
   if (d.options.path == AttentionPath::standard && flash) d.options.path = AttentionPath::automatic;
   if (d.options.dropout.total_heads > 0) d.options.dropout.first_head = 0;
 
-  const int64_t batch = random.integer(2, 6), least = told ? 40 : 560;
+  const int64_t batch = random.integer(2, 6), least = told ? 90 : 560;
   const int64_t query_len = random.pick<int64_t>({1, 1, 2, 5});
   d.mask_batch = d.mask_batch > 1 ? batch : 1;
   d.query_lens.assign(static_cast<size_t>(batch), query_len);
@@ -48,6 +48,9 @@ Draw draw_sharing(Random& random) {
   }
   if (told) {
     share_prefix(d, random);
+    const int64_t most = *std::min_element(d.kv_lens.begin(), d.kv_lens.end());
+    if (random.chance(0.7)) d.options.shared_prefix = std::min(most, d.block_size + random.integer(0, most));
+    d.shared_blocks.assign(d.kv_lens.size(), ceil_div(d.options.shared_prefix, d.block_size));
   } else {
     d.options.shared_prefix = kFindShared;
     d.share_pages = false;
@@ -97,7 +100,7 @@ TEST(AttentionSharedPrefix, PagesOfEightBits) {
   Random random(seed() + 1);
   double worst_ratio = 0;
   for (const ByteFormat& format : kByteFormats) {
-    for (int n = 0; n < 6; ++n) {
+    for (int n = 0; n < 4; ++n) {
       Draw d;
       d.draws_all = d.for_forward = true;
       d.query_dtype = d.out_dtype = random.pick({DType::f32, DType::bf16});
@@ -123,7 +126,7 @@ TEST(AttentionSharedPrefix, PagesOfEightBits) {
         const DrawnCall::Outputs out = call.make_outputs();
         const Status status = flash_attention_forward(t.context, call.inputs, out.tensors, options);
         ASSERT_TRUE(status.ok()) << status.message();
-        ASSERT_EQ(judge(call, out, t.context, 30, worst_ratio), "") << format.name << (panels ? " panel32" : "");
+        ASSERT_EQ(judge(call, out, t.context, 12, worst_ratio), "") << format.name << (panels ? " panel32" : "");
       }
     }
   }
