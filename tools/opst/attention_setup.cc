@@ -80,7 +80,7 @@ AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArgume
   command
       .add_option(
           "--pages", a.pages,
-          "Keys and values in pages of 128 tokens: norm or panel32 (default: dense; of eight or four bits norm)")
+          "Keys and values in pages of 64 tokens: norm or panel32 (default: dense; of eight or four bits norm)")
       ->check(one_of({"norm", "panel32"}));
   CLI::Option* batch = command.add_option("--batch", a.batch, "Sequences")->check(count)->capture_default_str();
   command.add_option("--heads", a.heads, "Query heads")->check(count)->capture_default_str();

@@ -141,11 +141,13 @@ TEST(OpstAttention, RandomOptionsPass) {
     const std::string dtype = pick({"f32", "bf16", "f16", "f64"});
     add("--dtype", dtype);
     const bool paged = dtype != "f64" && draw(3) == 0;
+    bool panels = false;
     if (paged) {
       add("--pages", pick({"norm", "panel32"}));
       add("--kv-dtype", options.back() == "norm" ? pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8",
                                                          "int8_offset", "int4", "int4_offset"})
                                                  : pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8"}));
+      panels = options[options.size() - 3] == "panel32";
     } else if (draw(3) == 0 && dtype != "f64") {
       add("--kv-dtype", pick({"f32", "bf16", "f16"}));
     }
@@ -169,7 +171,7 @@ TEST(OpstAttention, RandomOptionsPass) {
     if (draw(3) == 0) add("--alibi", "");
     if (draw(3) == 0) add("--softcap", pick({"1", "20", "50"}));
     if (draw(4) == 0) add("--dropout", pick({"0.1", "0.7"}));
-    if (draw(4) == 0) add("--block-kv", pick({"5", "64"}));
+    if (draw(4) == 0) add("--block-kv", pick({panels ? "32" : "5", "64"}));
     if (draw(4) == 0) add("--block-q", pick({"3", "48"}));
     if (draw(3) == 0 && !paged) {
       add("--backward", "");

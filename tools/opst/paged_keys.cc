@@ -9,7 +9,7 @@ namespace opst::tools {
 
 namespace {
 
-constexpr int64_t kBlockSize = 128;
+constexpr int64_t kBlockSize = 64;
 
 PageSizes sizes_of(const AttentionProblem& p, const BlockTable& table) {
   return {table.num_blocks, p.block_size, p.num_kv_heads, p.head_dim, p.value_head_dim};
