@@ -108,8 +108,9 @@ RowLimits limit_rows(const AttentionProblem& p, const Machine& m, const Geometry
   const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 120);
   RowLimits rows = {most, most + most / 4, most + most / 4};
   // Twice as many where heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
-  // One block or several, a row has the same bits, but with a tree, whose short tiles begin where their keys do unless they
-  // are shared: there the heads of one sequence count, since the others must not matter.
+  // In one block or in several, a row has the same bits. A tree is the exception: tiles that several blocks share come
+  // whole, those of one block begin at the first key that it sees. There the heads of one sequence count, since no other
+  // sequence may matter.
   const int64_t heads = p.has_tree_mask ? p.num_kv_heads : attention::heads_of(p);
   if (heads >= kWantedTasks / 2) {
     rows.whole_of_tile = std::max(rows.whole, std::min<int64_t>(by_l2, kMostWholeRows));

@@ -93,7 +93,8 @@ class AttentionCase {
   // Bytes of inputs and outputs.
   int64_t size_bytes() const;
 
-  // One value of every 256 becomes 0, or again what it was: what a kernel would compute that loses them.
+  // One value of every 256 in inputs() becomes 0, or again what it was: what a kernel would compute that loses them.
+  // Pages keep the 0, since only a reference reads inputs() afterwards.
   void spoil_values(bool spoiled);
 
   // Runs the operator by the given path; a CommandError where it is refused.

@@ -10,7 +10,7 @@
 
 namespace opst::tools {
 
-// Names of --kv-dtype that pages alone hold, and of all others but f64.
+// Names of --kv-dtype that pages alone hold.
 inline constexpr const char* kByteFormats[] = {"f8_e4m3", "f8_e5m2", "int8", "int8_offset", "int4", "int4_offset"};
 bool is_byte_format(const std::string& name);
 
