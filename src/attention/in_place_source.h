@@ -147,23 +147,43 @@ class InPlaceSource {
       read -= length;
       if (row == end) return;
       const char* p = static_cast<const char*>(*row++);
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b);
+      for (int64_t b = 0; b < bytes; b += 64) simd::fetch_into_l2(p + b);
     }
   };
+
+  // What is fetched while scores are computed, with each key of the tile `bytes`: the key's value; or, where values are
+  // columns of the keys' rows, half a row of the next tile's keys. The other half of those rows is left to `weigh`.
+  struct Beside {
+    const void* const* rows = nullptr;
+    int64_t bytes = 0, last = 0;
+    bool halves = false;
+
+    OPST_INLINE const char* of_key(int64_t key) const {
+      if (!halves) return static_cast<const char*>(rows[key]);
+      const int64_t row = key / 2;
+      return static_cast<const char*>(rows[row < last ? row : last]) + key % 2 * bytes;
+    }
+  };
+  OPST_INLINE Beside fetched_beside() const {
+    if (tile_.value_rows != tile_.key_rows) return {tile_.value_rows, simd::stored_bytes<T>(q_.value_head_dim)};
+    if (tile_.rows_ahead == 0) return {tile_.key_rows};
+    const int64_t half = (simd::stored_bytes<T>(q_.head_dim) + 127) / 128 * 64;
+    return {tile_.key_rows + tile_.count, half, tile_.rows_ahead - 1, true};
+  }
 
   // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.
   template <int R>
   OPST_NOINLINE void score_rows(int64_t first, S* scores, int64_t stride) const {
     constexpr int kKeys = kLanes / (R == 3 ? 4 : R);
     const S* q = static_cast<const S*>(q_.query) + first * q_.query_stride;
-    const bool fetches = first == 0 && tile_.value_rows != tile_.key_rows;
+    const Beside beside = first == 0 ? fetched_beside() : Beside{};
     for (int64_t j = 0; j < tile_.count; j += kKeys) {
       // Beyond the last key its row is read again; the columns are padding.
       int64_t keys[kKeys];
       OPST_UNROLL for (int c = 0; c < kKeys; ++c) keys[c] = j + c < tile_.count ? j + c : tile_.count - 1;
       V acc[kLanes];
       OPST_UNROLL for (int a = 0; a < kLanes; ++a) acc[a] = V::zero();
-      add_products<R>(q, keys, fetches, acc);
+      add_products<R>(q, keys, beside, acc);
       S dots[kLanes];
       simd::hsum_each(acc).store(dots);
       OPST_UNROLL for (int i = 0; i < R; ++i) {
@@ -171,27 +191,27 @@ class InPlaceSource {
       }
     }
   }
-  // acc[i * kKeys + c] += q_i . k_c, in one partial sum per lane. Meanwhile the values of the same keys may be fetched.
+  // acc[i * kKeys + c] += q_i . k_c, in one partial sum per lane. Meanwhile what lies `beside` is fetched.
   template <int R, int kKeys>
-  OPST_INLINE void add_products(const S* q, const int64_t (&keys)[kKeys], bool fetches, V (&acc)[kLanes]) const {
+  OPST_INLINE void add_products(const S* q, const int64_t (&keys)[kKeys], const Beside& beside,
+                                V (&acc)[kLanes]) const {
     const int64_t head_dim = q_.head_dim, q_stride = q_.query_stride;
     const int64_t whole = head_dim / kLanes * kLanes, rest = head_dim - whole;
-    const int64_t value_bytes = fetches ? simd::stored_bytes<T>(q_.value_head_dim) : 0;
     const T* key_rows[kKeys];
-    const char* value_rows[kKeys];
+    const char* fetched[kKeys] = {};
     OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
       key_rows[c] = at(tile_.key_rows, keys[c]);
-      value_rows[c] = reinterpret_cast<const char*>(at(tile_.value_rows, keys[c]));
+      if (beside.bytes > 0) fetched[c] = beside.of_key(keys[c]);
     }
     const auto fetch = [&](int64_t line) OPST_INLINE_LAMBDA {
-      OPST_UNROLL for (int c = 0; c < kKeys; ++c) __builtin_prefetch(value_rows[c] + line);
+      OPST_UNROLL for (int c = 0; c < kKeys; ++c) simd::fetch_into_l2(fetched[c] + line);
     };
     // Some vectors of numbers from d on of each key, in groups those of group g; scale(k, c, d, g): key c's numbers as
-    // floats. All lines of values at once would fill the buffers in which lines arrive, and keys would wait for one.
+    // floats. All lines beside at once would fill the buffers in which lines arrive, and keys would wait for one.
     const auto add = [&](auto vectors, int64_t d, int64_t g, const auto& load, const auto& scale) OPST_INLINE_LAMBDA {
       constexpr int N = vectors;
       const int64_t offset = simd::stored_bytes<T>(d);
-      if (offset < value_bytes && offset % 64 < simd::stored_bytes<T>(N * kLanes)) fetch(offset);
+      if (offset < beside.bytes && offset % 64 < simd::stored_bytes<T>(N * kLanes)) fetch(offset);
       V rows[R][N];
       OPST_UNROLL for (int i = 0; i < R; ++i) load(q + i * q_stride + d, rows[i]);
       OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
@@ -236,7 +256,7 @@ class InPlaceSource {
       else
         add_all(head_dim, as_it_is, as_it_is);
     }
-    for (int64_t b = (simd::stored_bytes<T>(head_dim) + 63) / 64 * 64; b < value_bytes; b += 64) fetch(b);
+    for (int64_t b = (simd::stored_bytes<T>(head_dim) + 63) / 64 * 64; b < beside.bytes; b += 64) fetch(b);
   }
 
   // O_i = alpha_i O_i + sum over `keys` of p_ij v_j for R rows.
@@ -247,6 +267,10 @@ class InPlaceSource {
     const void* const* next = tile_.key_rows + tile_.count;
     Fetching keys_ahead = {next, next, simd::stored_bytes<T>(q_.head_dim), length};
     if (ahead) keys_ahead.end += tile_.rows_ahead < tile_.count ? tile_.rows_ahead : tile_.count;
+    if (ahead && tile_.value_rows == tile_.key_rows) {  // the first half was fetched beside the scores
+      keys_ahead.row += tile_.count / 2 < tile_.rows_ahead ? tile_.count / 2 : tile_.rows_ahead;
+      keys_ahead.length *= 2;
+    }
     int64_t column = 0;
     if (!kGroups || share_scales(tile_.value_groups, length)) {
       const auto weigh_by = [&](auto vectors) OPST_INLINE_LAMBDA {

@@ -123,7 +123,7 @@ class PagesSource {
     }
     return static_cast<const Stored*>(tile_.value_rows[value < count ? value : count - 1]);
   }
-  static constexpr int64_t kAheadBytes = 8192;
+  static constexpr int64_t kAheadBytes = 32768;
   static OPST_INLINE int64_t groups_ahead(int64_t head_dim) {
     const int64_t bytes = kGroup / kElements * head_dim * static_cast<int64_t>(sizeof(Stored));
     return (kAheadBytes + bytes - 1) / bytes;

@@ -62,6 +62,11 @@ OPST_INLINE int64_t clamp_lanes(int64_t n) {
   return n < 0 ? 0 : n > V::kLanes ? V::kLanes : n;
 }
 
+// Fetches the line at p into L2, for streams that are read once. On a Zen 4, loads and fetches into L1 wait in the same
+// few places for lines from memory: rows of 1152 bytes, of four read at a time and fetched 8 rows ahead, arrive at 14 GB/s
+// fetched into L1, at 30 GB/s into L2 (rows of 2304 bytes in any order: 12 and 17 GB/s).
+OPST_INLINE void fetch_into_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // Words of two bf16 values, at any even address: they travel as floats.
 struct Bf16Words {
   typedef uint32_t Register __attribute__((vector_size(4 * F32::kLanes)));

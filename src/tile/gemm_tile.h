@@ -213,7 +213,7 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
     typename P::OperandB bs[NV];
     OPST_UNROLL for (int j = 0; j < NV; ++j) {
       bs[j] = P::OperandB::load(b + k * ldb + j * kLanes);
-      if (j * kLanes % kWordsPerLine == 0) __builtin_prefetch(ahead + k * ldb + j * kLanes);
+      if (j * kLanes % kWordsPerLine == 0) simd::fetch_into_l2(ahead + k * ldb + j * kLanes);
     }
     OPST_UNROLL for (int part = 0; part < P::kParts; ++part) {
       OPST_UNROLL for (int i = 0; i < MR; ++i) {
