@@ -93,7 +93,7 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
       const int half = Shape::kPart == 16 ? s % 2 : 0;
       OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
         const char* const line = reinterpret_cast<const char*>(fetched[v]) + s * kFetchBytes;
-        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(line + i);
+        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) simd::fetch_into_l2(line + i);
       }
       Totals totals;
       totals.begin(a, a_stride, half);

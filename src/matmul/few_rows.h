@@ -55,7 +55,7 @@ OPST_NOINLINE void few_rows_group(const ProductPart& part, int64_t first_row, in
     for (int t0 = 0; t0 < Piece::kValues; t0 += kScaled) {
       OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
         const char* const line = reinterpret_cast<const char*>(stream[v] + ahead) + t0 / kScaled * kFetchBytes;
-        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) __builtin_prefetch(line + i);
+        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) simd::fetch_into_l2(line + i);
       }
       OPST_UNROLL for (int v = 0; v < NV; ++v) decoder[v].begin_scale(t0);
       for (int t = t0; t < t0 + kScaled; t += kGroup, x += kGroup) {
