@@ -3,9 +3,9 @@
 // Shapes     Q [rows, head_dim] f32 words; keys and values as row pointers of T: f32, bf16, f16, f64, f8_e4m3,
 //            f8_e5m2, or integers: int8_t, or uint8_t for two of four bits. These have a scale and an offset for each
 //            row or, with kGroups, for each group of a row (KvTile): a number is (q + offset) * scale
-// Loop nest  score: for each 4 rows (or the 1 to 3 that are left), for each few keys: dot products over head_dim,
+// Loop nest  score: for each 8 rows (or the 1 to 7 that are left), for each few keys: dot products over head_dim,
 //              kLanes accumulators, reduced together       fetches the tile's values
-//            weigh: for each 4 rows, each 4 or 8 vectors of columns: O += p V row by row
+//            weigh: for each 8 rows, each 2 to 8 vectors of columns: O += p V row by row
 //                                                          fetches the next tile's keys
 // Memory     scores [rows][tile] in L1; everything else is the stream of K and V: 2 flops per byte and row, so the loop
 //            is bound by memory and the prefetches decide (none: half the rate of plain reading). As many bytes are
@@ -37,9 +37,10 @@ class InPlaceSource {
   using V = typename P::V;
   using S = typename V::Scalar;
   static constexpr int kLanes = V::kLanes;
-  static constexpr int kMaxGroup = kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;  // rows that share one read of a key
+  // Rows that share one read of a key.
+  static constexpr int kMaxGroup = kLanes >= 16 ? 8 : kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;
   // Vectors of O per row held in registers: of few rows more, or each sum would wait for the one before.
-  static constexpr int columns(int rows) { return rows > 2 || kLanes < 16 ? 4 : 8; }
+  static constexpr int columns(int rows) { return rows > 4 ? 2 : rows > 2 || kLanes < 16 ? 4 : 8; }
   static constexpr bool kScaled = __is_same(T, int8_t) && !kGroups;  // a scale for each row
 
   OPST_INLINE InPlaceSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t) : q_(q), tile_(tiles[t]) {}
@@ -136,6 +137,10 @@ class InPlaceSource {
     tile::with_rows<kMaxGroup>(rows < kMaxGroup ? rows : kMaxGroup, visit);
   }
 
+  // A line to L2. Lines fetched to L1 wait for its few fill buffers, and so do loads (Zen 4, plain sums of rows of f32: 14
+  // GB/s, to L2 20).
+  static OPST_INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
+
   // Rows of numbers that are fetched while others are read: one for each `length` numbers of the others.
   struct Fetching {
     const void* const* row;
@@ -147,14 +152,14 @@ class InPlaceSource {
       read -= length;
       if (row == end) return;
       const char* p = static_cast<const char*>(*row++);
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b);
+      for (int64_t b = 0; b < bytes; b += 64) fetch(p + b);
     }
   };
 
   // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.
   template <int R>
   OPST_NOINLINE void score_rows(int64_t first, S* scores, int64_t stride) const {
-    constexpr int kKeys = kLanes / (R == 3 ? 4 : R);
+    constexpr int kKeys = kLanes / (R > 4 ? 8 : R == 3 ? 4 : R);
     const S* q = static_cast<const S*>(q_.query) + first * q_.query_stride;
     const bool fetches = first == 0 && tile_.value_rows != tile_.key_rows;
     for (int64_t j = 0; j < tile_.count; j += kKeys) {
@@ -183,15 +188,15 @@ class InPlaceSource {
       key_rows[c] = at(tile_.key_rows, keys[c]);
       value_rows[c] = reinterpret_cast<const char*>(at(tile_.value_rows, keys[c]));
     }
-    const auto fetch = [&](int64_t line) OPST_INLINE_LAMBDA {
-      OPST_UNROLL for (int c = 0; c < kKeys; ++c) __builtin_prefetch(value_rows[c] + line);
+    const auto fetch_values = [&](int64_t line) OPST_INLINE_LAMBDA {
+      OPST_UNROLL for (int c = 0; c < kKeys; ++c) fetch(value_rows[c] + line);
     };
     // Some vectors of numbers from d on of each key, in groups those of group g; scale(k, c, d, g): key c's numbers as
     // floats. All lines of values at once would fill the buffers in which lines arrive, and keys would wait for one.
     const auto add = [&](auto vectors, int64_t d, int64_t g, const auto& load, const auto& scale) OPST_INLINE_LAMBDA {
       constexpr int N = vectors;
       const int64_t offset = simd::stored_bytes<T>(d);
-      if (offset < value_bytes && offset % 64 < simd::stored_bytes<T>(N * kLanes)) fetch(offset);
+      if (offset < value_bytes && offset % 64 < simd::stored_bytes<T>(N * kLanes)) fetch_values(offset);
       V rows[R][N];
       OPST_UNROLL for (int i = 0; i < R; ++i) load(q + i * q_stride + d, rows[i]);
       OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
@@ -236,7 +241,7 @@ class InPlaceSource {
       else
         add_all(head_dim, as_it_is, as_it_is);
     }
-    for (int64_t b = (simd::stored_bytes<T>(head_dim) + 63) / 64 * 64; b < value_bytes; b += 64) fetch(b);
+    for (int64_t b = (simd::stored_bytes<T>(head_dim) + 63) / 64 * 64; b < value_bytes; b += 64) fetch_values(b);
   }
 
   // O_i = alpha_i O_i + sum over `keys` of p_ij v_j for R rows.

@@ -135,13 +135,30 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
   }
 }
 
-void split_keys(const AttentionProblem& p, int64_t heads, int64_t blocks, AttentionPlan& plan) {
+// Where the rows of a token's KV heads lie side by side, tasks of several heads, which read memory nearly in its order: a
+// processor fetches ahead within 4 KB, and a pass over one head's rows would bring those of all. No more heads than keep
+// their tiles in half of L2, and than leave tasks enough. No bit depends on it, so batch may count.
+int64_t choose_heads_in_turn(const AttentionProblem& p, const Machine& m, const AttentionPlan& plan) {
+  if (!attention::may_take_turns(p, plan) || p.copies_keys || p.token_rows_kv <= 0) return 1;
+  const Size tile = (Size(p.head_dim) + p.value_head_dim) * size_bytes(p.kv_dtype) * plan.block_kv;
+  int64_t heads = attention::most_in_turn(p);
+  const auto fits = [&] {
+    const Size tasks = Size(attention::heads_of(p)) * plan.kv_splits;
+    return p.num_kv_heads % heads == 0 && tasks.value() >= kWantedTasks * heads &&
+           (tile * heads).value() <= m.cache.l2_bytes / 2;
+  };
+  while (heads > 1 && !fits()) --heads;
+  return std::max<int64_t>(heads, 1);
+}
+
+void split_keys(const AttentionProblem& p, const Machine& machine, int64_t heads, int64_t blocks, AttentionPlan& plan) {
   const attention::SplitKeys split_keys(p, plan);
   const attention::KeySplits longest = split_keys.of(p.query_len, p.kv_len, blocks, plan.block_q);
   plan.kv_splits = longest.count;
   plan.keys_per_split = longest.keys;
   plan.parts_per_head = split_keys.most_of_head(blocks);
-  plan.num_tasks = (Size(heads) * blocks * plan.kv_splits).value();
+  plan.heads_in_turn = choose_heads_in_turn(p, machine, plan);
+  plan.num_tasks = (Size(heads / plan.heads_in_turn) * blocks * plan.kv_splits).value();
 }
 
 }  // namespace
@@ -255,7 +272,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead = plan.kv_access == KvAccess::packed_per_task && !lists &&
                      tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  split_keys(p, heads, blocks, plan);
+  split_keys(p, machine, heads, blocks, plan);
 
   // Memory.
   const attention::Layout layout = {p, plan, g};
@@ -273,12 +290,13 @@ int64_t AttentionPlan::scratch_bytes(int num_threads) const {
 }
 
 std::string to_string(const AttentionPlan& plan) {
-  std::string joined, splits;
+  std::string joined, splits, turns;
   if (plan.joined_tiles > 1) joined = text(" (", plan.joined_tiles, " joined)");
   if (plan.kv_splits > 1) splits = text(", ", plan.kv_splits, " splits of ", plan.keys_per_split, " keys");
+  if (plan.heads_in_turn > 1) turns = text(", ", plan.heads_in_turn, " heads in turn");
   return text(to_string(plan.path), " ", to_string(plan.kv_access), " ", to_string(plan.product), ", block_q ",
-              plan.block_q, ", block_kv ", plan.block_kv, joined, splits, ", ", plan.num_tasks, " tasks, scratch ",
-              plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
+              plan.block_q, ", block_kv ", plan.block_kv, joined, splits, turns, ", ", plan.num_tasks,
+              " tasks, scratch ", plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
 }
 
 namespace {

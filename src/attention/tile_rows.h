@@ -119,11 +119,34 @@ struct TileRows : CallMemory {
       }
     }
     if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
-    for (int64_t i = n - 1, ahead = 0; in_place && i >= 0; --i) {
-      w.tiles[i].rows_ahead = ahead;
-      ahead += w.tiles[i].count;
-    }
+    if (in_place) count_rows_ahead(w.tiles, n);
     return n;
+  }
+  // Of the heads in turn from `head` on, which have the same tiles: tile t for head i is tile t * heads_in_turn + i. Their
+  // rows follow one another in this order. Returns how many tiles a head has.
+  template <class List>
+  int64_t next_tiles_in_turn(int64_t head, List& list, const Worker& w) const {
+    const int64_t turns = plan.heads_in_turn, own = layout.own_rows;
+    int64_t n = 0, pointers = 0, keys_before = 0;
+    for (KvTile tile{}; (n + 1) * turns <= layout.tiles_per_task; ++n) {
+      if (!list.next(&tile, w.own_begin + n * own, w.own_end + n * own)) break;
+      const Runs runs = list.runs_of(tile);
+      for (int64_t i = 0; i < turns; ++i) {
+        KvTile& t = w.tiles[n * turns + i];
+        t = tile;
+        bring_scales(head + i, runs, keys_before, w, t);
+        keys_before += t.count;
+        pointers += locate_rows(head + i, runs, w, pointers, t);
+      }
+    }
+    count_rows_ahead(w.tiles, n * turns);
+    return n;
+  }
+  static void count_rows_ahead(KvTile* tiles, int64_t n) {
+    for (int64_t i = n - 1, ahead = 0; i >= 0; --i) {
+      tiles[i].rows_ahead = ahead;
+      ahead += tiles[i].count;
+    }
   }
 
   // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
