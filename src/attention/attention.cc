@@ -149,8 +149,12 @@ class ForwardCall : TileRows {
       kernels.empty_state(q[i]);
     }
     KvBlocks tiles = key_tiles(head, first_row, q[0].rows, split, splits, w);
-    while (const int64_t n = next_tiles_in_turn(head, tiles, w)) {
-      for (int64_t t = 0; t < n * turns; ++t) attend(q[t % turns], &w.tiles[t], 1);
+    bool more = next_tile_in_turn(head, tiles, w, 0);
+    for (int64_t slot = 0; more; slot = 1 - slot) {
+      KvTile *const now = w.tiles + slot * turns, *const next = w.tiles + (1 - slot) * turns;
+      more = next_tile_in_turn(head, tiles, w, 1 - slot);
+      if (more) fetch_next(now, next);
+      for (int64_t i = 0; i < turns; ++i) attend(q[i], &now[i], 1);
     }
     for (int64_t i = 0; splits.count == 1 && i < turns; ++i) {
       RowState parts[kMostParts];

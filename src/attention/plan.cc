@@ -75,6 +75,9 @@ int64_t rows_in_place(const AttentionProblem& p, int64_t tile_rows) {
 }
 // Packed keys and values of a wave of heads, to stay in cache (8 MB: 1 to 2 points slower at 2048 keys, head_dim 128).
 constexpr int64_t kWaveBytes = 2 << 20;
+// Of keys or values of a token: a tile of 64 would be 256 KB, the next one as much (32 heads of 8 KV heads, f32, Zen 4:
+// tiles of 32 keys 1.3 times as fast).
+constexpr int64_t kLargeTokenBytes = 4096;
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
 // fetching them costs 2 to 3 %; 96 heads: 16 % faster).
 constexpr int64_t kCachesOfMemory = 4;
@@ -92,6 +95,15 @@ int64_t most_block_kv(const AttentionProblem& p, const Machine& m, const Geometr
 int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geometry& g) {
   const int64_t read = std::max<int64_t>(attention::keys_read(p), 1);
   return std::min(most_block_kv(p, m, g), round_up(read, g.panel));
+}
+
+// In place a tile is what is fetched ahead: 64 keys of each kind, or half as many where a token's rows of the heads that a
+// task may attend are large, wherever they lie.
+int64_t keys_in_place(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) {
+  const int64_t row_bytes = std::max(p.head_dim, p.value_head_dim) * size_bytes(p.kv_dtype);
+  const bool large = attention::may_take_turns(p, plan) && row_bytes * attention::most_in_turn(p) >= kLargeTokenBytes;
+  const int64_t most = large ? 32 : 64, read = std::max<int64_t>(attention::keys_read(p), 1);
+  return std::min(most, round_up(read, g.panel));
 }
 
 // Rows per task: enough that reading a tile from L2 or L3 costs little beside multiplying it (96 rows: 384 cycles of
@@ -137,7 +149,8 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
 
 // Where the rows of a token's KV heads lie side by side, tasks of several heads, which read memory nearly in its order: a
 // processor fetches ahead within 4 KB, and a pass over one head's rows would bring those of all. No more heads than keep
-// their tiles in half of L2, and than leave tasks enough. No bit depends on it, so batch may count.
+// their tiles in a quarter of L2 (the next ones are fetched meanwhile), and than leave tasks enough. No bit depends on it,
+// so batch may count.
 int64_t choose_heads_in_turn(const AttentionProblem& p, const Machine& m, const AttentionPlan& plan) {
   if (!attention::may_take_turns(p, plan) || p.copies_keys || p.token_rows_kv <= 0) return 1;
   const Size tile = (Size(p.head_dim) + p.value_head_dim) * size_bytes(p.kv_dtype) * plan.block_kv;
@@ -145,7 +158,7 @@ int64_t choose_heads_in_turn(const AttentionProblem& p, const Machine& m, const 
   const auto fits = [&] {
     const Size tasks = Size(attention::heads_of(p)) * plan.kv_splits;
     return p.num_kv_heads % heads == 0 && tasks.value() >= kWantedTasks * heads &&
-           (tile * heads).value() <= m.cache.l2_bytes / 2;
+           (tile * heads).value() <= m.cache.l2_bytes / 4;
   };
   while (heads > 1 && !fits()) --heads;
   return std::max<int64_t>(heads, 1);
@@ -249,9 +262,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
     plan.kv_access = KvAccess::in_place;
     plan.reason = lists ? "few query heads share a list of keys, which are read in place"
                         : "few query rows share a KV head: keys and values are read once, in place";
-    // A tile is what is prefetched ahead: 64 keys of each kind.
-    if (p.options.block_kv == 0)
-      plan.block_kv = std::min<int64_t>(64, round_up(std::max<int64_t>(attention::keys_read(p), 1), g.panel));
+    if (p.options.block_kv == 0) plan.block_kv = keys_in_place(p, plan, g);
   } else if (blocks == 1 || lists) {
     plan.kv_access = KvAccess::packed_per_task;
     plan.reason = lists ? "many query heads share a list of keys: each tile of it is packed when used"
