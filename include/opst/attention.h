@@ -245,6 +245,9 @@ struct AttentionProblem {
   // Scales of a row of integers, 0 where there are none.
   int64_t key_groups = 0, value_groups = 0;
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
+  // Bytes of a token's rows of all KV heads, of keys or of values, whichever are fewer, where they lie in one stretch
+  // (norm pages, [batch, seq, heads, dim]); 0 where rows of other tokens lie between them.
+  int64_t token_rows_kv = 0;
   AttentionOptions options = {};
   // Varlen: the longest sequences count as query_len and kv_len above.
   bool varlen_q = false, varlen_k = false;
@@ -287,6 +290,8 @@ struct AttentionPlan {
   // Parts of the keys that a block may see, attended apart, then joined in key order; of the longest sequence, the others
   // have their own. keys_per_split is a multiple of block_kv.
   int64_t kv_splits = 1, keys_per_split = 0;
+  // KV heads of a sequence that one task attends, taking turns: a tile of keys for each, then the next tile.
+  int64_t heads_in_turn = 1;
   int64_t parts_per_head = 0;  // of all blocks of a (batch, KV head) pair, at most; 0: no keys are split
   int64_t heads_per_wave = 0;  // (batch, KV head) pairs whose packed keys and values are held at once
   int64_t num_tasks = 0;       // of the whole call, packing not counted

@@ -42,15 +42,18 @@ class ForwardCall : TileRows {
 
   void run() {
     const bool shared = plan.kv_access == KvAccess::packed_shared;
-    const WaveLoop loop = {.heads = heads,
-                           .heads_per_wave = plan.heads_per_wave,
+    // Where heads take turns, those of a task are counted as one; all of them are of the same sequence.
+    const int64_t turns = plan.heads_in_turn;
+    const WaveLoop loop = {.heads = heads / turns,
+                           .heads_per_wave = plan.heads_per_wave / turns,
                            .packs_per_head = shared ? layout.tiles_per_head : 0,
                            .tasks_per_head = std::max(layout.blocks, plan.parts_per_head),
                            .order = WaveLoop::Order::by_head};
     const auto pack = [&](int64_t head, int64_t tile, int index) {
       if (!interruption_.requested(index)) pack_shared_tile(head, tile, index);
     };
-    const auto attend_task = [&](int64_t head, int64_t task, int64_t, int index) {
+    const auto attend_task = [&](int64_t head_of_loop, int64_t task, int64_t, int index) {
+      const int64_t head = head_of_loop * turns;
       if (head >= heads || interruption_.requested(index)) return;
       const int64_t num_blocks = blocks(head);
       if (num_blocks == 0) return;
@@ -58,8 +61,11 @@ class ForwardCall : TileRows {
       const KeySplits splits = splits_of(head, num_blocks);
       const int64_t block = num_blocks - 1 - task / splits.count;
       if (block < 0) return;
-      attend_block(head, block, task % splits.count, splits, worker(index));
-      if (splits.count > 1) finish_part(head, block, splits.count);
+      if (turns > 1)
+        attend_in_turn(head, block, task % splits.count, splits, worker(index));
+      else
+        attend_block(head, block, task % splits.count, splits, worker(index));
+      for (int64_t i = 0; splits.count > 1 && i < turns; ++i) finish_part(head + i, block, splits.count);
     };
     if (layout.marks_seen) {
       pool_.parallel_for(heads, [&](int64_t head, int) {
@@ -106,22 +112,15 @@ class ForwardCall : TileRows {
 
   // One block of query rows against one part of the keys.
   void attend_block(int64_t head, int64_t block, int64_t split, const KeySplits& splits, const Worker& w) const {
-    const Visibility visible = visibility(head);
-    const int64_t most_rows = block_rows(head), first_row = block * most_rows;
-    const StackedRows queries = stacked_rows(in.query, head);
-    const MaskedRows masked = masked_rows(head, split, splits, w);
+    const int64_t first_row = block * block_rows(head);
     // With a block mask or a tree a tile may come more than once.
-    const bool walks = p.block_mask || masked.tree;
-    const bool single_tile =
-        single_tiles_ && !walks && splits.count == 1 && visible.kv_len <= plan.block_kv && shared_keys(head) == 0;
-    const RowState state = splits.count > 1 ? split_state(head, block * splits.count + split) : w.state;
-    QueryBlock q = query_block(std::min(most_rows, rows(head) - first_row), state, rules_.exponent_scale(), w);
+    const bool walks = p.block_mask || tree_of(head);
+    const bool single_tile = single_tiles_ && !walks && splits.count == 1 && visibility(head).kv_len <= plan.block_kv &&
+                             shared_keys(head) == 0;
     ScoreRules rules;
-    if (const int64_t b = batch(head); rules_.any(b)) {
-      rules = rules_.of_block(b, kv_head(head), first_row, q.rows, w.rules);
-      q.rules = &rules;
-    }
-    if (single_tile && whole_rows_ && readable_in_place(queries)) {
+    QueryBlock q = block_of(head, block, split, splits, rules, w);
+    if (const StackedRows queries = stacked_rows(in.query, head);
+        single_tile && whole_rows_ && readable_in_place(queries)) {
       q.query_stride = queries.row_stride();
       q.query = static_cast<const char*>(queries.data) + first_row * q.query_stride * size_bytes(queries.dtype);
     } else {
@@ -129,23 +128,73 @@ class ForwardCall : TileRows {
     }
 
     RowState parts[kMostParts];
-    const int64_t before = shared_parts(head, first_row, parts);
-    parts[before] = q.state;
-    const FinishRows finish = finish_of(head, block, parts, before + 1);
+    const FinishRows finish = finish_unsplit(head, block, q, parts);
     if (p.sparse_indices) {
       SelectedKeys keys = selected_keys(head, first_row, q.rows, split * splits.keys, splits.keys, w);
       return attend_list(head, block, keys, q, w, splits.count == 1 ? &finish : nullptr, false);
     }
+    KvBlocks tiles = key_tiles(head, first_row, q.rows, split, splits, w);
+    attend_list(head, block, tiles, q, w, splits.count == 1 ? &finish : nullptr,
+                single_tile && writable_in_place(finish.out));
+  }
+  // The same for heads_in_turn heads from `head` on, a tile for each, then the next tile.
+  void attend_in_turn(int64_t head, int64_t block, int64_t split, const KeySplits& splits, const Worker& w) const {
+    const int64_t turns = plan.heads_in_turn, first_row = block * block_rows(head);
+    QueryBlock q[kMostInTurn];
+    ScoreRules rules[kMostInTurn];
+    for (int64_t i = 0; i < turns; ++i) {
+      const Worker own = layout.worker_of(w, i);
+      q[i] = block_of(head + i, block, split, splits, rules[i], own);
+      copy_queries(*this, head + i, first_row, rules_.scale().of_query, q[i], own.query);
+      kernels.empty_state(q[i]);
+    }
+    KvBlocks tiles = key_tiles(head, first_row, q[0].rows, split, splits, w);
+    bool more = next_tile_in_turn(head, tiles, w, 0);
+    for (int64_t slot = 0; more; slot = 1 - slot) {
+      KvTile *const now = w.tiles + slot * turns, *const next = w.tiles + (1 - slot) * turns;
+      more = next_tile_in_turn(head, tiles, w, 1 - slot);
+      if (more) fetch_next(now, next);
+      for (int64_t i = 0; i < turns; ++i) attend(q[i], &now[i], 1);
+    }
+    for (int64_t i = 0; splits.count == 1 && i < turns; ++i) {
+      RowState parts[kMostParts];
+      kernels.finish_rows(finish_unsplit(head + i, block, q[i], parts));
+    }
+  }
+
+  // All of a block but its queries; `rules`: room for them.
+  QueryBlock block_of(int64_t head, int64_t block, int64_t split, const KeySplits& splits, ScoreRules& rules,
+                      const Worker& w) const {
+    const int64_t most_rows = block_rows(head), first_row = block * most_rows;
+    const RowState state = splits.count > 1 ? split_state(head, block * splits.count + split) : w.state;
+    QueryBlock q = query_block(std::min(most_rows, rows(head) - first_row), state, rules_.exponent_scale(), w);
+    if (const int64_t b = batch(head); rules_.any(b)) {
+      rules = rules_.of_block(b, kv_head(head), first_row, q.rows, w.rules);
+      q.rules = &rules;
+    }
+    return q;
+  }
+  // The tiles of a part of the keys that a block sees by structure, a mask or a tree.
+  KvBlocks key_tiles(int64_t head, int64_t first_row, int64_t rows_of_block, int64_t split, const KeySplits& splits,
+                     const Worker& w) const {
+    const Visibility visible = visibility(head);
+    const MaskedRows masked = masked_rows(head, split, splits, w);
     const int64_t first_key = visible.prefix > 0 ? 0 : visible.first_key(first_row / group);
     const int64_t start = first_key / plan.block_kv * plan.block_kv + split * splits.keys;
     KeyInterval part = {start, start + splits.keys};
     if (p.block_mask) part = {0, visible.kv_len};
     part.begin = std::clamp(shared_keys(head), part.begin, part.end);  // where it begins behind shared keys
-    KvBlocks tiles(visible, first_row, q.rows, group, part, plan.block_kv, w.visible_begin, w.visible_end,
-                   walks ? &masked : nullptr);
-    attend_list(head, block, tiles, q, w, splits.count == 1 ? &finish : nullptr,
-                single_tile && writable_in_place(finish.out));
+    return {visible,         first_row,     rows_of_block,
+            group,           part,          plan.block_kv,
+            w.visible_begin, w.visible_end, p.block_mask || masked.tree ? &masked : nullptr};
   }
+  // Of a block whose keys are not split, but for those that sequences share; `parts`: room.
+  FinishRows finish_unsplit(int64_t head, int64_t block, const QueryBlock& q, RowState (&parts)[kMostParts]) const {
+    const int64_t before = shared_parts(head, block * block_rows(head), parts);
+    parts[before] = q.state;
+    return finish_of(head, block, parts, before + 1);
+  }
+
   // Against the tiles of a list, KvBlocks or SelectedKeys. `finish`: null where other parts follow.
   template <class List>
   void attend_list(int64_t head, int64_t block, List& tiles, const QueryBlock& q, const Worker& w,

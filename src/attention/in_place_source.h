@@ -3,17 +3,16 @@
 // Shapes     Q [rows, head_dim] f32 words; keys and values as row pointers of T: f32, bf16, f16, f64, f8_e4m3,
 //            f8_e5m2, or integers: int8_t, or uint8_t for two of four bits. These have a scale and an offset for each
 //            row or, with kGroups, for each group of a row (KvTile): a number is (q + offset) * scale
-// Loop nest  score: for each 4 rows (or the 1 to 3 that are left), for each few keys: dot products over head_dim,
-//              kLanes accumulators, reduced together       fetches the tile's values
-//            weigh: for each 4 rows, each 4 or 8 vectors of columns: O += p V row by row
-//                                                          fetches the next tile's keys
+// Loop nest  score: for each 8 rows (or the 1 to 7 that are left), for each few keys: dot products over head_dim,
+//              kLanes accumulators, reduced together       fetches keys of a later tile
+//            weigh: for each 8 rows, each 2 to 8 vectors of columns: O += p V row by row
+//                                                          fetches values of a later tile
 // Memory     scores [rows][tile] in L1; everything else is the stream of K and V: 2 flops per byte and row, so the loop
-//            is bound by memory and the prefetches decide (none: half the rate of plain reading). As many bytes are
-//            fetched as are read, half a tile before they are, from whichever page they are in (the hardware's
-//            prefetchers stop at the end of 4 KB): of bf16, rows 128 numbers long, 1.05 times as fast as a tile ahead
-//            in either stream with 1 row, 1.13 times with 4. Of several groups of rows the first one fetches, the
+//            is bound by memory and the fetches decide. A tile says what is to be fetched meanwhile (a later tile's rows,
+//            or whole rows of tokens where heads take turns), early and in memory's order: the loads, of several rows at
+//            a time, leave the hardware's prefetchers helpless. Of several groups of rows the first one fetches, the
 //            others find the tile in L1 or L2; so does V where values are columns of the keys' rows (value_rows =
-//            key_rows), and nothing is fetched for it.
+//            key_rows).
 // Numerics   each dot product in one partial sum per lane. Of a partial tile each row sums over its own visible keys
 //            only, so a hidden non-finite value cannot reach it. With rules, whether values are finite is looked up.
 //            Of i8, q + offset is exact; a key's scale multiplies the finished dot product, a value's the weight. In
@@ -37,9 +36,10 @@ class InPlaceSource {
   using V = typename P::V;
   using S = typename V::Scalar;
   static constexpr int kLanes = V::kLanes;
-  static constexpr int kMaxGroup = kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;  // rows that share one read of a key
+  // Rows that share one read of a key.
+  static constexpr int kMaxGroup = kLanes >= 16 ? 8 : kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;
   // Vectors of O per row held in registers: of few rows more, or each sum would wait for the one before.
-  static constexpr int columns(int rows) { return rows > 2 || kLanes < 16 ? 4 : 8; }
+  static constexpr int columns(int rows) { return rows > 4 ? 2 : rows > 2 || kLanes < 16 ? 4 : 8; }
   static constexpr bool kScaled = __is_same(T, int8_t) && !kGroups;  // a scale for each row
 
   OPST_INLINE InPlaceSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t) : q_(q), tile_(tiles[t]) {}
@@ -136,54 +136,43 @@ class InPlaceSource {
     tile::with_rows<kMaxGroup>(rows < kMaxGroup ? rows : kMaxGroup, visit);
   }
 
-  // Rows of numbers that are fetched while others are read: one for each `length` numbers of the others.
-  struct Fetching {
-    const void* const* row;
-    const void* const* end;
-    int64_t bytes, length, read = 0;
-
-    OPST_INLINE void after(int64_t numbers) {
-      if ((read += numbers) < length) return;
-      read -= length;
-      if (row == end) return;
-      const char* p = static_cast<const char*>(*row++);
-      for (int64_t b = 0; b < bytes; b += 64) simd::fetch_into_l2(p + b);
+  // Fetches memory that is read later, a share of it at each row of the tile. To L2: lines fetched to L1 wait for its few
+  // fill buffers, and so do loads (Zen 4, plain sums of rows: 14 GB/s by way of L1, 20 by L2).
+  class Fetching {
+   public:
+    OPST_INLINE Fetching(const RowsToFetch& what, int64_t tile_rows) : row_(what.rows), bytes_(what.bytes) {
+      end_ = row_ + what.count;
+      const int64_t lines = what.count * ((bytes_ + 63) / 64);
+      lines_ = static_cast<int>((lines + tile_rows - 1) / tile_rows);
     }
-  };
-
-  // What is fetched while scores are computed, with each key of the tile `bytes`: the key's value; or, where values are
-  // columns of the keys' rows, half a row of the next tile's keys. The other half of those rows is left to `weigh`.
-  struct Beside {
-    const void* const* rows = nullptr;
-    int64_t bytes = 0, last = 0;
-    bool halves = false;
-
-    OPST_INLINE const char* of_key(int64_t key) const {
-      if (!halves) return static_cast<const char*>(rows[key]);
-      const int64_t row = key / 2;
-      return static_cast<const char*>(rows[row < last ? row : last]) + key % 2 * bytes;
+    OPST_INLINE void after_row() {
+      for (int line = 0; line < lines_ && row_ < end_; ++line) {
+        simd::fetch_into_l2(static_cast<const char*>(*row_) + at_);
+        if ((at_ += 64) >= bytes_) at_ = 0, ++row_;
+      }
     }
+
+   private:
+    const void* const* row_;
+    const void* const* end_;
+    int64_t bytes_, at_ = 0;
+    int lines_;
   };
-  OPST_INLINE Beside fetched_beside() const {
-    if (tile_.value_rows != tile_.key_rows) return {tile_.value_rows, simd::stored_bytes<T>(q_.value_head_dim)};
-    if (tile_.rows_ahead == 0) return {tile_.key_rows};
-    const int64_t half = (simd::stored_bytes<T>(q_.head_dim) + 127) / 128 * 64;
-    return {tile_.key_rows + tile_.count, half, tile_.rows_ahead - 1, true};
-  }
 
   // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.
   template <int R>
   OPST_NOINLINE void score_rows(int64_t first, S* scores, int64_t stride) const {
-    constexpr int kKeys = kLanes / (R == 3 ? 4 : R);
+    constexpr int kKeys = kLanes / (R > 4 ? 8 : R == 3 ? 4 : R);
     const S* q = static_cast<const S*>(q_.query) + first * q_.query_stride;
-    const Beside beside = first == 0 ? fetched_beside() : Beside{};
+    Fetching fetching(first == 0 ? tile_.with_keys : RowsToFetch(), tile_.count);
     for (int64_t j = 0; j < tile_.count; j += kKeys) {
       // Beyond the last key its row is read again; the columns are padding.
       int64_t keys[kKeys];
       OPST_UNROLL for (int c = 0; c < kKeys; ++c) keys[c] = j + c < tile_.count ? j + c : tile_.count - 1;
       V acc[kLanes];
       OPST_UNROLL for (int a = 0; a < kLanes; ++a) acc[a] = V::zero();
-      add_products<R>(q, keys, beside, acc);
+      OPST_UNROLL for (int c = 0; c < kKeys; ++c) fetching.after_row();
+      add_products<R>(q, keys, acc);
       S dots[kLanes];
       simd::hsum_each(acc).store(dots);
       OPST_UNROLL for (int i = 0; i < R; ++i) {
@@ -191,27 +180,17 @@ class InPlaceSource {
       }
     }
   }
-  // acc[i * kKeys + c] += q_i . k_c, in one partial sum per lane. Meanwhile what lies `beside` is fetched.
+  // acc[i * kKeys + c] += q_i . k_c, in one partial sum per lane.
   template <int R, int kKeys>
-  OPST_INLINE void add_products(const S* q, const int64_t (&keys)[kKeys], const Beside& beside,
-                                V (&acc)[kLanes]) const {
+  OPST_INLINE void add_products(const S* q, const int64_t (&keys)[kKeys], V (&acc)[kLanes]) const {
     const int64_t head_dim = q_.head_dim, q_stride = q_.query_stride;
     const int64_t whole = head_dim / kLanes * kLanes, rest = head_dim - whole;
     const T* key_rows[kKeys];
-    const char* fetched[kKeys] = {};
-    OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
-      key_rows[c] = at(tile_.key_rows, keys[c]);
-      if (beside.bytes > 0) fetched[c] = beside.of_key(keys[c]);
-    }
-    const auto fetch = [&](int64_t line) OPST_INLINE_LAMBDA {
-      OPST_UNROLL for (int c = 0; c < kKeys; ++c) simd::fetch_into_l2(fetched[c] + line);
-    };
+    OPST_UNROLL for (int c = 0; c < kKeys; ++c) key_rows[c] = at(tile_.key_rows, keys[c]);
     // Some vectors of numbers from d on of each key, in groups those of group g; scale(k, c, d, g): key c's numbers as
-    // floats. All lines beside at once would fill the buffers in which lines arrive, and keys would wait for one.
+    // floats.
     const auto add = [&](auto vectors, int64_t d, int64_t g, const auto& load, const auto& scale) OPST_INLINE_LAMBDA {
       constexpr int N = vectors;
-      const int64_t offset = simd::stored_bytes<T>(d);
-      if (offset < beside.bytes && offset % 64 < simd::stored_bytes<T>(N * kLanes)) fetch(offset);
       V rows[R][N];
       OPST_UNROLL for (int i = 0; i < R; ++i) load(q + i * q_stride + d, rows[i]);
       OPST_UNROLL for (int c = 0; c < kKeys; ++c) {
@@ -256,27 +235,20 @@ class InPlaceSource {
       else
         add_all(head_dim, as_it_is, as_it_is);
     }
-    for (int64_t b = (simd::stored_bytes<T>(head_dim) + 63) / 64 * 64; b < beside.bytes; b += 64) fetch(b);
   }
 
   // O_i = alpha_i O_i + sum over `keys` of p_ij v_j for R rows.
   template <int R>
   OPST_NOINLINE void weigh_rows(const S* p, int64_t stride, const S* alpha, RowKeys keys, S* out, int64_t out_stride,
-                                bool ahead) const {
+                                bool fetches) const {
     const int64_t length = q_.value_head_dim;
-    const void* const* next = tile_.key_rows + tile_.count;
-    Fetching keys_ahead = {next, next, simd::stored_bytes<T>(q_.head_dim), length};
-    if (ahead) keys_ahead.end += tile_.rows_ahead < tile_.count ? tile_.rows_ahead : tile_.count;
-    if (ahead && tile_.value_rows == tile_.key_rows) {  // the first half was fetched beside the scores
-      keys_ahead.row += tile_.count / 2 < tile_.rows_ahead ? tile_.count / 2 : tile_.rows_ahead;
-      keys_ahead.length *= 2;
-    }
+    Fetching fetching(fetches ? tile_.with_values : RowsToFetch(), tile_.count);
     int64_t column = 0;
     if (!kGroups || share_scales(tile_.value_groups, length)) {
       const auto weigh_by = [&](auto vectors) OPST_INLINE_LAMBDA {
         constexpr int C = vectors;
         for (; length - column >= C * kLanes; column += C * kLanes) {
-          weigh_columns<R, C>(p, stride, alpha, keys, column, kLanes, out + column, out_stride, keys_ahead);
+          weigh_columns<R, C>(p, stride, alpha, keys, column, kLanes, out + column, out_stride, fetching);
         }
       };
       if constexpr (columns(R) >= 8) weigh_by(std::integral_constant<int, 8>());
@@ -285,13 +257,13 @@ class InPlaceSource {
     }
     for (; column < length; column += kLanes) {
       const int64_t n = simd::clamp_lanes<V>(length - column);
-      weigh_columns<R, 1>(p, stride, alpha, keys, column, n, out + column, out_stride, keys_ahead);
+      weigh_columns<R, 1>(p, stride, alpha, keys, column, n, out + column, out_stride, fetching);
     }
   }
   // Of C vectors of columns, `n` lanes of each.
   template <int R, int C>
   OPST_INLINE void weigh_columns(const S* p, int64_t stride, const S* alpha, RowKeys keys, int64_t column, int64_t n,
-                                 S* out, int64_t out_stride, Fetching& keys_ahead) const {
+                                 S* out, int64_t out_stride, Fetching& fetching) const {
     const void* const* value_rows = tile_.value_rows;
     V acc[R][C];
     OPST_UNROLL for (int i = 0; i < R; ++i) {
@@ -304,7 +276,7 @@ class InPlaceSource {
     }
     for (int64_t j = keys.begin; j < keys.end; ++j) {
       const T* values = simd::number_at(at(value_rows, j), column);
-      keys_ahead.after(C * kLanes);
+      if (column == 0) fetching.after_row();
       V v[C];
       if constexpr (C > 1)
         simd::load_stored<V>(values, v);

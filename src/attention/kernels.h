@@ -119,6 +119,12 @@ struct RowGroups {
   GroupList scales, offsets;  // offsets that are not there are 0
 };
 
+// Memory to fetch: from each of `count` pointers so many bytes.
+struct RowsToFetch {
+  const void* const* rows = nullptr;
+  int64_t count = 0, bytes = 0;
+};
+
 struct KvTile {
   int64_t first_key;
   int64_t count;
@@ -129,11 +135,13 @@ struct KvTile {
   // Packed: column panels of the keys and value panels (tile/pack.h).
   const void* keys = nullptr;
   const void* values = nullptr;
-  // In place: a pointer per row, whose dimensions are next to each other, or per 32 keys of panel32 pages; rows_ahead
-  // more rows follow that may be prefetched. Values that are columns of the keys' rows: value_rows = key_rows.
+  // In place: a pointer per row, whose dimensions are next to each other. Values that are columns of the keys' rows:
+  // value_rows = key_rows. Of panel32 pages a pointer per 32 keys; rows_ahead more keys follow that may be prefetched.
   const void* const* key_rows = nullptr;
   const void* const* value_rows = nullptr;
   int64_t rows_ahead = 0;
+  // In place: what to fetch while keys are read, and while values are.
+  RowsToFetch with_keys = {}, with_values = {};
   // Packed: this tile and so many in all share a step of the softmax. All of them have as many keys, whole panels, and
   // every row sees every key.
   int64_t joined = 1;

@@ -68,7 +68,8 @@ class SplitKeys {
     return std::min(keys, (tiles_seen(p_, plan_.block_q, plan_.block_kv) * plan_.block_kv).value());
   }
   int64_t most_parts(int64_t blocks, int64_t keys) const {
-    const int64_t tasks = (Size(p_.num_kv_heads) * blocks).value();
+    const int64_t in_turn = may_take_turns(p_, plan_) ? std::max<int64_t>(most_in_turn(p_), 1) : 1;
+    const int64_t tasks = (Size(ceil_div(p_.num_kv_heads, in_turn)) * blocks).value();
     if (plan_.path != AttentionPath::flash || tasks >= kWantedTasks || keys < 2 * min_keys_) return 1;
     return std::min(ceil_div(kWantedTasks, tasks), keys / min_keys_);
   }

@@ -42,6 +42,9 @@ inline constexpr int64_t kMaxBlock = 4096;
 // into. A constant, not the number of threads: splitting changes rounding, and results must not depend on threads.
 inline constexpr int64_t kWantedTasks = 16;
 
+// KV heads that a task attends in turn at most: of 8, the rows of a token are 4 KB in f32 (head_dim 128).
+inline constexpr int64_t kMostInTurn = 8;
+
 // Why a problem has no plan, or null: a plan is defined for these problems and arithmetic on them does not wrap. A call
 // has been checked, so only a problem that a caller made up comes to a reason.
 const char* without_plan(const AttentionProblem& problem);
@@ -57,6 +60,14 @@ inline bool in_groups(const AttentionProblem& p) {
   return p.kv_dtype == DType::u8 || (p.kv_dtype == DType::i8 && (p.key_groups > 1 || p.value_groups > 1));
 }
 
+// Whether all KV heads of a sequence have the same tiles, read where they are, so that a task may attend several in turn
+// where their rows are neighbours; and how many of them. Wherever the rows lie, keys are split as if they did: the same
+// bits from dense tensors and from pages.
+inline bool may_take_turns(const AttentionProblem& p, const AttentionPlan& plan) {
+  return plan.kv_access == KvAccess::in_place && !p.sparse_indices && !p.block_mask;
+}
+inline int64_t most_in_turn(const AttentionProblem& p) { return std::min(p.num_kv_heads, kMostInTurn); }
+
 // Whether scores are more than products that a structure hides.
 inline bool has_rules(const AttentionProblem& p) {
   return p.options.softcap > 0 || p.has_alibi || p.has_bias || p.has_mask || p.has_prefix || p.has_drop_mask ||
@@ -68,11 +79,11 @@ struct Layout {
   static constexpr int64_t kTilesPerCall = 16;
 
   struct Worker {
-    void* query;             // words [block_q][query_stride]
+    void* query;             // words [heads_in_turn][block_q][query_stride]
     void* scores;            // [rows of a register tile][scores_stride]; flash path
     int64_t* visible_begin;  // [block_q]
     int64_t* visible_end;
-    RowRules* rules;          // [block_q], where an option needs them
+    RowRules* rules;          // [heads_in_turn][block_q], where an option needs them
     const void** key_rows;    // [pointers_per_call]
     const void** value_rows;  // as many
     // Keys whose rope lies apart, beside it: [block_kv][head_dim] of key's dtype, and pointers to the tensor's ropes.
@@ -82,7 +93,7 @@ struct Layout {
     const void** groups;  // [group_lists][keys_per_call]
     float* floats;        // [widened_rows][the larger of head_dim and value_head_dim]
     KvTile* tiles;        // [tiles_per_task]
-    RowState state;       // of a block whose keys are not split
+    RowState state;       // of a block whose keys are not split, [heads_in_turn] of each piece
     char* packed;         // [tiles_per_task][panels of K, panels of V]; packed_per_task
     MaskCursor* cursors;  // with a block mask or a tree
     int64_t* own_begin;   // [tiles_per_task][own_rows], intervals of tiles
@@ -158,11 +169,11 @@ struct Layout {
   template <class From>
   Worker take_worker(From& from) const {
     const int64_t own_tiles = plan.kv_access == KvAccess::packed_per_task ? tiles_per_task : 0;
-    return {.query = from.take_bytes(query_bytes),
+    return {.query = from.take_bytes(Size(query_bytes) * plan.heads_in_turn),
             .scores = from.take_bytes(scores_bytes),
             .visible_begin = from.template take<int64_t>(plan.block_q),
             .visible_end = from.template take<int64_t>(plan.block_q),
-            .rules = from.template take<RowRules>(row_rules),
+            .rules = from.template take<RowRules>(Size(row_rules) * plan.heads_in_turn),
             .key_rows = from.template take<const void*>(pointers_per_call),
             .value_rows = from.template take<const void*>(pointers_per_call),
             .key_copies = static_cast<char*>(from.take_bytes(Arena::round_up(copied_bytes()))),
@@ -171,7 +182,7 @@ struct Layout {
             .groups = from.template take<const void*>(Size(group_lists) * keys_per_call),
             .floats = from.template take<float>(Size(widened_rows) * std::max(p.head_dim, p.value_head_dim)),
             .tiles = from.template take<KvTile>(tiles_per_task),
-            .state = take_state(from),
+            .state = take_state(from, plan.heads_in_turn),
             .packed = static_cast<char*>(from.take_bytes(Size(tile_bytes) * own_tiles)),
             .cursors = from.template take<MaskCursor>(mask_cursors),
             .own_begin = from.template take<int64_t>(Size(tiles_per_task) * own_rows),
@@ -179,10 +190,20 @@ struct Layout {
             .runs = from.template take<KeyInterval>(p.sparse_indices ? plan.block_kv : 0)};
   }
   template <class From>
-  RowState take_state(From& from) const {
-    return {.acc = from.take_bytes(bytes_of_rows(acc_stride)),
-            .max = from.take_bytes(bytes_of_rows(1)),
-            .sums = from.take_bytes(bytes_of_rows(g.lanes))};
+  RowState take_state(From& from, int64_t count = 1) const {
+    return {.acc = from.take_bytes(Size(bytes_of_rows(acc_stride)) * count),
+            .max = from.take_bytes(Size(bytes_of_rows(1)) * count),
+            .sums = from.take_bytes(Size(bytes_of_rows(g.lanes)) * count)};
+  }
+  // The worker's memory for one of several heads in turn: it has a query, rules and a state of its own.
+  Worker worker_of(Worker w, int64_t turn) const {
+    const auto skip = [&](void*& piece, int64_t bytes) { piece = static_cast<char*>(piece) + turn * bytes; };
+    skip(w.query, query_bytes);
+    w.rules += turn * row_rules;
+    skip(w.state.acc, bytes_of_rows(acc_stride));
+    skip(w.state.max, bytes_of_rows(1));
+    skip(w.state.sums, bytes_of_rows(g.lanes));
+    return w;
   }
 
  private:

@@ -68,13 +68,17 @@ namespace {
 constexpr int64_t kMostWholeRows = 256;  // of one head, or of a query's group with a list, that may be one task
 // Rows for which keys are read in place where they are a list of one query alone, or hold the values as well: packing
 // them costs as much as multiplying them with a dozen rows, and reading them again from L2, a register tile of rows at
-// a time, less (estimated).
+// a time, less. Not where packed pairs are multiplied at twice the rate.
 constexpr int64_t kMoreRowsInPlace = 24;
-int64_t rows_in_place(const AttentionProblem& p, int64_t tile_rows) {
-  return p.sparse_indices || p.values_of_keys ? kMoreRowsInPlace : tile_rows;
+int64_t rows_in_place(const AttentionProblem& p, const Geometry& g) {
+  const bool twice_the_rate = g.step > 1;
+  return (p.sparse_indices || p.values_of_keys) && !twice_the_rate ? kMoreRowsInPlace : g.tile_rows;
 }
 // Packed keys and values of a wave of heads, to stay in cache (8 MB: 1 to 2 points slower at 2048 keys, head_dim 128).
 constexpr int64_t kWaveBytes = 2 << 20;
+// Of keys or values of a token: a tile of 64 would be 256 KB, the next one as much (32 heads of 8 KV heads, f32, Zen 4:
+// tiles of 32 keys 1.3 times as fast).
+constexpr int64_t kLargeTokenBytes = 4096;
 // From so many caches (L2) of inputs and outputs on, a head's rows have to come from memory (8 heads of 128 rows:
 // fetching them costs 2 to 3 %; 96 heads: 16 % faster).
 constexpr int64_t kCachesOfMemory = 4;
@@ -94,6 +98,15 @@ int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geome
   return std::min(most_block_kv(p, m, g), round_up(read, g.panel));
 }
 
+// In place a tile is what is fetched ahead: 64 keys of each kind, or half as many where a token's rows of the heads that a
+// task may attend are large, wherever they lie.
+int64_t keys_in_place(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) {
+  const int64_t row_bytes = std::max(p.head_dim, p.value_head_dim) * size_bytes(p.kv_dtype);
+  const bool large = attention::may_take_turns(p, plan) && row_bytes * attention::most_in_turn(p) >= kLargeTokenBytes;
+  const int64_t most = large ? 32 : 64, read = std::max<int64_t>(attention::keys_read(p), 1);
+  return std::min(most, round_up(read, g.panel));
+}
+
 // Rows per task: enough that reading a tile from L2 or L3 costs little beside multiplying it (96 rows: 384 cycles of
 // multiplication per key against about 40 to 80 of transfer at head_dim 128), few enough that query and output rows
 // stay in L2 with the tile. The rows are dealt out evenly, those of each sequence by itself.
@@ -108,6 +121,9 @@ RowLimits limit_rows(const AttentionProblem& p, const Machine& m, const Geometry
   const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 120);
   RowLimits rows = {most, most + most / 4, most + most / 4};
   // Twice as many where heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
+  // Latent keys are long and many, and seldom many tasks': several blocks would have all of them packed to memory and read
+  // again, so one takes more of L2.
+  if (p.values_of_keys) rows.whole = std::max(rows.whole, std::min<int64_t>(by_l2 * 9 / 4, kMostWholeRows));
   // In one block or in several, a row has the same bits. A tree is the exception: tiles that several blocks share come
   // whole, those of one block begin at the first key that it sees. There the heads of one sequence count, since no other
   // sequence may matter.
@@ -135,13 +151,31 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
   }
 }
 
-void split_keys(const AttentionProblem& p, int64_t heads, int64_t blocks, AttentionPlan& plan) {
+// Where the rows of a token's KV heads lie side by side, tasks of several heads, which read memory nearly in its order: a
+// processor fetches ahead within 4 KB, and a pass over one head's rows would bring those of all. No more heads than keep
+// their tiles in a quarter of L2 (the next ones are fetched meanwhile), and than leave tasks enough. No bit depends on it,
+// so batch may count.
+int64_t choose_heads_in_turn(const AttentionProblem& p, const Machine& m, const AttentionPlan& plan) {
+  if (!attention::may_take_turns(p, plan) || p.copies_keys || p.token_rows_kv <= 0) return 1;
+  const Size tile = (Size(p.head_dim) + p.value_head_dim) * size_bytes(p.kv_dtype) * plan.block_kv;
+  int64_t heads = attention::most_in_turn(p);
+  const auto fits = [&] {
+    const Size tasks = Size(attention::heads_of(p)) * plan.kv_splits;
+    return p.num_kv_heads % heads == 0 && tasks.value() >= kWantedTasks * heads &&
+           (tile * heads).value() <= m.cache.l2_bytes / 4;
+  };
+  while (heads > 1 && !fits()) --heads;
+  return std::max<int64_t>(heads, 1);
+}
+
+void split_keys(const AttentionProblem& p, const Machine& machine, int64_t heads, int64_t blocks, AttentionPlan& plan) {
   const attention::SplitKeys split_keys(p, plan);
   const attention::KeySplits longest = split_keys.of(p.query_len, p.kv_len, blocks, plan.block_q);
   plan.kv_splits = longest.count;
   plan.keys_per_split = longest.keys;
   plan.parts_per_head = split_keys.most_of_head(blocks);
-  plan.num_tasks = (Size(heads) * blocks * plan.kv_splits).value();
+  plan.heads_in_turn = choose_heads_in_turn(p, machine, plan);
+  plan.num_tasks = (Size(heads / plan.heads_in_turn) * blocks * plan.kv_splits).value();
 }
 
 }  // namespace
@@ -176,7 +210,7 @@ attention::SequenceKinds attention::sequence_kinds(const AttentionProblem& p, co
   if (!p.varlen_q || p.num_heads == 0 || p.sparse_indices) return {};
   const Geometry& g = geometry_of(machine.isa, choose_product(p, machine));
   // As in plan_attention: no more than a block that the caller asks for.
-  int64_t few = rows_in_place(p, g.tile_rows);
+  int64_t few = rows_in_place(p, g);
   if (p.options.block_q > 0) few = std::min(few, p.options.block_q);
   SequenceKinds kinds = {.apart = true, .few_rows = few, .whole = few, .whole_of_tile = few};
   if (p.block_mask) return kinds;
@@ -206,7 +240,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   // Rows that see the same keys: with a list for each query, its group.
   const bool lists(p.sparse_indices);
   const int64_t group = p.num_heads / p.num_kv_heads, rows_of_list = lists ? group : rows;
-  const bool few_rows = !pages && rows_of_list <= rows_in_place(p, g.tile_rows) && p.unit_stride_kv &&
+  const bool few_rows = !pages && rows_of_list <= rows_in_place(p, g) && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows_of_list);
   if (few_rows) {
@@ -232,9 +266,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
     plan.kv_access = KvAccess::in_place;
     plan.reason = lists ? "few query heads share a list of keys, which are read in place"
                         : "few query rows share a KV head: keys and values are read once, in place";
-    // A tile is what is prefetched ahead: 64 keys of each kind.
-    if (p.options.block_kv == 0)
-      plan.block_kv = std::min<int64_t>(64, round_up(std::max<int64_t>(attention::keys_read(p), 1), g.panel));
+    if (p.options.block_kv == 0) plan.block_kv = keys_in_place(p, plan, g);
   } else if (blocks == 1 || lists) {
     plan.kv_access = KvAccess::packed_per_task;
     plan.reason = lists ? "many query heads share a list of keys: each tile of it is packed when used"
@@ -255,7 +287,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   plan.fetch_ahead = plan.kv_access == KvAccess::packed_per_task && !lists &&
                      tensor_bytes > Size(machine.cache.l2_bytes) * kCachesOfMemory;
 
-  split_keys(p, heads, blocks, plan);
+  split_keys(p, machine, heads, blocks, plan);
 
   // Memory.
   const attention::Layout layout = {p, plan, g};
@@ -273,12 +305,13 @@ int64_t AttentionPlan::scratch_bytes(int num_threads) const {
 }
 
 std::string to_string(const AttentionPlan& plan) {
-  std::string joined, splits;
+  std::string joined, splits, turns;
   if (plan.joined_tiles > 1) joined = text(" (", plan.joined_tiles, " joined)");
   if (plan.kv_splits > 1) splits = text(", ", plan.kv_splits, " splits of ", plan.keys_per_split, " keys");
+  if (plan.heads_in_turn > 1) turns = text(", ", plan.heads_in_turn, " heads in turn");
   return text(to_string(plan.path), " ", to_string(plan.kv_access), " ", to_string(plan.product), ", block_q ",
-              plan.block_q, ", block_kv ", plan.block_kv, joined, splits, ", ", plan.num_tasks, " tasks, scratch ",
-              plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
+              plan.block_q, ", block_kv ", plan.block_kv, joined, splits, turns, ", ", plan.num_tasks,
+              " tasks, scratch ", plan.scratch_bytes_shared, " + ", plan.scratch_bytes_per_worker, " bytes per thread");
 }
 
 namespace {

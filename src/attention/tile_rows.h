@@ -19,6 +19,7 @@ struct TileRows : CallMemory {
   const TileScales scales{*this, layout.keys_per_call};
   // Values are the first columns of the keys' rows, in memory or in copies of them: their pointers are one list.
   const bool values_are_keys = plan.kv_access == KvAccess::in_place && p.values_of_keys;
+  const int64_t key_bytes = bytes_of(p.head_dim), value_bytes = bytes_of(p.value_head_dim);  // of a row
   const bool in_place = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
   decltype(Kernels::attend) const attend = plan.kv_access == KvAccess::in_place      ? kernels.attend_in_place
                                            : plan.kv_access == KvAccess::panel_pages ? kernels.attend_pages
@@ -119,11 +120,51 @@ struct TileRows : CallMemory {
       }
     }
     if (plan.joined_tiles > 1) join_tiles(w.tiles, n, plan.block_kv, plan.joined_tiles);
-    for (int64_t i = n - 1, ahead = 0; in_place && i >= 0; --i) {
-      w.tiles[i].rows_ahead = ahead;
-      ahead += w.tiles[i].count;
+    if (plan.kv_access == KvAccess::panel_pages) count_rows_ahead(w.tiles, n);
+    if (plan.kv_access == KvAccess::in_place) {
+      for (int64_t i = 0; i + 1 < n; ++i) fetch_next(&w.tiles[i], &w.tiles[i + 1]);
+      if (n == 1 && !values_are_keys) w.tiles[0].with_keys = {w.tiles[0].value_rows, w.tiles[0].count, value_bytes};
     }
     return n;
+  }
+  static void count_rows_ahead(KvTile* tiles, int64_t n) {
+    for (int64_t i = n - 1, ahead = 0; i >= 0; --i) {
+      tiles[i].rows_ahead = ahead;
+      ahead += tiles[i].count;
+    }
+  }
+
+  // The next tile of a list for each of the heads in turn from `head` on, which all see the same keys; in one of two
+  // places, slot 0 or 1.
+  template <class List>
+  bool next_tile_in_turn(int64_t head, List& list, const Worker& w, int64_t slot) const {
+    const int64_t turns = plan.heads_in_turn, first = slot * turns, own = slot * layout.own_rows;
+    KvTile tile{};
+    if (!list.next(&tile, w.own_begin + own, w.own_end + own)) return false;
+    const Runs runs = list.runs_of(tile);
+    for (int64_t i = first; i < first + turns; ++i) {
+      KvTile& t = w.tiles[i];
+      t = tile;
+      bring_scales(head + i - first, runs, i * plan.block_kv, w, t);
+      locate_rows(head + i - first, runs, w, i * plan.block_kv, t);
+    }
+    return true;
+  }
+  // While `tiles`, one for each of the heads in turn, are attended, they fetch the next ones, a share each: from each
+  // token on all that the heads have of it.
+  void fetch_next(KvTile* tiles, const KvTile* next) const {
+    const int64_t turns = plan.heads_in_turn, parts = values_are_keys ? 2 * turns : turns;
+    const auto share = [&](const void* const* first, const void* const* last, int64_t bytes,
+                           int64_t part) -> RowsToFetch {
+      const int64_t begin = next->count * part / parts, end = next->count * (part + 1) / parts;
+      return {first + begin, end - begin, static_cast<const char*>(*last) - static_cast<const char*>(*first) + bytes};
+    };
+    const KvTile& last = next[turns - 1];
+    for (int64_t i = 0; i < turns; ++i) {
+      tiles[i].with_keys = share(next->key_rows, last.key_rows, key_bytes, i);
+      tiles[i].with_values = values_are_keys ? share(next->key_rows, last.key_rows, key_bytes, turns + i)
+                                             : share(next->value_rows, last.value_rows, value_bytes, i);
+    }
   }
 
   // Pointers to the rows of a tile, or to every 32 of them where pages are panels; returns how many. Those of all tiles
@@ -150,6 +191,11 @@ struct TileRows : CallMemory {
   void bring_scales(int64_t head, Runs runs, int64_t first, const Worker& w, KvTile& t) const {
     if (layout.scale_lists > 0) scales.copy(head, runs, w.scales + first, t);
     if (layout.group_lists > 0) scales.locate(head, runs, w.groups + first, t);
+  }
+
+ private:
+  int64_t bytes_of(int64_t numbers) const {
+    return p.kv_dtype == DType::u8 ? ceil_div(numbers, int64_t{2}) : numbers * size_bytes(p.kv_dtype);
   }
 };
 

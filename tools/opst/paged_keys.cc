@@ -33,6 +33,9 @@ void set_pages(const std::string& layout, const std::string& kv_format_name, Att
   p.key_groups = format.key_groups;
   p.value_groups = format.value_groups;
   p.options.page_layout = layout == "panel32" ? PageLayout::panel32 : PageLayout::norm;
+  if (p.options.page_layout == PageLayout::norm) {
+    p.token_rows_kv = p.num_kv_heads * std::min(p.head_dim, p.value_head_dim) * size_bytes(p.kv_dtype);
+  }
   for (const int64_t dim : {p.head_dim, p.value_head_dim}) {
     const Status status = supports(p.options.page_layout, p.kv_dtype, p.block_size, dim);
     if (!status.ok()) usage_error("--pages, --kv-dtype: " + status.message());

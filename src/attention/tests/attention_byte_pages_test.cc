@@ -83,6 +83,7 @@ TEST(AttentionBytePages, EveryOptionAgreesWithTheReference) {
     d.options.page_layout = PageLayout::norm;
     d.options.path = AttentionPath::automatic;
     d.head_dim = even(d.head_dim, format), d.value_head_dim = even(d.value_head_dim, format);
+    if (!panels && random.chance(0.3)) share_tasks(d, random);
     if (panels) {
       d.block_size = random.pick<int64_t>({32, 64});
       d.options.block_kv = d.options.block_kv == 0 ? 0 : 32;

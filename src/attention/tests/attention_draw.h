@@ -282,6 +282,27 @@ inline Draw draw_all(Random& random, bool forward) {
   return d;
 }
 
+// Makes a draw one of many heads and few queries, whose heads a task attends in turn where tokens' rows of all heads lie
+// side by side, as they do then in dense tensors and norm pages.
+inline void share_tasks(Draw& d, Random& random) {
+  const int64_t group = random.pick<int64_t>({1, 1, 2, 3}), batch = random.integer(8, 12);
+  d.num_kv_heads = random.pick<int64_t>({2, 4, 6, 8});
+  d.num_heads = d.num_kv_heads * group;
+  d.kv_strides = Strides::bsnd;
+  d.mask_heads = d.index_block = d.rope_dim = 0;
+  d.rope_beside = false;
+  d.query_lens.assign(static_cast<size_t>(batch), 1);
+  d.kv_lens.clear();
+  for (int64_t& n : d.query_lens) {
+    if (d.varlen_q && group < 3) n = random.integer(0, 2);
+    d.kv_lens.push_back(random.chance(0.1) ? random.integer(1000, 1200) : random.integer(0, 150));
+  }
+  d.query_lens[0] = 1;
+  d.options.path = AttentionPath::automatic;
+  d.options.block_q = 0;
+  d.options.dropout.first_head = d.options.dropout.total_heads = 0;
+}
+
 // Lists of blocks in any order, in t [batch, query_len, num_kv_heads, count] (varlen: [1, tokens, ...]). Rows that belong
 // to no query hold what would be refused.
 inline void draw_lists(const Draw& d, const Tensor& t, Random& random) {

@@ -31,6 +31,62 @@ TEST(AttentionOptions, RandomCombinationsAgreeWithTheReference) {
   counts.expect_shares(worst_ratio);
 }
 
+// The heads of a token in turn: every option that such calls may have, and the bits that keys and values have where each
+// head's lie by themselves.
+TEST(AttentionOptions, HeadsInTurnAgreeWithTheReference) {
+  Random random(seed() + 4);
+  double worst_ratio = 0;
+  int in_turn = 0, split = 0, dense = 0, draws = static_cast<int>(200 * kEffort);
+  for (int n = 0; n < draws; ++n) {
+    Draw d = draw_all(random, true);
+    if (d.keys == Keys::panel_pages) continue;
+    share_tasks(d, random);
+    if (d.keys == Keys::norm_pages) share_prefix(d, random);
+    DrawnCall call(d, random);
+    const auto chosen = random.integer(0, static_cast<int64_t>(contexts().size()) - 1);
+    const TestContext& t = contexts()[static_cast<size_t>(chosen)];
+    const Result<AttentionProblem> problem = attention_problem(call.inputs, d.options);
+    ASSERT_TRUE(problem.ok()) << problem.status().message();
+    const AttentionPlan plan = plan_attention(problem.value(), t.context.machine());
+    in_turn += plan.heads_in_turn > 1 ? 1 : 0;
+    split += plan.heads_in_turn > 1 && plan.kv_splits > 1 ? 1 : 0;
+    const DrawnCall::Outputs out = call.make_outputs();
+    const Status status = flash_attention_forward(t.context, call.inputs, out.tensors, d.options);
+    ASSERT_TRUE(status.ok()) << status.message() << "\n  " << to_string(d);
+    ASSERT_EQ(judge(call, out, t.context, 24, worst_ratio), "") << "draw " << n << " " << to_string(plan);
+    for (const TestContext* const other : contexts_like(t)) {
+      const DrawnCall::Outputs again = call.make_outputs();
+      ASSERT_TRUE(flash_attention_forward(other->context, call.inputs, again.tensors, d.options).ok());
+      ASSERT_EQ(again.differs_from(out), "") << t.name << " against " << other->name << "\n  " << to_string(d);
+    }
+    if (d.keys != Keys::dense || d.values_of_keys) continue;
+    AttentionInputs by_head = call.inputs;
+    std::vector<char> memory[2];
+    for (const bool keys : {true, false}) {
+      ConstTensor& tensor = keys ? by_head.key : by_head.value;
+      memory[keys].resize(static_cast<size_t>(tensor.num_elements() * size_bytes(tensor.dtype)));
+      const Tensor apart = Tensor::contiguous(
+          tensor.dtype, {tensor.shape[0], tensor.shape[1], tensor.shape[2], tensor.shape[3]}, memory[keys].data());
+      copy(tensor, apart);
+      tensor = apart;
+    }
+    const Result<AttentionProblem> alone = attention_problem(by_head, d.options);
+    ASSERT_EQ(plan_attention(alone.value(), t.context.machine()).heads_in_turn, 1);
+    const DrawnCall::Outputs again = call.make_outputs();
+    ASSERT_TRUE(flash_attention_forward(t.context, by_head, again.tensors, d.options).ok());
+    ASSERT_EQ(again.differs_from(out), "") << to_string(d);
+    ++dense;
+  }
+  std::printf(
+      "%d draws, %d of heads in turn, %d of these split, %d compared with heads apart, worst error / bound %.2f\n",
+      draws, in_turn, split, dense, worst_ratio);
+  if (draws >= 100) {
+    EXPECT_GE(in_turn, draws / 4);
+    EXPECT_GE(split, draws / 10);
+    EXPECT_GE(dense, draws / 12);
+  }
+}
+
 // Sequences of few and of many queries in one call have two plans, which run one after the other in the same scratch
 // memory. Each plan cuts the memory into pieces of its own.
 TEST(AttentionOptions, PlansOfShortAndLongSequencesShareAWorkspace) {

@@ -28,6 +28,7 @@ AttentionProblem draw_problem(Random& random) {
   p.value_head_dim = random.integer(1, 768);
   p.paged = random.chance(0.3);
   p.unit_stride_kv = random.chance(0.8);
+  if (random.chance(0.5)) p.token_rows_kv = p.num_kv_heads * p.head_dim * size_bytes(p.kv_dtype);
   p.options.causal = random.chance(0.5);
   p.options.path = random.pick({AttentionPath::automatic, AttentionPath::flash, AttentionPath::standard});
   if (random.chance(0.3)) p.options.block_q = size(random, 4096);
@@ -116,12 +117,29 @@ TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
     EXPECT_LE(plan.kv_splits, 16);
     if (plan.kv_splits > 1 || plan.parts_per_head > 0) {
       EXPECT_GE(plan.parts_per_head, ceil_div(rows, plan.block_q) * plan.kv_splits);
-      EXPECT_LT(p.num_kv_heads * plan.parts_per_head, 2 * 16 + p.num_kv_heads);
+      // In place up to 8 heads count as one.
+      const int64_t as_one = plan.kv_access == KvAccess::in_place ? std::min<int64_t>(p.num_kv_heads, 8) : 1;
+      const int64_t heads_counted = ceil_div(p.num_kv_heads, as_one);
+      EXPECT_LT(heads_counted * plan.parts_per_head, 2 * 16 + heads_counted);
     }
     EXPECT_EQ(plan.keys_per_split % plan.block_kv, 0);
     EXPECT_GE(plan.kv_splits * plan.keys_per_split, p.kv_len);
     EXPECT_LT((plan.kv_splits - 1) * plan.keys_per_split, std::max<int64_t>(p.kv_len, 1));
-    EXPECT_EQ(plan.num_tasks, heads * ceil_div(rows, plan.block_q) * plan.kv_splits);
+    EXPECT_EQ(plan.num_tasks, heads / plan.heads_in_turn * ceil_div(rows, plan.block_q) * plan.kv_splits);
+    if (plan.heads_in_turn > 1) {
+      EXPECT_EQ(plan.kv_access, KvAccess::in_place);
+      EXPECT_GT(p.token_rows_kv, 0);
+      EXPECT_EQ(p.num_kv_heads % plan.heads_in_turn, 0);
+      EXPECT_GE(plan.num_tasks, 16);
+      // All that bits depend on is as where heads lie apart.
+      AttentionProblem apart = p;
+      apart.token_rows_kv = 0;
+      AttentionPlan other = plan_attention(apart, m);
+      EXPECT_EQ(other.heads_in_turn, 1);
+      other.heads_in_turn = plan.heads_in_turn, other.num_tasks /= plan.heads_in_turn;
+      other.scratch_bytes_per_worker = plan.scratch_bytes_per_worker;
+      expect_same(plan, other);
+    }
     EXPECT_GE(plan.heads_per_wave, 1);
     EXPECT_LE(plan.heads_per_wave, heads);
 
@@ -181,6 +199,51 @@ TEST(AttentionPlan, AccessFollowsTheRowsThatShareAKvHead) {
     EXPECT_EQ(plan_attention(p, m).kv_access, KvAccess::packed_shared) << to_string(isa);
     p.paged = true;
     EXPECT_EQ(plan_attention(p, m).kv_access, KvAccess::packed_shared) << to_string(isa);
+  }
+}
+
+// As many as keep their tiles in half of L2, and leave 16 tasks; those of one sequence, in equal parts.
+TEST(AttentionPlan, HeadsTakeTurnsWhereTheRowsOfATokenAreNeighbours) {
+  for (const Isa isa : kAllLevels) {
+    Machine m;
+    m.isa = isa, m.cache.l2_bytes = 1 << 20;
+    AttentionProblem p;
+    p.num_heads = 32, p.num_kv_heads = 8, p.query_len = 1, p.kv_len = 32768, p.head_dim = p.value_head_dim = 128;
+    EXPECT_EQ(plan_attention(p, m).heads_in_turn, 1) << to_string(isa);
+    p.token_rows_kv = 8 * 128 * 4;
+    const AttentionPlan plan = plan_attention(p, m);
+    EXPECT_EQ(plan.heads_in_turn, 8) << to_string(isa);
+    EXPECT_EQ(plan.kv_splits, 16);
+    EXPECT_EQ(plan.num_tasks, 16);
+    EXPECT_NE(opst::to_string(plan).find(", 16 splits of 2048 keys, 8 heads in turn, 16 tasks"), std::string::npos)
+        << opst::to_string(plan);
+    const auto heads = [&](AttentionProblem problem) { return plan_attention(problem, m).heads_in_turn; };
+    AttentionProblem other = p;
+    other.kv_len = 2048;  // 4 splits
+    EXPECT_EQ(heads(other), 2);
+    other.batch = 4;
+    EXPECT_EQ(heads(other), 8);
+    other = p;
+    other.kv_len = 500, other.batch = 1;
+    EXPECT_EQ(heads(other), 1);
+    other = p;
+    other.num_heads = other.num_kv_heads = 20;  // two parts of 10 are more than 8, 4 of 5 are not
+    EXPECT_EQ(heads(other), 5);
+    other = p;
+    other.head_dim = other.value_head_dim = 512;  // 64 keys and values of a head: 256 KB
+    EXPECT_EQ(heads(other), 2);
+    other = p;
+    other.copies_keys = true;
+    EXPECT_EQ(heads(other), 1);
+    other = p;
+    other.sparse_indices = {.block_size = 64, .count = 64};
+    EXPECT_EQ(heads(other), 1);
+    other = p;
+    other.block_mask = {.block_q = 1, .block_kv = 64, .row_blocks = 100, .entries = 100};
+    EXPECT_EQ(heads(other), 1);
+    other = p;
+    other.query_len = 100;  // packed
+    EXPECT_EQ(heads(other), 1);
   }
 }
 
