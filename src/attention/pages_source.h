@@ -6,7 +6,7 @@
 //            of i8 a scale for each key, and for each value
 // Loop nest  as packed tiles. Values of stretches that follow one another in memory (in a page) are multiplied as one
 // Memory     nothing is packed. Of few rows (tile::kStreamRows) the products are bound by the stream of pages: a tile's
-//            keys, stretch by stretch, its values, the next tile's keys. While a stretch is read, the stretch 8 KB or
+//            keys, stretch by stretch, its values, the next tile's keys. While a stretch is read, the stretch 24 KB or
 //            more ahead is fetched (tile/gemm_tile.h), whichever page holds it
 // Numerics   What lies in a page beyond the context never counts: its keys are hidden, its values are not multiplied,
 //            and half a pair is taken from a copy whose other half is 0. Whether the values of a tile are finite is
@@ -123,7 +123,7 @@ class PagesSource {
     }
     return static_cast<const Stored*>(tile_.value_rows[value < count ? value : count - 1]);
   }
-  static constexpr int64_t kAheadBytes = 32768;
+  static constexpr int64_t kAheadBytes = 24576;
   static OPST_INLINE int64_t groups_ahead(int64_t head_dim) {
     const int64_t bytes = kGroup / kElements * head_dim * static_cast<int64_t>(sizeof(Stored));
     return (kAheadBytes + bytes - 1) / bytes;
