@@ -22,7 +22,7 @@ code is 1.
 
 Peers, each where it is installed (scripts/requirements-torch.txt, scripts/requirements-peer-*.txt): torch's flash and math
 path, torch's compiled flex_attention (in rows of sparse blocks), ONNX Runtime's MultiHeadAttention,
-its Attention of opset 23 and its GroupQueryAttention over a cache, OpenVINO, vLLM's kernels, zentorch, JAX.
+its Attention of opset 23 and its GroupQueryAttention over a cache, ggml, OpenVINO, vLLM's kernels, zentorch, JAX.
 """
 
 import argparse

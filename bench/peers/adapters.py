@@ -16,6 +16,7 @@ import torch
 from . import cases
 from .calls import (DTYPES, SEED, Call, NoSuchCall, added, block_table, masked, options_of_torch, pack, page_table, rows, slots,
                     starts, through_torch, unpack)
+from .ggml import Ggml
 from .onnx_runtime import GroupQueryAttention, OnnxRuntime
 
 PAGE = 128  # rows of a page
@@ -365,6 +366,7 @@ PEERS = (
     OnnxRuntime("ONNX Runtime MHA", standard=False),
     OnnxRuntime("ONNX Runtime Attention", standard=True),
     GroupQueryAttention(),
+    Ggml(),
     OpenVino(),
     Vllm(),
     Zentorch(),

@@ -328,6 +328,29 @@ def test_calls_that_group_query_attention_has_not(onnx_runtime):
         assert adapters.prepare(onnx_runtime.GroupQueryAttention(), case, calls.make_inputs(case)) == (None, why)
 
 
+@pytest.mark.parametrize("text", ["f32 forward 2x4/2x1/70x64", "bf16 forward 1x4/2x1/300x128", "f16 causal 1x4/2x40x32",
+                                  "f32 causal softcap 1x2x33x32", "f32 causal window paged 1x4/2x5/400x32", "f32 bool_mask 1x2x40x32"])
+def test_ggml(text):
+    _torch()
+    pytest.importorskip("libggml", reason="libggml-python is not installed (scripts/requirements-peer-ggml.txt)")
+    from peers import adapters, ggml
+
+    class WithoutTheFirstKey(ggml.Ggml):
+        name = "ggml without a key"
+
+        def prepare(self, case, inputs):
+            key, value = (torch.nn.functional.pad(t[:, :, 1:], (0, 0, 1, 0)) for t in (inputs.key, inputs.value))
+            return super().prepare(case, inputs._replace(key=key, value=value))
+
+    import torch
+
+    case, options = cases.parse(text), argparse.Namespace(threads=1, pairs=1, seconds=1)
+    row = compare.measure(case, [adapters.OURS, ggml.Ggml(), WithoutTheFirstKey()], options)
+    assert row["refused"] == {} and set(row["error"]) == {"ours", "ggml", "ggml without a key"}
+    hidden = "window" in text  # from every query
+    assert row["wrong"] == ([] if hidden else ["ggml without a key"]), row
+
+
 @pytest.mark.parametrize("text", ["f32 dropout 1x2x64x32", "f32 dropout backward 1x2x64x32", "bf16 forward 1x2x64x32"])
 def test_one_wrong_element_is_not_right(text):
     _torch()
