@@ -278,7 +278,7 @@ def test_decoding_and_blocks_that_differ_are_named(text, change):
     row = compare.measure(case, chosen, options)
     assert row["wrong"] == ["torch that is changed"], row
     assert set(row["error"]) == {peer.name for peer in chosen} and row["refused"] == {}
-    assert report.best_peer(row) == "torch math"
+    assert report.best_peer(row)[0] == "torch math"
 
 
 GQA_ROWS = ["f32 forward 1x4/2x1/70x32", "f32 forward 3x6/2x1/200x64", "f32 causal 1x4/2x64x32", "f32 causal paged 1x4/2x5/70x32",
@@ -328,7 +328,7 @@ def test_calls_that_group_query_attention_has_not(onnx_runtime):
         assert adapters.prepare(onnx_runtime.GroupQueryAttention(), case, calls.make_inputs(case)) == (None, why)
 
 
-@pytest.mark.parametrize("text", ["f32 forward 2x4/2x1/70x64", "bf16 forward 1x4/2x1/300x128", "f16 causal 1x4/2x40x32",
+@pytest.mark.parametrize("text", ["f32 forward 2x4/2x1/70x64", "bf16 forward 1x4/2x1/20x128", "f16 causal 1x4/2x40x32",
                                   "f32 causal softcap 1x2x33x32", "f32 causal window paged 1x4/2x5/400x32", "f32 bool_mask 1x2x40x32"])
 def test_ggml(text):
     _torch()

@@ -44,7 +44,7 @@ void set_pages(const std::string& layout, const std::string& kv_format_name, Att
 BlockTable::BlockTable(const AttentionProblem& p, std::vector<int64_t> of_sequences)
     : lengths(std::move(of_sequences)) {
   const auto blocks_of = [&](int64_t keys) { return (keys + p.block_size - 1) / p.block_size; };
-  columns = blocks_of(p.kv_len);
+  columns = std::max<int64_t>(blocks_of(p.kv_len), 1);  // without an entry a table would be none
   const int64_t same = blocks_of(std::max<int64_t>(p.options.shared_prefix, 0)), own = columns - same;
   num_blocks = same + p.batch * own;
   for (int64_t b = 0; b < p.batch; ++b) {
