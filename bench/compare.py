@@ -21,7 +21,8 @@ library's own mask keeps. A library whose output is wrong is named so, and no pe
 code is 1.
 
 Peers, each where it is installed (scripts/requirements-torch.txt, scripts/requirements-peer-*.txt): torch's flash and math
-path, torch's compiled flex_attention (in rows of sparse blocks), ONNX Runtime's MultiHeadAttention and its Attention of opset 23, OpenVINO, vLLM's kernels, zentorch, JAX.
+path, torch's compiled flex_attention (in rows of sparse blocks), ONNX Runtime's MultiHeadAttention,
+its Attention of opset 23 and its GroupQueryAttention over a cache, ggml, OpenVINO, vLLM's kernels, zentorch, JAX.
 """
 
 import argparse

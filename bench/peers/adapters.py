@@ -14,14 +14,12 @@ import os
 import torch
 
 from . import cases
-from .calls import (DTYPES, SEED, Call, added, block_table, masked, options_of_torch, pack, page_table, rows, slots, starts,
-                    through_torch, unpack)
+from .calls import (DTYPES, SEED, Call, NoSuchCall, added, block_table, masked, options_of_torch, pack, page_table, rows, slots,
+                    starts, through_torch, unpack)
+from .ggml import Ggml
+from .onnx_runtime import GroupQueryAttention, OnnxRuntime
 
 PAGE = 128  # rows of a page
-
-
-class NoSuchCall(Exception):
-    """Why a library has no call for the case."""
 
 
 def _version(package):
@@ -204,72 +202,6 @@ def _rows_alone(case, call):
 # ---- the others ------------------------------------------------------------------------------------------------------
 
 
-class OnnxRuntime:
-    """The contributed MultiHeadAttention, whose tensors are [batch, length, heads * size], or Attention of opset 23."""
-
-    package = "onnxruntime"
-
-    def __init__(self, name, standard):
-        self.name, self.standard = name, standard
-        self.words = {"causal", "bool_mask", "float_mask", "window", "alibi", "sinks", "softcap" if standard else "strided"}
-        if not standard:
-            self.words -= {"bool_mask"}
-
-    def prepare(self, case, inputs):
-        if not self.standard and case.heads != case.kv_heads:
-            raise NoSuchCall("has no kv_heads")
-        import numpy
-        import onnxruntime
-        from onnx import TensorProto, helper
-
-        types = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bool: TensorProto.BOOL}
-        if inputs.query.dtype not in types:
-            raise NoSuchCall(f"has no {case.dtype}")
-        mask, causal = inputs.mask, "causal" in case.words
-        if set(case.options) - {"softcap"}:
-            form = masked(case, inputs)
-            inputs, mask, causal = form.inputs, form.mask, form.causal
-            if mask is not None and mask.dtype == torch.bool and not self.standard:
-                mask = torch.where(mask, 0.0, -torch.inf)
-            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(inputs[0].dtype)
-
-        def own_layout(t):
-            return t.contiguous() if self.standard else t.transpose(1, 2).flatten(2).contiguous()
-
-        feed = {name: own_layout(t) for name, t in zip(("query", "key", "value"), inputs)}
-        if mask is not None:
-            feed["mask"] = mask if self.standard or mask.dim() == 4 else mask[None, None]
-        causal = int(causal)
-        if self.standard:
-            cap = {"softcap": cases.SOFTCAP} if "softcap" in case.words else {}
-            node = helper.make_node("Attention", list(feed), ["out"], is_causal=causal, **cap)
-            out_shape = [case.batch, case.heads, case.query_len, case.value_head_dim]
-        else:
-            names = ["query", "key", "value"] + (["", "", "mask"] if "mask" in feed else [])
-            node = helper.make_node("MultiHeadAttention", names, ["out"], domain="com.microsoft", num_heads=case.heads,
-                                    unidirectional=causal)
-            out_shape = [case.batch, case.query_len, case.heads * case.value_head_dim]
-        given = [helper.make_tensor_value_info(name, types[t.dtype], list(t.shape)) for name, t in feed.items()]
-        made = [helper.make_tensor_value_info("out", types[feed["query"].dtype], out_shape)]
-        opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-        model = helper.make_model(helper.make_graph([node], "attention", given, made), opset_imports=opsets, ir_version=11)
-        settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = torch.get_num_threads()
-        settings.log_severity_level = 4
-        session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
-        out = numpy.empty(out_shape, feed["query"].numpy().dtype)
-        binding = session.io_binding()
-        for name, t in feed.items():
-            binding.bind_cpu_input(name, t.numpy())
-        binding.bind_output("out", "cpu", 0, out.dtype, out.shape, out.ctypes.data)
-
-        def outputs(_):
-            t = torch.from_numpy(out)
-            return (t if self.standard else t.unflatten(-1, (case.heads, -1)).transpose(1, 2),)
-
-        return Call(lambda: session.run_with_iobinding(binding), outputs, kept=feed)
-
-
 class OpenVino:
     name, package, words = "OpenVINO", "openvino", {"causal", "bool_mask", "float_mask", "window", "alibi", "sinks"}
 
@@ -433,6 +365,8 @@ PEERS = (
     TorchFlex(),
     OnnxRuntime("ONNX Runtime MHA", standard=False),
     OnnxRuntime("ONNX Runtime Attention", standard=True),
+    GroupQueryAttention(),
+    Ggml(),
     OpenVino(),
     Vllm(),
     Zentorch(),

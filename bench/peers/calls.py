@@ -11,6 +11,10 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 SEED = 20  # of torch's generator before a call with dropout whose outputs are compared
 
 
+class NoSuchCall(Exception):
+    """Why a library has no call for a case."""
+
+
 class Inputs(NamedTuple):
     query: torch.Tensor  # [batch, heads, query_len, head_dim]
     key: torch.Tensor  # [batch, kv_heads, kv_len, head_dim]

@@ -240,6 +240,117 @@ def test_wrong_output_of_a_peer_is_named_and_no_bar(wrong_peers):
     assert compare.ours_is_wrong({"rows": [row]}) == []
 
 
+class _Changed:
+    """Ours, of inputs that `change` has made others."""
+
+    package, words = "ops-transformer", set(cases.WORDS)
+
+    def __init__(self, name, change):
+        self.name, self.change = name, change
+
+    def prepare(self, case, inputs):
+        from peers import adapters
+
+        return adapters.Ours().prepare(*self.change(case, inputs._replace(key=inputs.key.clone(), value=inputs.value.clone())))
+
+
+def _without_the_last_key(case, inputs):
+    inputs.key[:, :, -1] = inputs.value[:, :, -1] = 0
+    return case, inputs
+
+
+def _with_other_blocks(case, inputs):
+    return case._replace(words=tuple(word for word in case.words if word != "50%") + ("25%",)), inputs
+
+
+@pytest.mark.parametrize("text, change", [("f32 forward 2x4/2x1/200x32", _without_the_last_key),
+                                          ("f32 causal paged 1x4/2x3/200x32", _without_the_last_key),
+                                          ("f32 sparse 50% blocks64 1x2x512x32", _with_other_blocks),
+                                          ("f32 causal sparse 50% blocks64 1x2x512x32", _with_other_blocks)])
+def test_decoding_and_blocks_that_differ_are_named(text, change):
+    """A token that misses one of 200 keys, and a query block that sees half of its blocks, are different; ours and torch's dense
+    call with a mask are not."""
+    _torch()
+    from peers import adapters
+
+    case, options = cases.parse(text), argparse.Namespace(threads=1, pairs=1, seconds=1)
+    chosen = [adapters.OURS, adapters.TorchPath("torch math", "MATH"), _Changed("torch that is changed", change)]
+    row = compare.measure(case, chosen, options)
+    assert row["wrong"] == ["torch that is changed"], row
+    assert set(row["error"]) == {peer.name for peer in chosen} and row["refused"] == {}
+    assert report.best_peer(row)[0] == "torch math"
+
+
+GQA_ROWS = ["f32 forward 1x4/2x1/70x32", "f32 forward 3x6/2x1/200x64", "f32 causal 1x4/2x64x32", "f32 causal paged 1x4/2x5/70x32",
+            "f32 causal softcap 1x4x40x32", "f32 causal window paged 1x4/2x1/400x32"]
+
+
+@pytest.fixture
+def onnx_runtime():
+    _torch()
+    for package in ("onnx", "onnxruntime"):
+        pytest.importorskip(package, reason=f"{package} is not installed (scripts/requirements-peer-onnxruntime.txt)")
+    from peers import onnx_runtime
+
+    return onnx_runtime
+
+
+@pytest.mark.parametrize("text", GQA_ROWS)
+def test_group_query_attention_of_onnx_runtime(onnx_runtime, text):
+    from peers import adapters
+
+    case, options = cases.parse(text), argparse.Namespace(threads=1, pairs=1, seconds=1)
+    row = compare.measure(case, [adapters.OURS, onnx_runtime.GroupQueryAttention()], options)
+    assert row["refused"] == {} and row["wrong"] == [] and set(row["error"]) == {"ours", "ONNX Runtime GQA"}, row
+
+
+def test_a_cache_with_one_key_less_is_wrong(onnx_runtime):
+    """ONNX Runtime told of 69 of 70 keys."""
+    from peers import adapters
+
+    class Shorter(onnx_runtime.GroupQueryAttention):
+        def prepare(self, case, inputs):
+            call = super().prepare(case, inputs)
+            call.kept["last"] -= 1  # the memory that the graph is bound to
+            return call
+
+    case, options = cases.parse("f32 forward 1x4/2x1/70x32"), argparse.Namespace(threads=1, pairs=1, seconds=1)
+    assert compare.measure(case, [adapters.OURS, Shorter()], options)["wrong"] == ["ONNX Runtime GQA"]
+
+
+def test_calls_that_group_query_attention_has_not(onnx_runtime):
+    from peers import adapters, calls
+
+    for text, why in (("f32 forward 1x4x8x32", "is causal"), ("f32 causal 1x4x8/16x32", "its last query sees the last key"),
+                      ("bf16 forward 1x4x1/8x32", "has no bf16"), ("f32 forward 1x4x1/8x32/16", "has no value_head_dim"),
+                      ("f32 alibi 1x4x8x32", "has no alibi")):
+        case = cases.parse(text)
+        assert adapters.prepare(onnx_runtime.GroupQueryAttention(), case, calls.make_inputs(case)) == (None, why)
+
+
+@pytest.mark.parametrize("text", ["f32 forward 2x4/2x1/70x64", "bf16 forward 1x4/2x1/20x128", "f16 causal 1x4/2x40x32",
+                                  "f32 causal softcap 1x2x33x32", "f32 causal window paged 1x4/2x5/400x32", "f32 bool_mask 1x2x40x32"])
+def test_ggml(text):
+    _torch()
+    pytest.importorskip("libggml", reason="libggml-python is not installed (scripts/requirements-peer-ggml.txt)")
+    from peers import adapters, ggml
+
+    class WithoutTheFirstKey(ggml.Ggml):
+        name = "ggml without a key"
+
+        def prepare(self, case, inputs):
+            key, value = (torch.nn.functional.pad(t[:, :, 1:], (0, 0, 1, 0)) for t in (inputs.key, inputs.value))
+            return super().prepare(case, inputs._replace(key=key, value=value))
+
+    import torch
+
+    case, options = cases.parse(text), argparse.Namespace(threads=1, pairs=1, seconds=1)
+    row = compare.measure(case, [adapters.OURS, ggml.Ggml(), WithoutTheFirstKey()], options)
+    assert row["refused"] == {} and set(row["error"]) == {"ours", "ggml", "ggml without a key"}
+    hidden = "window" in text  # from every query
+    assert row["wrong"] == ([] if hidden else ["ggml without a key"]), row
+
+
 @pytest.mark.parametrize("text", ["f32 dropout 1x2x64x32", "f32 dropout backward 1x2x64x32", "bf16 forward 1x2x64x32"])
 def test_one_wrong_element_is_not_right(text):
     _torch()

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run, in order."""
+"""The Python examples of the documentation run, in order: a page's share their names."""
 
 import os
 import pathlib
@@ -8,19 +8,30 @@ import numpy as np
 import pytest
 from conftest import import_torch, required
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "python.md"
-BLOCKS = re.findall(r"^```python *(\w*)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+KINDS = {"python.md": ("", "torch", "model"), "attention.md": ("",), "kv_cache.md": ("",)}  # what stands behind ```python
 
 
-@pytest.mark.parametrize("kind", ["", "torch", "model"])
-def test_examples(kind):
+def examples(page):
+    """[(kind, code)] of a page."""
+    return re.findall(r"^```python *(\w*)\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page, kind", [(page, kind) for page, kinds in KINDS.items() for kind in kinds])
+def test_examples(page, kind):
     model_path = os.environ.get("OPST_MODEL", "")
     if kind == "torch":
         import_torch()
     if kind == "model" and not os.path.isfile(model_path) and not required("model"):
         pytest.skip("the model file is not there (OPST_MODEL)")
-    blocks = [code for wanted, code in BLOCKS if wanted == kind]
+    blocks = [code for wanted, code in examples(page) if wanted == kind]
     assert blocks
     names = {"model_path": model_path, "np": np}
     for code in blocks:
-        exec(compile(code, str(PAGE), "exec"), names)
+        exec(compile(code, page, "exec"), names)
+
+
+def test_every_example_is_run():
+    """An example of another page, or of a kind that nobody runs, would be text."""
+    for path in DOCS.glob("*.md"):
+        assert {kind for kind, _ in examples(path.name)} <= set(KINDS.get(path.name, ())), path.name

@@ -320,7 +320,7 @@ TEST(Gather, AllocatesNothing) {
 }
 
 // More elements than 2^31: a pool of 140,001 blocks of [16, 8, 128], or half as many of 32 rows.
-TEST(Gather, ReadsBeyond32BitOffsets) {
+TEST(Gather, B44_ReadsBeyond32BitOffsets) {
   for (PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
     SCOPED_TRACE(to_string(layout));
     PageSizes sizes = {
@@ -401,7 +401,7 @@ class SmallPool : public testing::Test {
 };
 
 // Lengths beyond the table's columns.
-TEST_F(SmallPool, LengthsBeyondTheTable) {
+TEST_F(SmallPool, B61_LengthsBeyondTheTable) {
   expect_refused(
       gather({{0, 1}, {2, 3}}, {33, 5}, 38),
       "sequence 0 reads positions 0 to 32, but block_table has 2 blocks of 16 rows for it, positions 0 to 31");
@@ -416,7 +416,7 @@ TEST_F(SmallPool, LengthsBeyondTheTable) {
 }
 
 // Block ids that do not exist, come twice, are shared.
-TEST_F(SmallPool, BlockIds) {
+TEST_F(SmallPool, B62_BlockIds) {
   expect_refused(gather({{0, 4}},
                         {
                             17,
@@ -432,7 +432,7 @@ TEST_F(SmallPool, BlockIds) {
 }
 
 // Columns past the length are never looked at.
-TEST_F(SmallPool, StaleTailOfTheTable) {
+TEST_F(SmallPool, B64_StaleTailOfTheTable) {
   EXPECT_TRUE(gather({{3, 1 << 30, -7, 1 << 30}}, {5}, 5).ok());
   EXPECT_EQ(first(6), (std::vector<float>{48, 49, 50, 51, 52, 7}));
   EXPECT_TRUE(gather({{3, 1 << 30, -7, 1 << 30}}, {16}, 16).ok());

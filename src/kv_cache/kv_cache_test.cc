@@ -171,7 +171,7 @@ TEST(Scatter, RoundsOnceAndKeepsSpecialValues) {
 
 // More elements than 2^31: offsets are 64 bits wide (a pool of 140,001 blocks of [16, 8, 128], or half as many of 32
 // rows).
-TEST(Scatter, WritesBeyond32BitOffsets) {
+TEST(Scatter, B44_WritesBeyond32BitOffsets) {
   constexpr int64_t kTokens = 5;
   for (PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
     SCOPED_TRACE(to_string(layout));
@@ -213,7 +213,7 @@ TEST(Scatter, WritesBeyond32BitOffsets) {
   }
 }
 
-TEST(Scatter, RefusesSlotsOutsideBeforeWriting) {
+TEST(Scatter, B61_RefusesSlotsOutsideBeforeWriting) {
   Context& context = contexts_with_threads(2).back().context;
   std::vector<float> key(3 * 8, 1.0f), key_cache(4 * 4 * 8, 7.0f), value_cache(4 * 4 * 8, 7.0f);
   const ConstTensor tokens = ConstTensor::contiguous(DType::f32, {3, 1, 8}, key.data());

@@ -97,7 +97,7 @@ TEST_F(LlamaReference, EveryPromptsGreedyTokens) {
   EXPECT_EQ(cases, 12);
 }
 
-TEST_F(LlamaReference, LogitsAfterThePrompt) {
+TEST_F(LlamaReference, B98_LogitsAfterThePrompt) {
   Context context = make_context(0);
   LlamaSession session = open_session(context, {.context = 1280});
   for (const auto& line : reference_lines("logits.jsonl")) {

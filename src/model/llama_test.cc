@@ -19,7 +19,7 @@
 namespace opst::model {
 namespace {
 
-TEST(Llama, EqualsTheEquationsAtEveryLevel) {
+TEST(Llama, B98_B99_EqualsTheEquationsAtEveryLevel) {
   for (const int num_threads : {1, 2}) {
     for (const test::TestContext& t : test::contexts_with_threads(num_threads)) {
       SCOPED_TRACE(t.name + ", " + std::to_string(num_threads) + " threads");
@@ -84,7 +84,7 @@ std::vector<float> last_logits(Context& context, const Loaded& loaded, SessionOp
 }
 
 // Sizes of public reports: 520 tokens in chunks of 130; 5 tokens behind a paged prefix of 37 in bf16, grouped heads.
-TEST(Llama, PiecesBehindAPrefixEqualOneShot) {
+TEST(Llama, B23_B50_PiecesBehindAPrefixEqualOneShot) {
   Context context = make_context(2);
   const Loaded loaded =
       load(context, {.num_heads = 8, .num_kv_heads = 2, .head_dim = 64, .ffn_size = 96, .context = 600});
@@ -110,7 +110,7 @@ TEST(Llama, OtherShapes) {
       {.context = 45}, kTolerance);
 }
 
-TEST(Llama, OutputWeightWinsOverTheEmbedding) {
+TEST(Llama, B99_OutputWeightWinsOverTheEmbedding) {
   Context context = make_context(1);
   check_against_double(context, load(context, {.separate_output = true}), {.context = 64}, kTolerance);
 }
@@ -157,7 +157,7 @@ int64_t resident_bytes() {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-TEST(Llama, MemoryDoesNotGrowWithChangingLengths) {
+TEST(Llama, B91_MemoryDoesNotGrowWithChangingLengths) {
   Context context = make_context(2);
   const Loaded loaded = load(context);
   LlamaSession session = open_session(context, loaded.model, {.context = 512, .prefill_chunk = 128});

@@ -37,7 +37,12 @@ std::string title(const AttentionArguments& arguments, const AttentionSetup& set
 
 std::vector<AttentionSetup> backward_setups(const AttentionArguments& arguments) {
   std::vector<AttentionSetup> setups = attention_setups(arguments);
-  if (setups.front().problem.paged) usage_error("--backward does not go with keys in pages (--pages, --kv-dtype)");
+  const AttentionProblem& p = setups.front().problem;
+  if (p.has_tree_mask) usage_error("--backward does not go with --tree: a tree of draft tokens has no gradient");
+  if (p.paged && (p.options.page_layout != PageLayout::norm || size_bytes(p.kv_dtype) == 1)) {
+    usage_error("--backward does not go with pages of panel32 or of " + setups.front().kv_format +
+                ": gradients are taken of norm pages of f32, bf16 and f16");
+  }
   return setups;
 }
 
@@ -49,12 +54,13 @@ AttentionBackwardProblem backward_problem(const AttentionProblem& problem) {
   b.grad_out_dtype = problem.query_dtype;
   b.grad_bias = problem.has_bias;
   b.grad_sinks = problem.has_sinks;
+  if (problem.paged) b.num_blocks = BlockTable(problem).num_blocks;
   return b;
 }
 
 AttentionBackwardCase::AttentionBackwardCase(Context& context, const AttentionCase& forward) : forward_(forward) {
   forward.run(context, AttentionPath::automatic);
-  const AttentionInputs& in = forward.inputs();
+  const AttentionInputs in = forward.call_inputs();
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
   saved_.out = forward.outputs().out;
   saved_.softmax_lse = forward.outputs().softmax_lse;
@@ -67,6 +73,19 @@ AttentionBackwardCase::AttentionBackwardCase(Context& context, const AttentionCa
   gradients_.grad_value = make(in.value, in.value.dtype);
   if (in.bias.data != nullptr) gradients_.grad_bias = make(in.bias, real);
   if (in.sinks.data != nullptr) gradients_.grad_sinks = make(in.sinks, real);
+  if (forward.pages() != nullptr) {
+    dense_key_ = make(forward.inputs().key, in.key.dtype);
+    dense_value_ = make(forward.inputs().value, in.value.dtype);
+  }
+}
+
+AttentionGradients AttentionBackwardCase::gradients() const {
+  AttentionGradients dense = gradients_;
+  if (forward_.pages() != nullptr) {
+    forward_.pages()->read(gradients_.grad_key, gradients_.grad_value, dense_key_, dense_value_);
+    dense.grad_key = dense_key_, dense.grad_value = dense_value_;
+  }
+  return dense;
 }
 
 // A contiguous tensor of the same shape.
@@ -86,7 +105,7 @@ Tensor AttentionBackwardCase::make(const ConstTensor& like, DType dtype) {
 
 void AttentionBackwardCase::run(Context& context) const {
   const Status status =
-      flash_attention_backward(context, forward_.inputs(), saved_, gradients_, forward_.problem().options);
+      flash_attention_backward(context, forward_.call_inputs(), saved_, gradients_, forward_.problem().options);
   if (!status.ok()) throw CommandError(1, status.message());
 }
 

@@ -17,7 +17,8 @@ class AttentionBackwardCase {
   AttentionBackwardCase(Context& context, const AttentionCase& forward);
 
   const ConstTensor& grad_out() const { return saved_.grad_out; }
-  const AttentionGradients& gradients() const { return gradients_; }
+  // Those of pages in the shape of forward.inputs().
+  AttentionGradients gradients() const;
   // A CommandError where the operator refuses.
   void run(Context& context) const;
 
@@ -28,6 +29,7 @@ class AttentionBackwardCase {
   std::vector<Buffer> buffers_;
   AttentionSaved saved_;
   AttentionGradients gradients_;
+  Tensor dense_key_ = {}, dense_value_ = {};  // of gradients of pages
 };
 
 // Time, memory, fraction of peak and error for each length, beside the naive form, which may take limit_bytes.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "testing/elements.h"
 #include "testing/random.h"
@@ -13,7 +14,7 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
   const DType statistics = p.query_dtype == DType::f64 ? DType::f64 : DType::f32;
   if (setup.sequences.empty()) {
     inputs_.query = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.head_dim});
-    make_dense();
+    make_keys();
     outputs_.out = make(p.query_dtype, {p.batch, p.num_heads, p.query_len, p.value_head_dim});
     outputs_.softmax_lse = make(statistics, {p.batch, p.num_heads, p.query_len});
   } else {
@@ -24,8 +25,7 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
       key_starts.push_back(key_starts.back() + s.kv_len);
     }
     inputs_.query = make(p.query_dtype, {query_starts_.back(), p.num_heads, p.head_dim});
-    inputs_.key = make(p.kv_dtype, {key_starts.back(), p.num_kv_heads, p.head_dim});
-    inputs_.value = make(p.kv_dtype, {key_starts.back(), p.num_kv_heads, p.value_head_dim});
+    make_keys();
     outputs_.out = make(p.query_dtype, {query_starts_.back(), p.num_heads, p.value_head_dim});
     outputs_.softmax_lse = make(statistics, {p.num_heads, query_starts_.back()});
     inputs_.cu_seqlens_q = make_integers(query_starts_);
@@ -37,6 +37,9 @@ AttentionCase::AttentionCase(const AttentionSetup& setup) : setup_(setup) {
     inputs_.sparse_indices = {ConstTensor::contiguous(DType::i32, {p.batch, p.query_len, p.num_kv_heads, sizes.count},
                                                       setup_.selected->data()),
                               sizes.block_size};
+  }
+  if (setup_.tree != nullptr) {
+    inputs_.tree_mask = ConstTensor::contiguous(DType::i64, {p.batch, p.query_len}, setup_.tree->data());
   }
   if (p.has_prefix) {
     std::vector<int64_t> prefixes(static_cast<size_t>(p.batch), setup.prefix);
@@ -71,14 +74,20 @@ Tensor AttentionCase::make(DType dtype, std::initializer_list<int64_t> shape) {
   return t;
 }
 
-void AttentionCase::make_dense() {
+void AttentionCase::make_keys() {
   const AttentionProblem& p = setup_.problem;
   const DType dtype = opst::size_bytes(p.kv_dtype) == 1 ? DType::f32 : p.kv_dtype;
-  const Tensor key = make(dtype, {p.batch, p.num_kv_heads, p.kv_len, p.head_dim}),
-               value = make(dtype, {p.batch, p.num_kv_heads, p.kv_len, p.value_head_dim});
+  std::vector<int64_t> lengths;
+  for (const AttentionSetup::Sequence& s : setup_.sequences) lengths.push_back(s.kv_len);
+  const int64_t tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+  const auto make_side = [&](int64_t dim) {
+    return lengths.empty() ? make(dtype, {p.batch, p.num_kv_heads, p.kv_len, dim})
+                           : make(dtype, {tokens, p.num_kv_heads, dim});
+  };
+  const Tensor key = make_side(p.head_dim), value = make_side(p.value_head_dim);
   inputs_.key = key, inputs_.value = value;
   if (!p.paged) return;
-  pages_ = std::make_unique<PagedKeys>(p, setup_.kv_format);
+  pages_ = std::make_unique<PagedKeys>(p, setup_.kv_format, lengths);
   pages_->store(key, value);
   pages_->read(key, value);
 }
@@ -112,12 +121,20 @@ void AttentionCase::spoil_values(bool spoiled) {
   if (spoiled && pages_ != nullptr) pages_->store(inputs_.key, inputs_.value);
 }
 
-void AttentionCase::run(Context& context, AttentionPath path) const {
-  AttentionOptions options = setup_.problem.options;
-  options.path = path;
+AttentionInputs AttentionCase::call_inputs() const {
   AttentionInputs inputs = inputs_;
   if (pages_ != nullptr) pages_->enter(inputs);
-  const Status status = flash_attention_forward(context, inputs, outputs_, options);
+  return inputs;
+}
+
+Status AttentionCase::try_run(Context& context, AttentionPath path) const {
+  AttentionOptions options = setup_.problem.options;
+  options.path = path;
+  return flash_attention_forward(context, call_inputs(), outputs_, options);
+}
+
+void AttentionCase::run(Context& context, AttentionPath path) const {
+  const Status status = try_run(context, path);
   if (!status.ok()) throw CommandError(1, status.message());
 }
 

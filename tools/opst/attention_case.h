@@ -9,6 +9,7 @@
 #include "opst/attention.h"
 #include "paged_keys.h"
 #include "sparse_option.h"
+#include "tree_option.h"
 
 namespace opst::tools {
 
@@ -34,6 +35,7 @@ struct AttentionArguments {
   int64_t shared_prefix = 0;
   std::string sparse;          // kSparseHelp
   std::string sparse_indices;  // kSparseIndicesHelp
+  bool tree = false;           // kTreeHelp
   std::string pages;           // norm, panel32; empty: dense keys, but for formats that pages alone hold
   std::string path = "automatic";
   int64_t block_q = 0;
@@ -47,6 +49,7 @@ struct AttentionArguments {
 struct AttentionCommandOptions {
   CLI::Option* sparse;
   CLI::Option* shared_prefix;
+  CLI::Option* tree;
 };
 AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArguments& arguments);
 
@@ -60,6 +63,7 @@ struct AttentionSetup {
   int64_t prefix = 0;
   std::shared_ptr<const BlockMaskBuffer> block_mask;     // of --sparse
   std::shared_ptr<const std::vector<int32_t>> selected;  // of --sparse-indices
+  std::shared_ptr<const std::vector<int64_t>> tree;      // of --tree
   std::string kv_format;                                 // paged: what keys and values are stored as
 
   // Whether some option beyond the causal mask is on.
@@ -97,7 +101,13 @@ class AttentionCase {
   // Pages keep the 0, since only a reference reads inputs() afterwards.
   void spoil_values(bool spoiled);
 
-  // Runs the operator by the given path; a CommandError where it is refused.
+  // What run() passes: inputs(), or with the pages in the place of keys and values.
+  AttentionInputs call_inputs() const;
+  // Null: keys and values lie in no pages.
+  const PagedKeys* pages() const { return pages_.get(); }
+
+  // Runs the operator by the given path; run(): a CommandError where it is refused.
+  Status try_run(Context& context, AttentionPath path) const;
   void run(Context& context, AttentionPath path) const;
 
   struct RowIndex {
@@ -110,7 +120,7 @@ class AttentionCase {
 
  private:
   Tensor make(DType dtype, std::initializer_list<int64_t> shape);
-  void make_dense();
+  void make_keys();
   ConstTensor make_integers(const std::vector<int64_t>& values);
 
   AttentionSetup setup_;

@@ -78,9 +78,8 @@ AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArgume
           "int8_offset, int4, int4_offset")
       ->check(one_of(formats));
   command
-      .add_option(
-          "--pages", a.pages,
-          "Keys and values in pages of 64 tokens: norm or panel32 (default: dense; of eight or four bits norm)")
+      .add_option("--pages", a.pages,
+                  "Keys and values in pages of 64 tokens: norm or panel32 (default: dense; of eight or four bits norm)")
       ->check(one_of({"norm", "panel32"}));
   CLI::Option* batch = command.add_option("--batch", a.batch, "Sequences")->check(count)->capture_default_str();
   command.add_option("--heads", a.heads, "Query heads")->check(count)->capture_default_str();
@@ -97,8 +96,9 @@ AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArgume
   command.add_option("--window", a.window,
                      "LEFT,RIGHT: a query sees so many keys before and after its own; all: no limit; negative: a band "
                      "away from its own, as in --window=-3,5");
-  command.add_option("--prefix", a.prefix, "Keys at the front that every query sees, at most --seq")
-      ->check(between(0, kMostTokens));
+  CLI::Option* prefix =
+      command.add_option("--prefix", a.prefix, "Keys at the front that every query sees, at most --seq")
+          ->check(between(0, kMostTokens));
   CLI::Option* sparse = command.add_option("--sparse", a.sparse, kSparseHelp);
   CLI::Option* indices = command.add_option("--sparse-indices", a.sparse_indices, kSparseIndicesHelp)->excludes(sparse);
   CLI::Option* shared =
@@ -109,14 +109,15 @@ AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArgume
           ->check(between(1, kMostTokens))
           ->excludes(sparse)
           ->excludes(indices);
+  CLI::Option* tree =
+      command.add_flag("--tree", a.tree, kTreeHelp)->excludes(sparse)->excludes(indices)->excludes(prefix);
   add_list(command, "--varlen", a.varlen,
            "Lengths of sequences in one call, separated by commas: N, or Q:K queries and keys (for --seq, --batch)",
            CLI::Validator(""))
       ->excludes(seq)
       ->excludes(batch)
-      ->excludes(sparse)
-      ->excludes(indices)
-      ->excludes(shared);
+      ->excludes(shared)
+      ->excludes(tree);
   command.add_option("--mask", a.mask, "A random mask [1, 1, queries, keys]: bool or additive")
       ->check(one_of({"bool", "additive"}));
   command.add_flag("--alibi", a.alibi, "Linear position biases");
@@ -128,7 +129,7 @@ AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArgume
   command.add_option("--block-kv", a.block_kv, "Keys of a tile, 1 to 4096 (default: the plan's choice)")->check(block);
   add_threads_option(command, a.num_threads);
   command.add_flag("--json", a.json, "Print one JSON object");
-  return {sparse, shared};
+  return {sparse, shared, tree};
 }
 
 // For keys of length kv_len (varlen: of the given lengths).
@@ -154,7 +155,11 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
   p.query_len = a.query_len > 0 ? a.query_len : kv_len;
   if (!a.varlen.empty()) {
     if (a.query_len > 0) usage_error("--query-len does not go with --varlen: give QUERIES:KEYS");
-    p.varlen_q = p.varlen_k = true;
+    if (!a.sparse.empty() || !a.sparse_indices.empty()) {
+      usage_error((a.sparse.empty() ? std::string("--sparse-indices") : std::string("--sparse")) +
+                  " does not go with --varlen: blocks are drawn for sequences of one length");
+    }
+    p.varlen_q = true, p.varlen_k = !paged;
     p.batch = static_cast<int64_t>(a.varlen.size());
     p.query_len = p.kv_len = 0;
     for (const std::string& text : a.varlen) {
@@ -165,9 +170,8 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
   }
   p.head_dim = a.head_dim;
   p.value_head_dim = a.value_head_dim > 0 ? a.value_head_dim : a.head_dim;
-  if (paged && (p.query_dtype == DType::f64 || !a.varlen.empty())) {
-    usage_error(std::string("keys and values in pages (--pages, --kv-dtype) do not go with ") +
-                (a.varlen.empty() ? "--dtype f64" : "--varlen"));
+  if (paged && p.query_dtype == DType::f64) {
+    usage_error("keys and values in pages (--pages, --kv-dtype) do not go with --dtype f64, which no cache holds");
   }
   if (a.top_left && !a.causal && a.window.empty() && !a.alibi) {
     usage_error("--top-left says where the diagonal of --causal, --window or --alibi lies, but none of them is given");
@@ -198,6 +202,7 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
   if (!a.sparse_indices.empty()) {
     setup.selected = std::make_shared<const std::vector<int32_t>>(make_sparse_indices(a.sparse_indices, p));
   }
+  if (a.tree) setup.tree = make_tree(p);
   if (paged) set_pages(a.pages, setup.kv_format, p);
   if (a.shared_prefix > 0) share_prefix(a.shared_prefix, p);
   return setup;
@@ -219,6 +224,7 @@ std::string options_text(const AttentionArguments& a) {
   if (a.prefix > 0) text += ", prefix " + std::to_string(a.prefix);
   if (!a.sparse.empty()) text += ", sparse " + a.sparse;
   if (!a.sparse_indices.empty()) text += ", sparse indices " + a.sparse_indices;
+  if (a.tree) text += ", a tree";
   if (a.shared_prefix > 0) text += ", shared prefix " + std::to_string(a.shared_prefix);
   if (!a.kv_dtype.empty()) text += ", keys " + a.kv_dtype;
   if (!a.pages.empty()) text += ", " + a.pages + " pages";
@@ -235,15 +241,15 @@ std::string options_text(const AttentionArguments& a) {
 bool AttentionSetup::has_options() const {
   const AttentionOptions& o = problem.options;
   return !sequences.empty() || block_mask != nullptr || selected != nullptr || problem.options.shared_prefix > 0 ||
-         problem.has_mask || problem.has_bias || problem.has_alibi || problem.has_prefix || o.softcap > 0 ||
-         o.dropout.keep_prob < 1 || o.window_left != kUnbounded || o.window_right != kUnbounded;
+         tree != nullptr || problem.has_mask || problem.has_bias || problem.has_alibi || problem.has_prefix ||
+         o.softcap > 0 || o.dropout.keep_prob < 1 || o.window_left != kUnbounded || o.window_right != kUnbounded;
 }
 
 std::vector<AttentionSetup> AttentionSetup::baseline() const {
   AttentionSetup plain = *this;
   if (!sequences.empty()) {
     std::vector<AttentionSetup> parts;
-    plain.problem.varlen_q = plain.problem.varlen_k = false;
+    plain.problem.varlen_q = plain.problem.varlen_k = false;  // in pages, where they were
     plain.problem.batch = 1;
     plain.sequences.clear();
     for (const Sequence& s : sequences) {
@@ -264,6 +270,8 @@ std::vector<AttentionSetup> AttentionSetup::baseline() const {
   p.block_mask = {};
   plain.selected = nullptr;
   p.sparse_indices = {};
+  plain.tree = nullptr;
+  p.has_tree_mask = false;
   p.options.softcap = 0;
   p.options.dropout = {};
   p.options.window_left = p.options.window_right = kUnbounded;
@@ -278,6 +286,7 @@ double visible_pairs(const AttentionSetup& setup) {
     return visible_pairs(setup.block_mask->mask, setup.problem) * static_cast<double>(setup.problem.batch);
   }
   if (setup.selected != nullptr) return visible_pairs(*setup.selected, setup.problem);
+  if (setup.tree != nullptr) return visible_pairs_of_tree(*setup.tree, setup.problem);
   if (setup.sequences.empty()) {
     return pairs_of(setup.problem.query_len, setup.problem.kv_len) * static_cast<double>(setup.problem.batch);
   }

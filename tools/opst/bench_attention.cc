@@ -31,7 +31,8 @@ struct Row {
   double flops = 0;
   int64_t flash_scratch_bytes = 0;
   int64_t standard_bytes = 0;
-  double standard_seconds = -1;  // negative: does not fit
+  double standard_seconds = -1;  // negative: not measured
+  bool standard_offered = true;  // false: that path refuses an option
   NaiveTime naive;
   AttentionVerdict verdict;
   // Time over that of the baseline, where there are options: median and quartiles of pairs.
@@ -117,7 +118,9 @@ Row measure(Context& context, const AttentionSetup& setup, int64_t limit_bytes, 
       std::clamp<int64_t>((int64_t{1} << 26) / std::max<int64_t>(problem.kv_len, 1) / problem.head_dim, 8, 64));
   if (row.setup.has_options()) measure_ratio(context, data, row);
   context.trim();
-  if (row.standard_bytes <= limit_bytes) {
+  const bool fits = row.standard_bytes <= limit_bytes;
+  if (fits) row.standard_offered = data.try_run(context, AttentionPath::standard).ok();
+  if (fits && row.standard_offered) {
     row.standard_seconds = test::measure_fraction(context, kind, row.flops, [&] {
                              data.run(context, AttentionPath::standard);
                            }).call_seconds;
@@ -148,7 +151,10 @@ void print_row(const Row& row) {
   std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %11s %10s  %9.1f %5.1f %%%s %9.1e  %9s",
                 static_cast<long long>(row.setup.problem.kv_len), row.naive.text().c_str(),
                 row.naive.offered ? human_bytes(row.naive.bytes).c_str() : "",
-                fits ? human_seconds(row.standard_seconds).c_str() : "no fit", human_bytes(row.standard_bytes).c_str(),
+                fits                   ? human_seconds(row.standard_seconds).c_str()
+                : row.standard_offered ? "no fit"
+                                       : "-",
+                row.standard_offered ? human_bytes(row.standard_bytes).c_str() : "",
                 human_seconds(row.flash.call_seconds).c_str(), human_bytes(row.flash_scratch_bytes).c_str(),
                 row.flash.flops_per_second / 1e9, row.flash.fraction * 100, row.flash.valid ? " " : "*",
                 row.verdict.error, to_string(row.plan.path));
@@ -214,7 +220,8 @@ void run(const Options& options) {
   }
   write_output("\n" + naive.explanation(first) + "standard: the whole score matrix in memory (\"no fit\": beyond " +
                human_bytes(limit) +
-               "); of peak: flash against multiply-adds of the same\nlength on the same threads, median of pairs; max "
+               "; -: it does not take the options); of peak: flash against multiply-adds of the same\nlength on the "
+               "same threads, median of pairs; max "
                "error: against float64 on sampled rows; plan: which path is chosen\n");
   if (first.has_options()) {
     write_output(first.sequences.empty() ? "over baseline: time over that of the same call without options, in turn\n"

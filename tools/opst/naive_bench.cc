@@ -42,8 +42,9 @@ std::vector<float> mask_of(const AttentionCase& data) {
 
 bool offered(const AttentionSetup& setup) {
   const AttentionProblem& p = setup.problem;
-  return setup.sequences.empty() && setup.block_mask == nullptr && !p.paged && p.query_dtype == p.kv_dtype &&
-         !p.has_alibi && p.options.softcap == 0 && p.options.dropout.keep_prob == 1;
+  return setup.sequences.empty() && setup.block_mask == nullptr && setup.selected == nullptr && setup.tree == nullptr &&
+         !p.paged && p.query_dtype == p.kv_dtype && !p.has_alibi && p.options.softcap == 0 &&
+         p.options.dropout.keep_prob == 1;
 }
 
 // Only shapes and dtype.

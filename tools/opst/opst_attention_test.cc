@@ -67,6 +67,9 @@ TEST(OpstAttention, PlanCountsWhatTheStructureShows) {
   EXPECT_EQ(flops({"--varlen", "10,3:20"}), per_pair * (100 + 60));
   EXPECT_EQ(flops({"--sparse", "documents=30,block=30"}), per_pair * 3 * 30 * 30);
   EXPECT_EQ(flops({"--sparse", "documents=45,block=45", "--causal"}), per_pair * 45 * 46);
+  EXPECT_EQ(flops({"--varlen", "10,3:20", "--pages", "norm"}), per_pair * (100 + 60));
+  EXPECT_EQ(flops({"--tree", "--query-len", "1"}), per_pair * 90);  // the context, and the token itself
+  EXPECT_EQ(flops({"--tree", "--query-len", "1", "--window", "9,0"}), per_pair * 10);
 }
 
 TEST(OpstAttention, PlanDrawsABlockMask) {
@@ -141,13 +144,15 @@ TEST(OpstAttention, RandomOptionsPass) {
     const std::string dtype = pick({"f32", "bf16", "f16", "f64"});
     add("--dtype", dtype);
     const bool paged = dtype != "f64" && draw(3) == 0;
-    bool panels = false;
+    bool panels = false, differentiable = true;
     if (paged) {
-      add("--pages", pick({"norm", "panel32"}));
+      add("--pages", pick({"norm", "norm", "panel32"}));
       add("--kv-dtype", options.back() == "norm" ? pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8",
                                                          "int8_offset", "int4", "int4_offset"})
                                                  : pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8"}));
       panels = options[options.size() - 3] == "panel32";
+      const std::string& format = options.back();
+      differentiable = !panels && (format == "f32" || format == "bf16" || format == "f16");
     } else if (draw(3) == 0 && dtype != "f64") {
       add("--kv-dtype", pick({"f32", "bf16", "f16"}));
     }
@@ -155,7 +160,7 @@ TEST(OpstAttention, RandomOptionsPass) {
     if (draw(2) == 0) add("--kv-heads", "2");
     add("--head-dim", pick({paged ? "2" : "1", "16", "40", "64", "160"}));
     if (draw(3) == 0) add("--value-head-dim", pick({paged ? "2" : "1", "24", "72"}));
-    if (draw(4) == 0 && !paged) {
+    if (draw(4) == 0) {
       add("--varlen", pick({"1,70,5:90,0,33", "64,3:80"}));
     } else {
       add("--seq", pick({"1", "33", "130", "300"}));
@@ -173,7 +178,7 @@ TEST(OpstAttention, RandomOptionsPass) {
     if (draw(4) == 0) add("--dropout", pick({"0.1", "0.7"}));
     if (draw(4) == 0) add("--block-kv", pick({panels ? "32" : "5", "64"}));
     if (draw(4) == 0) add("--block-q", pick({"3", "48"}));
-    if (draw(3) == 0 && !paged) {
+    if (draw(3) == 0 && differentiable) {
       add("--backward", "");
     } else {
       add("--rows", "20");
@@ -196,6 +201,33 @@ TEST(OpstAttention, SparseIndicesPass) {
       const Outcome outcome = run_program(options);
       EXPECT_EQ(outcome.exit_code, 0) << lists << " " << more[0] << "\n" << outcome.out << outcome.err;
     }
+  }
+}
+
+// Pages with sequences of their own lengths and with gradients, and trees of draft tokens.
+TEST(OpstAttention, PagesAndTreesPass) {
+  const std::vector<std::vector<std::string>> cases = {
+      {"--pages", "norm", "--varlen", "1:200,0,130,64:65", "--causal"},
+      {"--pages", "panel32", "--varlen", "1:200,130", "--kv-dtype", "bf16"},
+      {"--kv-dtype", "int8", "--varlen", "3:70,1:64"},
+      {"--pages", "norm", "--backward", "--seq", "130", "--batch", "2"},
+      {"--pages", "norm", "--backward", "--varlen", "70,5:90", "--causal"},
+      {"--tree", "--query-len", "9", "--seq", "200", "--batch", "2"},
+      {"--tree", "--query-len", "64", "--seq", "64", "--causal", "--window", "20,0"},
+      {"--tree", "--query-len", "7", "--seq", "300", "--kv-dtype", "int4", "--causal"}};
+  for (const std::vector<std::string>& more : cases) {
+    std::vector<std::string> options = {"check", "attention", "--heads", "4", "--kv-heads", "2", "--head-dim", "40"};
+    options.insert(options.end(), more.begin(), more.end());
+    const auto run = [&](const char* command) {
+      options[0] = command;
+      const Outcome outcome = run_program(options);
+      EXPECT_EQ(outcome.exit_code, 0) << command << " " << more[0] << " " << more[1] << "\n"
+                                      << outcome.out << outcome.err;
+    };
+    for (const char* command : {"check", "plan", "bench"}) run(command);
+    options[0] = "check";
+    options.emplace_back("--spoil");
+    EXPECT_EQ(run_program(options).exit_code, 1) << testing::PrintToString(more);
   }
 }
 
@@ -267,13 +299,25 @@ TEST(OpstAttention, RefusesWhatMakesNoSense) {
       {{"--kv-dtype", "f64"}, "--kv-dtype: f64 does not go with --dtype f32"},
       {{"--dtype", "f64", "--kv-dtype", "f32"}, "--kv-dtype: f32 does not go with --dtype f64"},
       {{"--kv-dtype", "int3"}, "--kv-dtype"},
-      {{"--kv-dtype", "int8", "--varlen", "9,3"},
-       "keys and values in pages (--pages, --kv-dtype) do not go with --varlen"},
+      {{"--sparse", "window=3", "--varlen", "9,3"},
+       "--sparse does not go with --varlen: blocks are drawn for sequences of one length"},
+      {{"--sparse-indices", "3", "--varlen", "9,3"},
+       "--sparse-indices does not go with --varlen: blocks are drawn for sequences of one length"},
+      {{"--tree", "--query-len", "65"}, "--tree takes a --query-len of at most 64"},
+      {{"--tree", "--query-len", "9", "--seq", "8"}, "no more than the keys, but it is 9 of 8 keys"},
+      {{"--tree", "--varlen", "9,3"}, "excludes"},
+      {{"--tree", "--query-len", "4", "--backward"},
+       "--backward does not go with --tree: a tree of draft tokens has no gradient"},
       {{"--pages", "norm", "--dtype", "f64"},
-       "keys and values in pages (--pages, --kv-dtype) do not go with --dtype f64"},
+       "keys and values in pages (--pages, --kv-dtype) do not go with --dtype f64, which no cache holds"},
       {{"--kv-dtype", "int4", "--head-dim", "9"},
        "--pages, --kv-dtype: page layout norm: head_dim is 9, but must be even for u8, two numbers each"},
-      {{"--pages", "norm", "--backward"}, "--backward does not go with keys in pages (--pages, --kv-dtype)"},
+      {{"--pages", "panel32", "--backward"},
+       "--backward does not go with pages of panel32 or of f32: gradients are taken of norm pages of f32, bf16 and "
+       "f16"},
+      {{"--kv-dtype", "int8", "--backward"},
+       "--backward does not go with pages of panel32 or of int8: gradients are taken of norm pages of f32, bf16 and "
+       "f16"},
       {{"--sparse-indices", "0"}, "--sparse-indices: '0' is not COUNT or COUNT,BLOCK, whole numbers from 1 to 2^30"},
       {{"--sparse-indices", "2,3,4"}, "--sparse-indices: '2,3,4' is not COUNT or COUNT,BLOCK"},
       {{"--sparse-indices", "9,16", "--seq", "100"},

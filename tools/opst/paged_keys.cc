@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 #include "command.h"
 
@@ -42,15 +44,16 @@ void set_pages(const std::string& layout, const std::string& kv_format_name, Att
   }
 }
 
-BlockTable::BlockTable(const AttentionProblem& p) {
+BlockTable::BlockTable(const AttentionProblem& p, std::vector<int64_t> of_sequences)
+    : lengths(std::move(of_sequences)) {
   const auto blocks_of = [&](int64_t keys) { return (keys + p.block_size - 1) / p.block_size; };
-  columns = blocks_of(p.kv_len);
+  columns = std::max<int64_t>(blocks_of(p.kv_len), 1);  // without an entry a table would be none
   const int64_t same = blocks_of(std::max<int64_t>(p.options.shared_prefix, 0)), own = columns - same;
   num_blocks = same + p.batch * own;
   for (int64_t b = 0; b < p.batch; ++b) {
     for (int64_t i = 0; i < columns; ++i) blocks.push_back(num_blocks - 1 - (i < same ? i : i + b * own));
   }
-  lengths.assign(static_cast<size_t>(p.batch), p.kv_len);
+  if (lengths.empty()) lengths.assign(static_cast<size_t>(p.batch), p.kv_len);
 }
 
 void BlockTable::enter(AttentionInputs& inputs) const {
@@ -79,8 +82,9 @@ void share_prefix(int64_t keys, AttentionProblem& p) {
   p.shared_prefix = value_or_fail(attention_problem(in, p.options)).shared_prefix;
 }
 
-PagedKeys::PagedKeys(const AttentionProblem& problem, const std::string& kv_format_name)
-    : problem_(problem), table_(problem) {
+PagedKeys::PagedKeys(const AttentionProblem& problem, const std::string& kv_format_name,
+                     const std::vector<int64_t>& lengths)
+    : problem_(problem), table_(problem, lengths) {
   const PageLayout layout = problem.options.page_layout;
   const PageSizes sizes = sizes_of(problem, table_);
   const KvFormat format = value_or_fail(kv_format(kv_format_name, problem.head_dim, problem.value_head_dim));
@@ -106,33 +110,39 @@ Tensor PagedKeys::make(Tensor shape) {
 
 std::vector<int64_t> PagedKeys::slots(int64_t batch) const {
   std::vector<int64_t> slots;
-  for (int64_t t = 0; t < problem_.kv_len; ++t) {
+  for (int64_t t = 0; t < table_.lengths[static_cast<size_t>(batch)]; ++t) {
     const int64_t block = table_.blocks[static_cast<size_t>(batch * table_.columns + t / problem_.block_size)];
     slots.push_back(block * problem_.block_size + t % problem_.block_size);
   }
   return slots;
 }
 
+template <class TensorType>
+TensorType PagedKeys::tokens(const TensorType& t, int64_t b) const {
+  if (t.rank == 4) return t.selected(0, b).transposed(0, 1);
+  const auto first = table_.lengths.begin();
+  return t.narrowed(0, std::accumulate(first, first + b, int64_t{0}), first[b]);
+}
+
 void PagedKeys::store(const ConstTensor& key, const ConstTensor& value) {
   Context context = value_or_fail(Context::create({.num_threads = 1}));
   for (int64_t b = 0; b < problem_.batch; ++b) {
     const std::vector<int64_t> to = slots(b);
-    const ConstTensor slot_mapping = ConstTensor::contiguous(DType::i64, {problem_.kv_len}, to.data());
-    expect(scatter_pa_kv_cache(context, key.selected(0, b).transposed(0, 1), value.selected(0, b).transposed(0, 1),
-                               slot_mapping, key_, value_,
+    const ConstTensor slot_mapping = ConstTensor::contiguous(DType::i64, {static_cast<int64_t>(to.size())}, to.data());
+    expect(scatter_pa_kv_cache(context, tokens(key, b), tokens(value, b), slot_mapping, key_, value_,
                                {.layout = problem_.options.page_layout, .scales = scales_}));
   }
 }
 
-void PagedKeys::read(const Tensor& key, const Tensor& value) const {
+void PagedKeys::read(const ConstTensor& key_pages, const ConstTensor& value_pages, const Tensor& key,
+                     const Tensor& value) const {
   Context context = value_or_fail(Context::create({.num_threads = 1}));
-  const GatherOptions options = {.layout = problem_.options.page_layout,
-                                 .scales = {scales_.key, scales_.value, scales_.key_offsets, scales_.value_offsets}};
+  const GatherOptions options = {.layout = problem_.options.page_layout, .scales = scales_};
   AttentionInputs in;
   table_.enter(in);
   for (int64_t b = 0; b < problem_.batch; ++b) {
-    expect(gather_pa_kv_cache(context, key_, value_, in.block_table.narrowed(0, b, 1), in.kv_lengths.narrowed(0, b, 1),
-                              key.selected(0, b).transposed(0, 1), value.selected(0, b).transposed(0, 1), options));
+    expect(gather_pa_kv_cache(context, key_pages, value_pages, in.block_table.narrowed(0, b, 1),
+                              in.kv_lengths.narrowed(0, b, 1), tokens(key, b), tokens(value, b), options));
   }
 }
 
@@ -142,6 +152,7 @@ void PagedKeys::enter(AttentionInputs& inputs) const {
   inputs.key_scales = scales_.key, inputs.value_scales = scales_.value;
   inputs.key_offsets = scales_.key_offsets, inputs.value_offsets = scales_.value_offsets;
   table_.enter(inputs);
+  inputs.cu_seqlens_k = {};
 }
 
 }  // namespace opst::tools

@@ -49,6 +49,21 @@ void make_varlen(Call& c, std::vector<int32_t> offsets) {
   c.in.cu_seqlens_q = ConstTensor::contiguous(DType::i32, {3}, c.integers.data());
 }
 
+// Two blocks of two queries: the first sees key blocks 0 and 2 of three keys, the second key block 1.
+void make_blocks(Call& c, std::vector<int32_t> offsets, std::vector<int32_t> columns) {
+  c.integers = std::move(offsets);
+  c.integers.insert(c.integers.end(), columns.begin(), columns.end());
+  c.in.block_mask = {ConstTensor::contiguous(DType::i32, {1, 1, 3}, c.integers.data()),
+                     ConstTensor::contiguous(DType::i32, {3}, c.integers.data() + 3), 2, 3};
+}
+// Three of four blocks of two keys for each query and KV head: of the first query's first head `first`, else 0, 1, 2.
+void make_lists(Call& c, std::vector<int32_t> first) {
+  c.integers = std::move(first);
+  while (c.integers.size() < 2 * 3 * 2 * 3) c.integers.push_back(static_cast<int32_t>(c.integers.size() % 3));
+  c.in.sparse_indices = {ConstTensor::contiguous(DType::i32, {2, 3, 2, 3}, c.integers.data()), 2};
+  c.in.bias = {}, c.grads.grad_bias = {};
+}
+
 struct Refusal {
   const char* name;
   std::function<void(Call&)> spoil;
@@ -172,6 +187,61 @@ const Refusal kRefusals[] = {
        c.in.query.shape[3] = c.in.key.shape[3] = c.grads.grad_query.shape[3] = c.grads.grad_key.shape[3] = 0;
      },
      "head_dim is 0, must be 1 to 768"},
+
+    // Block masks and lists.
+    {"rows_of_blocks_decrease",
+     [](Call& c) {
+       make_blocks(c, {0, 3, 2}, {0, 1, 2});
+     },
+     "block_mask.row_offsets[0][0][2] is 2, less than block_mask.row_offsets[0][0][1] = 3"},
+    {"rows_of_blocks_beyond_the_columns",
+     [](Call& c) {
+       make_blocks(c, {0, 2, 4}, {0, 2, 1});
+     },
+     "block_mask.row_offsets[0][0][2] is 4, must be 0 to 3, the columns"},
+    {"columns_unsorted",
+     [](Call& c) {
+       make_blocks(c, {0, 2, 3}, {2, 0, 1});
+     },
+     "block_mask.columns[1] is 0, not more than block_mask.columns[0] = 2 of the same row"},
+    {"columns_repeated",
+     [](Call& c) {
+       make_blocks(c, {0, 2, 3}, {2, 2, 1});
+     },
+     "block_mask.columns[1] is 2, not more than block_mask.columns[0] = 2 of the same row"},
+    {"columns_past_the_end",
+     [](Call& c) {
+       make_blocks(c, {0, 2, 3}, {0, 3, 1});
+     },
+     "block_mask.columns[1] is 3, but kv_len = 7 has 3 blocks of 3 keys"},
+    {"columns_negative",
+     [](Call& c) {
+       make_blocks(c, {0, 2, 3}, {0, 2, -1});
+     },
+     "block_mask.columns[2] is -1, but kv_len = 7 has 3 blocks of 3 keys"},
+    {"index_past_the_end",
+     [](Call& c) {
+       make_lists(c, {0, 4, -1});
+     },
+     "sparse_indices.indices[0][0][0][1] is 4, but sequence 0 has 4 blocks of 2 keys (kv_len = 7); only -1 may stand "
+     "for "
+     "none"},
+    {"minus_one_in_the_middle",
+     [](Call& c) {
+       make_lists(c, {0, -1, 2});
+     },
+     "sparse_indices.indices[0][0][0][2] is 2, but sparse_indices.indices[0][0][0][1] = -1 ended the list"},
+    {"index_below_minus_one",
+     [](Call& c) {
+       make_lists(c, {-2, 0, 1});
+     },
+     "sparse_indices.indices[0][0][0][0] is -2, but sequence 0 has 4 blocks of 2 keys (kv_len = 7); only -1 may stand "
+     "for none"},
+    {"index_repeated",
+     [](Call& c) {
+       make_lists(c, {3, 1, 3});
+     },
+     "sparse_indices.indices[0][0][0][2] is 3, as is sparse_indices.indices[0][0][0][0] of the same list"},
 };
 
 class AttentionBackwardRefuses : public testing::TestWithParam<Refusal> {};
@@ -188,9 +258,10 @@ INSTANTIATE_TEST_SUITE_P(Attention, AttentionBackwardRefuses, testing::ValuesIn(
                          [](const auto& refusal) { return std::string(refusal.param.name); });
 
 TEST(AttentionBackwardContract, TheUnspoiledCallIsRight) {
-  Call call;
-  const Status status = call.run();
-  EXPECT_TRUE(status.ok()) << status.message();
+  Call call, blocks, lists;
+  make_blocks(blocks, {0, 2, 3}, {0, 2, 1});
+  make_lists(lists, {3, 1, -1});
+  for (Call* c : {&call, &blocks, &lists}) EXPECT_EQ(c->run().message(), "");
 }
 
 // Any gradient may be left out, and the others keep their bits.

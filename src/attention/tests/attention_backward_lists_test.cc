@@ -109,6 +109,51 @@ TEST(AttentionBackwardRopes, EachGradientAloneHasItsBits) {
   }
 }
 
+// A query whose list is empty: gradient 0, and nothing reaches keys and values, whatever its grad_out holds.
+TEST(AttentionBackwardLists, RowsOfAnEmptyListHaveNoGradient) {
+  Random random(seed() + 3);
+  for (const bool sinks : {false, true}) {
+    Draw d;
+    d.num_heads = 2, d.head_dim = d.value_head_dim = 16;
+    d.query_lens = {5}, d.kv_lens = {40};
+    d.index_block = 4, d.index_count = 3;
+    d.sinks = sinks;
+    DrawnCall call(d, random);
+    std::vector<int32_t> lists(5 * 3, -1);
+    for (const size_t i : {1, 3}) lists[i * 3] = 2, lists[i * 3 + 1] = 7;  // queries 0, 2 and 4 read nothing
+    call.inputs.sparse_indices = {ConstTensor::contiguous(DType::i32, {1, 5, 1, 3}, lists.data()), 4};
+    BackwardCallData data(call, {}, random);
+    for (const int64_t i : {0, 2, 4}) fill(data.grad_out().narrowed(2, i, 1), Fill::nan, random);
+    for (const TestContext& t : contexts_with_threads(2)) {
+      const BackwardCallData::Outcome r = data.run(t.context);
+      ASSERT_EQ(r.status.message(), "") << t.name;
+      for (int64_t h = 0; h < 2; ++h) {
+        for (int64_t i = 0; i < 5; ++i) {
+          for (int64_t x = 0; x < 16; ++x) {
+            const double out = get(call.row_of(r.forward.tensors.out, {0, h, i}), x);
+            const double gradient = get(call.row_of(r.tensors.grad_query, {0, h, i}), x);
+            ASSERT_EQ(out == 0, i % 2 == 0) << t.name << " row " << i;
+            ASSERT_EQ(gradient == 0, i % 2 == 0) << t.name << " row " << i;
+          }
+          const double lse = get(call.row_of(r.forward.tensors.softmax_lse, {0, h, i}), 0);
+          if (i % 2 == 0) {
+            ASSERT_EQ(lse, sinks ? get(call.inputs.sinks, h) : -HUGE_VAL) << t.name;
+          }
+        }
+        if (sinks) {
+          ASSERT_TRUE(std::isfinite(get(r.tensors.grad_sinks, h))) << t.name;
+        }
+      }
+      for (const Tensor* g : {&r.tensors.grad_key, &r.tensors.grad_value}) {
+        for (int64_t j = 0; j < 40; ++j) {
+          const bool read = j / 4 == 2 || j / 4 == 7;
+          for (int64_t x = 0; x < 16; ++x) ASSERT_EQ(get(*g, j * 16 + x) != 0, read) << t.name << " key " << j;
+        }
+      }
+    }
+  }
+}
+
 // A task is a block of rows; its memory grows with the list, not with the keys.
 TEST(AttentionBackwardLists, PlansFollowTheList) {
   AttentionBackwardProblem b = {.forward = {.num_heads = 16, .query_len = 100, .kv_len = 65536}};

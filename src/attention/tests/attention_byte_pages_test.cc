@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <limits>
 
 #include "attention/tests/byte_pages.h"
@@ -249,9 +250,33 @@ TEST(AttentionBytePages, Refusals) {
   in = pages.inputs;
   in.key_offsets = {};
   EXPECT_EQ(message(in), "flash_attention_forward: key_offsets and value_offsets must both be given or both be absent");
-  in = pages.inputs;
-  in.key_scales.shape[0] -= 1;
-  EXPECT_NE(message(in).find("key_scales dim 0 (num_blocks) is "), std::string::npos);
+  // Scales of another shape than their pages.
+  const std::string of_blocks = std::to_string(pages.inputs.key.shape[0]);
+  const struct {
+    std::function<void(AttentionInputs&)> spoil;
+    std::string message;
+  } kShapes[] = {
+      {[](AttentionInputs& x) { x.key_scales.shape[0] -= 1; }, "key_scales dim 0 (num_blocks) is " +
+                                                                   std::to_string(pages.inputs.key.shape[0] - 1) +
+                                                                   ", but key set num_blocks = " + of_blocks},
+      {[](AttentionInputs& x) { x.value_scales.shape[1] = 15; },
+       "value_scales dim 1 (block_size) is 15, but key set block_size = 16"},
+      {[](AttentionInputs& x) { x.key_scales.shape[2] = 1; },
+       "key_scales dim 2 (num_kv_heads) is 1, but key set num_kv_heads = 2"},
+      {[](AttentionInputs& x) { x.key_offsets.shape[3] = 2; },
+       "key_offsets dim 3 (key_groups) is 2, but key_scales set key_groups = 1"},
+      {[](AttentionInputs& x) { x.key_scales = x.key_scales.selected(3, 0); },
+       "key_scales has rank 3, but [num_blocks, block_size, num_kv_heads, key_groups] has rank 4"},
+      {[](AttentionInputs& x) { x.value_scales.dtype = DType::bf16; }, "value_scales is bf16, but must be f32"},
+  };
+  for (const auto& c : kShapes) {
+    in = pages.inputs;
+    c.spoil(in);
+    const Outcome r = problem.run(t.context, in);
+    EXPECT_EQ(r.status.code(), StatusCode::invalid_argument);
+    EXPECT_EQ(r.status.message(), "flash_attention_forward: " + c.message);
+    EXPECT_TRUE(std::isnan(get(r.out->tensor(), 0)));  // as it was
+  }
   in = pages.inputs;
   in.key.shape[3] = 4, in.key.strides[3] = 2, in.query.shape[3] = 4;
   EXPECT_EQ(message(in), "flash_attention_forward: key and value of i8 must have unit stride in dim 3");

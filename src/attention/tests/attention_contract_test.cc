@@ -154,6 +154,13 @@ const Refusal kRefusals[] = {
      "num_heads is 1, not a multiple of num_kv_heads = 2"},
     {"B47_no_kv_heads", [](Call& c) { c.in.key.shape[1] = c.in.value.shape[1] = 0; },
      "num_heads is 4, not a multiple of num_kv_heads = 0"},
+    {"B47_heads_3_over_2_in_pages",
+     [](Call& c) {
+       c.make_paged();
+       c.in.query.shape[1] = c.out.out.shape[1] = 3;
+       c.out.softmax_lse = c.out.softmax_max = c.out.softmax_sum = {};
+     },
+     "num_heads is 3, not a multiple of num_kv_heads = 2"},
     {"B32_head_dim_0", [](Call& c) { c.in.query.shape[3] = c.in.key.shape[3] = 0; }, "head_dim is 0, must be 1 to 768"},
     {"B32_value_head_dim_0", [](Call& c) { c.in.value.shape[3] = c.out.out.shape[3] = 0; },
      "value_head_dim is 0, must be 1 to 768"},

@@ -231,7 +231,7 @@ TEST(LightningIndexer, NothingToSelect) {
 }
 
 // A pool of more than 2^31 elements, whose last block holds the keys.
-TEST(LightningIndexer, PagesBeyond32Bits) {
+TEST(LightningIndexer, B44_PagesBeyond32Bits) {
   constexpr int64_t kBlocks = 1'050'001, kBlockSize = 16, kDim = 128, kKeys = 13;
   const LazyMapping pool(kBlocks * kBlockSize * kDim * 2);
   if (pool.data() == nullptr) GTEST_SKIP() << "the system refuses such a mapping";
