@@ -102,7 +102,7 @@ const char* to_string(Mc2Operator op);
 struct Mc2Problem {
   Mc2Operator op = Mc2Operator::matmul_all_to_all;
   int world_size = 1;
-  int64_t rows = 0;        // the most that one rank has (matmul_all_reduce: m)
+  int64_t rows = 0;        // the most that one rank has (matmul_all_reduce: sums, the rows of x over P)
   int64_t row_bytes = 0;   // of a tile's row: the most that one rank sends another
   int64_t slot_bytes = 0;  // what a slot may have at most
   int64_t tile_rows = 0;   // Mc2Options::tile_rows

@@ -46,17 +46,17 @@ void Exchange::send(int to, int64_t bytes, bool direct) {
   CommunicatorStats& stats = communicator_.stats;
   p.slot_bytes[p.sent % kSlots] = direct ? 0 : bytes;
   ++p.sent;
-  transport_.send(to);
-  progressed();
-  if (to != rank()) ++stats.tiles_sent, stats.bytes_sent += bytes, stats.direct_tiles += direct;
-  int64_t staged = 0;
+  int64_t staged = 0;  // this one, and what is not released
   for (int i = 0; i < world_size(); ++i) {
-    const int64_t in_flight = std::min<int64_t>(transport_.in_flight(i), peer(i).sent);
-    for (int64_t n = 0; n < std::min<int64_t>(in_flight, kSlots); ++n) {
+    const int64_t in_flight = std::min<int64_t>(transport_.in_flight(i) + (i == to), peer(i).sent);
+    for (int64_t n = 0; n < in_flight; ++n) {
       staged += peer(i).slot_bytes[(peer(i).sent - 1 - n) % kSlots];
     }
   }
   stats.peak_staging_bytes = std::max(stats.peak_staging_bytes, staged);
+  transport_.send(to);
+  progressed();
+  if (to != rank()) ++stats.tiles_sent, stats.bytes_sent += bytes, stats.direct_tiles += direct;
 }
 
 bool Exchange::can_receive(int from) {

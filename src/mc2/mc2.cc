@@ -171,9 +171,12 @@ Status run(Call& call, ShapeCheck& check) {
   make_strides_normal(call.x);
   make_strides_normal(call.out);
   const int64_t staging = call.communicator.options.staging_bytes, row_bytes = row_bytes_of(call);
+  // Where all rows are summed, each rank sums some of them.
+  const bool all = call.op == Mc2Operator::matmul_all_reduce;
+  const int64_t op_rows = all ? ceil_div(call.x.shape[0], call.ranks()) : call.rows.most();
   call.plan = plan_mc2({.op = call.op,
                         .world_size = call.ranks(),
-                        .rows = call.rows.most(),
+                        .rows = op_rows,
                         .row_bytes = row_bytes,
                         .slot_bytes = staging / (kSlots * call.ranks()),
                         .tile_rows = call.options.tile_rows});
