@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -34,7 +35,7 @@ struct Tensors {
       : m(a_m), n(a_n), k(8), type(a_type) {
     x_values.assign(static_cast<size_t>(m * k), 1);
     weight_values.assign(static_cast<size_t>(n * k), 1);
-    out_values.assign(static_cast<size_t>(ranks * m * n), -1);
+    out_values.assign(static_cast<size_t>(ranks * std::max<int64_t>(m, 4) * n), -1);
     weight = std::move(
         PackedWeight::pack(test::rank_context(0), ConstTensor::contiguous(DType::f32, {n, k}, weight_values.data()))
             .value());

@@ -66,6 +66,7 @@ Status check_product(const Call& call, int64_t index, const ConstTensor& bias, i
 void check_products(ShapeCheck& check, const Call& call) {
   const ConstTensor& bias = call.options.bias;
   if (call.op == Mc2Operator::matmul_all_to_all) {
+    agree(check, "out dim 1 (n)", call.out.shape[1], "this rank's weight has n =", call.product.n(call.rank()));
     int64_t columns = 0;
     for (int d = 0; d < call.ranks(); ++d) columns += call.product.n(d);
     if (is_given(bias)) agree(check, "bias dim 0 (n)", bias.shape[0], "the weights have in all", columns);

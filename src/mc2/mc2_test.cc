@@ -422,8 +422,11 @@ TEST(Mc2, RefusesTensorsThatDisagree) {
   EXPECT_EQ(k.refusal(all_gather_matmul), "all_gather_matmul: product: x dim 1 (k) is 31, but the weight has k = 32");
   Sound n;
   n.out.tensor.shape[1] = 5;
-  EXPECT_EQ(n.refusal(matmul_all_to_all),
-            "matmul_all_to_all: weight 0: product: out dim 1 (n) is 5, but the weight has n = 6");
+  EXPECT_EQ(n.refusal(matmul_all_to_all), "matmul_all_to_all: out dim 1 (n) is 5, but this rank's weight has n = 6");
+  Sound type;
+  type.x.tensor.dtype = DType::i8;
+  EXPECT_EQ(type.refusal(matmul_all_to_all),
+            "matmul_all_to_all: weight 0: product: x is i8, but must be f32, bf16 or f16");
   Sound rows;
   rows.out.tensor.shape[0] = 3;
   EXPECT_EQ(rows.refusal(matmul_all_reduce), "matmul_all_reduce: out dim 0 (rows) is 3, but x has m = 4");
