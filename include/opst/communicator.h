@@ -18,6 +18,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "opst/status.h"
@@ -31,6 +33,8 @@ struct CommunicatorOptions {
   double timeout_seconds = 60;
   // Memory of a rank for tiles on their way to it: two slots for each rank. Bounds the tile.
   int64_t staging_bytes = int64_t{16} << 20;
+  // Ranks that are processes: memory of each rank for outputs that others store into directly (allocate_shared).
+  int64_t shared_bytes = 0;
   // Products store finished tiles straight into other ranks' outputs where the transport can. False: through slots.
   bool direct_stores = true;
 };
@@ -45,11 +49,37 @@ struct CommunicatorStats {
   int64_t peak_staging_bytes = 0;  // of the last call: tiles in slots at once that this rank filled and nobody released
 };
 
+// Memory that ranks share which are processes of one machine. It has no name, so that nothing is left when processes are
+// killed. Needed until every rank has joined; this process then may destroy it.
+class RankMemory {
+ public:
+  static Result<RankMemory> create(int world_size, const CommunicatorOptions& options = {});
+  ~RankMemory();
+  RankMemory(RankMemory&& other) noexcept { *this = std::move(other); }
+  RankMemory& operator=(RankMemory&& other) noexcept;
+  const std::string& ticket() const { return ticket_; }
+
+ private:
+  RankMemory() = default;
+  int fd_ = -1;
+  std::string ticket_;
+};
+
 class Communicator {
  public:
   // Ranks that are threads of this process: element r is rank r's. May be moved into the threads, and outlive one
   // another. Errors: invalid_argument for a size beyond [1, kMaxRanks] or options that make no sense; out_of_memory.
   static Result<std::vector<Communicator>> create_threads(int world_size, const CommunicatorOptions& options = {});
+
+  // A rank that is a process of this machine, by the ticket of a RankMemory. One call for each rank, from any process of
+  // the same user that got the ticket (by a pipe, a file, the environment), before fork() or after. The memory's sizes
+  // are those of RankMemory::create; timeout and direct_stores are this rank's own. Errors: invalid_argument for what is
+  // no ticket, a rank that is out of range or taken; unsupported where the memory cannot be opened.
+  static Result<Communicator> join(const std::string& ticket, int rank, const CommunicatorOptions& options = {});
+
+  // Ranks that are processes: memory whose tensors other ranks can store into, until the communicator is destroyed.
+  // (Threads need none: they reach all memory.) Errors: out_of_memory where less is left.
+  Result<void*> allocate_shared(int64_t size_bytes);
 
   // Tells the other ranks that this one is gone.
   ~Communicator();

@@ -80,7 +80,7 @@ Entry make_entry(const Call& call, bool shares_out) {
     entry.signature_hash = (entry.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
   }
   if (shares_out && call.communicator.options.direct_stores) {
-    entry.out = reinterpret_cast<uintptr_t>(call.out.data);
+    entry.out = call.communicator.transport->address_for_others(call.out.data);
     entry.row_stride = call.out.strides[0];
     entry.column_stride = call.out.strides[1];
   }

@@ -1,29 +1,28 @@
 // Communicator: options, ranks as threads.
 #include "opst/communicator.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/guarded.h"
 #include "core/int_math.h"
 #include "core/text.h"
-#include "mc2/exchange.h"
+#include "mc2/factory.h"
 #include "mc2/mapped_transport.h"
 
 namespace opst {
 
-struct CommunicatorFactory {
-  static Communicator make(std::unique_ptr<mc2::Transport> transport, const CommunicatorOptions& options) {
-    auto impl = std::make_unique<Communicator::Impl>();
-    impl->peers.resize(static_cast<size_t>(transport->world_size()));
-    impl->transport = std::move(transport);
-    impl->options = options;
-    return Communicator(std::move(impl));
-  }
-};
+Communicator CommunicatorFactory::make(std::unique_ptr<mc2::Transport> transport, const CommunicatorOptions& options,
+                                       Buffer shared) {
+  auto impl = std::make_unique<Communicator::Impl>();
+  impl->peers.resize(static_cast<size_t>(transport->world_size()));
+  impl->transport = std::move(transport);
+  impl->options = options;
+  impl->shared = std::move(shared);
+  return Communicator(std::move(impl));
+}
 
-namespace {
-
-Status check_options(const char* function, int world_size, const CommunicatorOptions& options) {
+Status mc2::check_options(const char* function, int world_size, const CommunicatorOptions& options) {
   const auto refused = [&](const auto&... parts) { return Status::invalid_argument(text(function, ": ", parts...)); };
   if (world_size < 1 || world_size > kMaxRanks) {
     return refused("world_size is ", world_size, ", but must be from 1 to ", kMaxRanks);
@@ -34,14 +33,15 @@ Status check_options(const char* function, int world_size, const CommunicatorOpt
   if (options.staging_bytes < 0 || options.staging_bytes > kMaxBytes) {
     return refused("staging_bytes is ", options.staging_bytes, ", but must be from 0 to 2^56");
   }
+  if (options.shared_bytes < 0 || options.shared_bytes > kMaxBytes) {
+    return refused("shared_bytes is ", options.shared_bytes, ", but must be from 0 to 2^56");
+  }
   return {};
 }
 
-}  // namespace
-
 Result<std::vector<Communicator>> Communicator::create_threads(int world_size, const CommunicatorOptions& options) {
   return guarded([&]() -> Result<std::vector<Communicator>> {
-    Status status = check_options("Communicator::create_threads", world_size, options);
+    Status status = mc2::check_options("Communicator::create_threads", world_size, options);
     if (!status.ok()) return status;
     CommunicatorOptions rounded = options;
     rounded.staging_bytes = round_up(options.staging_bytes, 4096);
@@ -74,6 +74,20 @@ Communicator::~Communicator() {
   if (impl_ != nullptr && impl_->status.ok()) {
     impl_->transport->leave(mc2::PeerState::gone, "its communicator was destroyed");
   }
+}
+
+Result<void*> Communicator::allocate_shared(int64_t size_bytes) {
+  return guarded([&]() -> Result<void*> {
+    Impl& own = *impl_;
+    const int64_t left = own.shared.size_bytes() - own.shared_used;
+    if (size_bytes < 0 || size_bytes > left) {
+      return Status(size_bytes < 0 ? StatusCode::invalid_argument : StatusCode::out_of_memory,
+                    text("allocate_shared: size_bytes is ", size_bytes, ", but ", left, " of shared_bytes are left"));
+    }
+    void* const data = static_cast<char*>(own.shared.data()) + own.shared_used;
+    own.shared_used += std::min(left, round_up(size_bytes, 64));
+    return data;
+  });
 }
 
 int Communicator::rank() const { return impl_->transport->rank(); }

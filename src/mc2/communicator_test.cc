@@ -9,6 +9,7 @@
 #include <limits>
 #include <string>
 
+#include "mc2/exchange.h"
 #include "mc2/test_ranks.h"
 #include "testing/elements.h"
 
@@ -159,6 +160,27 @@ TEST(Communicator, ARankThatNeverCallsIsATimeout) {
   EXPECT_EQ(late.code(), StatusCode::communication);
   EXPECT_TRUE(contains(late.message(), "all_gather_matmul: rank 0 failed: all_gather_matmul: rank 0 waits"))
       << late.message();
+}
+
+// Rank 1 sends one tile of three: the message names the tile that is missing.
+TEST(Communicator, ATimeoutNamesTheTile) {
+  auto ranks = world(2, 20);
+  ranks[0].impl().options.timeout_seconds = 0.2;
+  const auto statuses = on_threads(2, [&](int r) {
+    mc2::Exchange exchange(ranks[static_cast<size_t>(r)].impl(), "test_operator");
+    exchange.expect(1 - r, r == 1 ? 3 : 0, r == 0 ? 3 : 0);
+    return exchange.run({}, [&] {
+      if (r == 0 && exchange.can_receive(1)) exchange.release(1);
+      if (r == 1 && exchange.peer(0).sent == 0 && exchange.can_send(0)) exchange.send(0, 64);
+      return Status();
+    });
+  });
+  EXPECT_EQ(statuses[0].code(), StatusCode::timeout);
+  EXPECT_TRUE(
+      contains(statuses[0].message(), "test_operator: rank 0 waits for tile 1 of 3 from rank 1, without progress"))
+      << statuses[0].message();
+  EXPECT_EQ(statuses[1].code(), StatusCode::communication);
+  EXPECT_TRUE(contains(statuses[1].message(), "rank 0 failed: test_operator: rank 0 waits for tile 1 of 3"));
 }
 
 TEST(Communicator, ARankThatIsGoneIsFoundAtOnce) {

@@ -15,6 +15,7 @@
 
 #include "mc2/transport.h"
 #include "opst/communicator.h"
+#include "opst/tensor.h"
 
 namespace opst {
 
@@ -32,6 +33,8 @@ struct Communicator::Impl {
   CommunicatorStats stats = {};
   Status status = {};
   uint32_t call = 0;
+  Buffer shared = {};  // of allocate_shared
+  int64_t shared_used = 0;
 
   // Ends the communicator, and tells the others.
   Status poison(Status why);
@@ -84,7 +87,7 @@ class Exchange {
   char* staging(int of) const { return transport_.staging(of); }
   char* own_staging() const { return transport_.staging(rank()); }
   // Where rank `to` lets others store its output; null: nowhere.
-  void* direct_out(int to) { return met(to) ? reinterpret_cast<void*>(peer(to).entry->out) : nullptr; }
+  void* direct_out(int to) { return met(to) ? transport_.address_from_others(peer(to).entry->out) : nullptr; }
 
  private:
   void begin(const Entry& entry);

@@ -126,7 +126,8 @@ void MappedTransport::leave(PeerState state, const char* message) {
   desk.state.store(state, std::memory_order_seq_cst);
   for (int peer = 0; peer < world_size(); ++peer) ring(peer);
   for (int peer = 0; peer < world_size(); ++peer) {
-    while (shared_.channel(peer, rank()).storing.load(std::memory_order_seq_cst) != 0) usleep(100);
+    while (shared_.channel(peer, rank()).storing.load(std::memory_order_seq_cst) != 0 && may_still_store(peer))
+      usleep(100);
   }
 }
 

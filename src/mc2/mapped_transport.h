@@ -1,4 +1,5 @@
-// The transport between ranks that see the same memory: threads of a process.
+// The transport between ranks that see the same memory: threads of a process. What processes have besides is in
+// shared_memory.h.
 //
 // All ranks share one block (Shared): per rank a desk (news, entries, state), per pair two counters and a flag, per rank
 // a staging area. Waiting is a short spin, then a futex on the rank's own news: with more ranks than cores a spinning
@@ -54,7 +55,7 @@ class Shared {
 class MappedTransport : public Transport {
  public:
   // `memory` keeps the block alive.
-  MappedTransport(const Shared& shared, int rank, std::shared_ptr<Buffer> memory)
+  MappedTransport(const Shared& shared, int rank, std::shared_ptr<void> memory)
       : Transport(rank, shared.world_size()), shared_(shared), memory_(std::move(memory)) {}
 
   void show(uint32_t call, const Entry& entry) override;
@@ -65,6 +66,8 @@ class MappedTransport : public Transport {
   void send(int to) override;
   bool arrived(int from) const override;
   void release(int from) override;
+  uint64_t address_for_others(const void* data) const override { return reinterpret_cast<uintptr_t>(data); }
+  void* address_from_others(uint64_t address) const override { return reinterpret_cast<void*>(address); }
   bool begin_store(int to) override;
   void end_store(int to) override;
   uint32_t news() const override;
@@ -73,10 +76,14 @@ class MappedTransport : public Transport {
   const char* failure(int peer) const override { return shared_.desk(peer).failure; }
   void leave(PeerState state, const char* message) override;
 
+ protected:
+  // Of a rank that was storing into this one's tensors a moment ago, when this one leaves.
+  virtual bool may_still_store(int) { return true; }
+
  private:
   void ring(int peer);
   Shared shared_;
-  std::shared_ptr<Buffer> memory_;
+  std::shared_ptr<void> memory_;
 };
 
 }  // namespace opst::mc2

@@ -22,7 +22,7 @@ inline constexpr int kSignatureBytes = 480, kMessageBytes = 480;
 struct Entry {
   uint64_t signature_hash = 0;
   char signature[kSignatureBytes] = {};  // as text, cut where it is too long
-  // Where the output lies that others may store into: an address (threads). 0: through slots.
+  // Where the output lies that others may store into (Transport::address_for_others). 0: through slots.
   uint64_t out = 0;
   int64_t row_stride = 0, column_stride = 0;  // of that output, in elements
 };
@@ -49,6 +49,9 @@ class Transport {
   virtual bool arrived(int from) const = 0;
   virtual void release(int from) = 0;
 
+  // Memory of this rank as others are told of it; 0: they cannot reach it. And what they make of it.
+  virtual uint64_t address_for_others(const void* data) const = 0;
+  virtual void* address_from_others(uint64_t address) const = 0;
   // Around each store into a tensor of rank `to`. False: that rank has failed, and its tensor may be gone.
   virtual bool begin_store(int to) = 0;
   virtual void end_store(int to) = 0;
