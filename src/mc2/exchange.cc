@@ -20,6 +20,7 @@ void Exchange::begin(const Entry& entry) {
   ++communicator_.stats.calls;
   communicator_.stats.peak_staging_bytes = 0;
   transport_.show(communicator_.call++, entry);
+  met(rank());
 }
 
 bool Exchange::met(int index) {

@@ -86,13 +86,15 @@ class Exchange {
   void release(int from);
   char* staging(int of) const { return transport_.staging(of); }
   char* own_staging() const { return transport_.staging(rank()); }
-  // Where rank `to` lets others store its output; null: nowhere.
-  void* direct_out(int to) { return met(to) ? transport_.address_from_others(peer(to).entry->out) : nullptr; }
+  // Whether that rank has begun this call, with the same signature. Asked before direct_out, or a rank that begins in
+  // between would get a tile through a slot that it does not look at.
+  bool met(int peer);
+  // Where rank `to`, which was met, lets others store its output; null: nowhere.
+  void* direct_out(int to) { return transport_.address_from_others(peer(to).entry->out); }
 
  private:
   void begin(const Entry& entry);
   bool finished() const;
-  bool met(int peer);
   Status after_progress();
   Status idle(uint32_t seen);
   Status compare_signatures() const;

@@ -79,7 +79,7 @@ class Reduce {
       const Stream& to = stream(d);
       if (partial_is_next(call_.rank(), d, to.partials_sent, to.results_sent)) {
         if (exchange_.can_send(d) && (best < 0 || to.partials_sent < stream(best).partials_sent)) best = d;
-      } else if (to.results_sent < summed_) {
+      } else if (to.results_sent < summed_ && exchange_.met(d)) {
         const bool direct = exchange_.direct_out(d) != nullptr;
         if (exchange_.can_send(d, direct)) send_result(d, direct);
       }

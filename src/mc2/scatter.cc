@@ -37,7 +37,7 @@ class Scatter {
       while (exchange_.can_receive(s)) receive(s);
     }
     while (turn_ < call_.ranks() && exchange_.peer(peer()).sent == own_tiles_) ++turn_;
-    if (turn_ < call_.ranks()) {
+    if (turn_ < call_.ranks() && exchange_.met(peer())) {
       const int d = peer();
       void* const direct = exchange_.direct_out(d);
       if (exchange_.can_send(d, direct != nullptr)) return multiply_for(d, direct);
