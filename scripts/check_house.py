@@ -26,6 +26,7 @@ ROOM_LINES = {
     "kv_cache": 2000,
     "machine": 1475,
     "matmul": 4650,
+    "mc2": 2200,
     "model": 3450,
     "moe": 1600,
     "quant": 1000,

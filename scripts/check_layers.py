@@ -27,7 +27,7 @@ ROOMS = {
     "attention": {"core", "machine", "simd", "tile", "quant", "kv_cache"},
     "matmul": {"core", "machine", "simd", "tile", "quant"},
     "moe": {"core", "machine", "simd", "tile", "quant", "rowwise", "matmul"},
-    "mc2": {"core", "machine", "tile", "matmul", "moe", "attention"},
+    "mc2": {"core", "machine", "quant", "matmul"},
     # The examples of docs/extending.md.
     "extending": {"core", "machine", "simd", "tile", "quant", "matmul", "attention"},
     # What tests share. Measuring the peak needs vectors and threads.
@@ -45,7 +45,7 @@ USERS = {"graph", "model", "tools", "python", "examples"}
 # include/opst/NAME.h belongs to the room of that name, except:
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
                        "attention_backward": "attention", "block_mask": "attention",
-                       "block_patterns": "attention", "grouped_matmul": "matmul", "lightning_indexer": "attention",
+                       "block_patterns": "attention", "communicator": "mc2", "grouped_matmul": "matmul", "lightning_indexer": "attention",
                        "page_layout": "kv_cache", "quant_format": "quant", "rope_style": "rowwise", "sparse_indices": "attention"}
 
 # Kernel code may also include these, which hold types and constants only.

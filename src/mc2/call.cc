@@ -1,0 +1,160 @@
+// Splits, the product of a tile, signatures, division of weights over ranks.
+#include "mc2/call.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "core/guarded.h"
+
+namespace opst {
+
+namespace mc2 {
+
+Split given_split(std::span<const int64_t> sizes) {
+  Split split{.sizes = {sizes.begin(), sizes.end()}, .offsets = {0}};
+  for (const int64_t size : sizes) split.offsets.push_back((Size(split.total()) + size).value());
+  return split;
+}
+
+Split equal_split(int parts, int64_t each) {
+  return given_split(std::vector<int64_t>(static_cast<size_t>(parts), each));
+}
+
+Split divided(int parts, int64_t total) {
+  std::vector<int64_t> sizes;
+  for (int i = 0; i < parts; ++i) sizes.push_back(share_of(total, parts, i));
+  return given_split(sizes);
+}
+
+int64_t Split::most() const { return *std::max_element(sizes.begin(), sizes.end()); }
+
+std::string Split::text() const {
+  return opst::text("[", joined(sizes.size(), [&](size_t i) { return std::to_string(sizes[i]); }), "]");
+}
+
+int64_t TileProduct::n(int64_t index) const {
+  const auto i = static_cast<size_t>(index);
+  return weight_.kind() == MatmulWeight::integers ? weight_.integers()[i].n() : weight_.packed()[i].n();
+}
+
+int64_t TileProduct::k(int64_t index) const {
+  const auto i = static_cast<size_t>(index);
+  return weight_.kind() == MatmulWeight::integers ? weight_.integers()[i].k() : weight_.packed()[i].k();
+}
+
+std::string TileProduct::format() const {
+  return weight_.kind() == MatmulWeight::integers ? opst::text("int", weight_.integers()[0].bits())
+                                                  : std::string(to_string(weight_.packed()[0].format()));
+}
+
+// batch_invariant: the bits of a row do not depend on the tile that it lies in.
+Status TileProduct::operator()(const ConstTensor& x, const ConstTensor& x_scales, int64_t index,
+                               const ConstTensor& bias, const Tensor& out) const {
+  const auto i = static_cast<size_t>(index);
+  if (weight_.kind() == MatmulWeight::integers) {
+    return matmul(context_, x, weight_.integers()[i], out, {.x_scales = x_scales, .bias = bias});
+  }
+  return matmul(context_, x, weight_.packed()[i], out,
+                {.bias = bias, .activations = options_.activations, .batch_invariant = true});
+}
+
+Entry make_entry(const Call& call, bool shares_out) {
+  const Mc2Options& o = call.options;
+  std::string columns = call.op == Mc2Operator::matmul_all_to_all ? "[" : std::to_string(call.product.n());
+  if (call.op == Mc2Operator::matmul_all_to_all) {
+    columns += joined(call.ranks(), [&](int d) { return std::to_string(call.product.n(d)); }) + "]";
+  }
+  const bool sums = call.op == Mc2Operator::matmul_reduce_scatter || call.op == Mc2Operator::matmul_all_reduce;
+  const std::string depth = sums ? std::string() : text(", k ", call.product.k());
+  const std::string signature =
+      text(call.name(), "(x ", to_string(call.x.dtype), ", rows ", call.rows.text(), depth,
+           call.inputs.sizes.empty() ? std::string() : text(" = ", call.inputs.text()), ", weight ",
+           call.product.format(), ", n ", columns, ", out ", to_string(call.out.dtype), o.bias ? ", bias" : "",
+           o.x_scales ? ", x_scales" : "", o.residual ? ", residual" : "",
+           o.activations == ActivationType::int8 ? ", int8 activations" : "", ", tile ", call.plan.tile_rows, " rows)");
+  Entry entry;
+  const size_t length = std::min<size_t>(signature.size(), kSignatureBytes - 1);
+  std::memcpy(entry.signature, signature.data(), length);
+  for (const char c : signature) {  // FNV-1a: the same in every process
+    entry.signature_hash = (entry.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  }
+  if (shares_out && call.communicator.options.direct_stores) {
+    entry.out = call.communicator.transport->address_for_others(call.out.data);
+    entry.row_stride = call.out.strides[0];
+    entry.column_stride = call.out.strides[1];
+  }
+  return entry;
+}
+
+void copy_rows(const ConstTensor& from, const Tensor& to) {
+  const int64_t bytes = size_bytes(to.dtype);
+  for (int64_t i = 0; i < to.shape[0]; ++i) {
+    copy_elements(static_cast<const char*>(from.data) + i * from.strides[0] * bytes, from.strides[1],
+                  static_cast<char*>(to.data) + i * to.strides[0] * bytes, to.strides[1], to.shape[1], bytes);
+  }
+}
+
+namespace {
+
+// part(first, count) of each rank.
+template <class Weight, class Part>
+Result<std::vector<Weight>> pack_parts(Context& context, int64_t n, int parts, const Part& part) {
+  return guarded([&]() -> Result<std::vector<Weight>> {
+    if (parts < 1 || parts > kMaxRanks) {
+      return Status::invalid_argument(text("pack_columns: parts is ", parts, ", but must be from 1 to ", kMaxRanks));
+    }
+    std::vector<Weight> weights;
+    int64_t first = 0;
+    for (int i = 0; i < parts; ++i) {
+      const int64_t count = share_of(n, parts, i);
+      Result<Weight> packed = Weight::pack(context, part(first, count));
+      if (!packed.ok()) return packed.status();
+      weights.push_back(std::move(packed.value()));
+      first += count;
+    }
+    return weights;
+  });
+}
+
+Status check_rank(const ConstTensor& weight) {
+  if (weight.rank == 2 && weight.shape[0] >= 0) return {};
+  return Status::invalid_argument(text("pack_columns: weight is ", to_string(weight), ", but must be [n, k]"));
+}
+
+}  // namespace
+
+}  // namespace mc2
+
+Result<std::vector<PackedWeight>> pack_columns(Context& context, const ConstTensor& weight, int parts) {
+  Status status = mc2::check_rank(weight);
+  if (!status.ok()) return status;
+  return mc2::pack_parts<PackedWeight>(context, weight.shape[0], parts,
+                                       [&](int64_t first, int64_t count) { return weight.narrowed(0, first, count); });
+}
+
+Result<std::vector<PackedWeight>> pack_columns(Context& context, const QuantMatrix& weight, int parts) {
+  const Result<int64_t> row = row_bytes(weight.format, weight.cols);
+  if (!row.ok()) return row.status();
+  if (weight.rows < 0 || (Size(weight.rows) * row.value()).value() > weight.size_bytes) {
+    return Status::invalid_argument(text("pack_columns: weight has ", weight.size_bytes, " bytes, but ", weight.rows,
+                                         " rows of ", row.value(), " bytes each"));
+  }
+  return mc2::pack_parts<PackedWeight>(context, weight.rows, parts, [&](int64_t first, int64_t count) {
+    const auto* const data = static_cast<const char*>(weight.data) + first * row.value();
+    return QuantMatrix{weight.format, count, weight.cols, data, count * row.value()};
+  });
+}
+
+Result<std::vector<PackedIntWeight>> pack_columns(Context& context, const IntMatrix& weight, int parts) {
+  Status status = mc2::check_rank(weight.q);
+  if (status.ok()) status = mc2::check_rank(weight.scales);
+  if (!status.ok()) return status;
+  return mc2::pack_parts<PackedIntWeight>(context, weight.q.shape[0], parts, [&](int64_t first, int64_t count) {
+    IntMatrix part{weight.q.narrowed(0, first, count), weight.scales.narrowed(0, first, count)};
+    if (weight.zeros) part.zeros = weight.zeros.narrowed(0, first, count);
+    return part;
+  });
+}
+
+}  // namespace opst

@@ -1,0 +1,90 @@
+// What the operators' files share: a call's checks, its product, its signature.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "core/elements.h"
+#include "core/int_math.h"
+#include "core/shape_check.h"
+#include "core/text.h"
+#include "machine/context_impl.h"
+#include "mc2/exchange.h"
+#include "opst/mc2.h"
+
+namespace opst::mc2 {
+
+// Of each rank.
+struct Split {
+  std::vector<int64_t> sizes, offsets;  // offsets: [P + 1]
+  int64_t total() const { return offsets.back(); }
+  int64_t size(int rank) const { return sizes[static_cast<size_t>(rank)]; }
+  int64_t offset(int rank) const { return offsets[static_cast<size_t>(rank)]; }
+  int64_t most() const;
+  std::string text() const;
+};
+Split equal_split(int parts, int64_t each);
+Split divided(int parts, int64_t total);
+Split given_split(std::span<const int64_t> sizes);
+
+// Rows of x times weight `index`.
+class TileProduct {
+ public:
+  TileProduct(Context& context, const GroupedWeight& weight, const Mc2Options& options)
+      : context_(context), weight_(weight), options_(options) {}
+  int64_t n(int64_t index = 0) const;
+  int64_t k(int64_t index = 0) const;
+  std::string format() const;
+  // x_scales: of these rows.
+  Status operator()(const ConstTensor& x, const ConstTensor& x_scales, int64_t index, const ConstTensor& bias,
+                    const Tensor& out) const;
+  Context& context() const { return context_; }
+
+ private:
+  Context& context_;
+  const GroupedWeight& weight_;
+  const Mc2Options& options_;
+};
+
+// A call whose tensors were checked, with what all operators need.
+struct Call {
+  Context& context;
+  Communicator::Impl& communicator;
+  Mc2Operator op;
+  ConstTensor x;
+  const GroupedWeight& weight;
+  Tensor out;
+  const Mc2Options& options;
+  TileProduct product;
+  Split rows = {}, inputs = {};
+  Mc2Plan plan = {};
+
+  int rank() const { return communicator.transport->rank(); }
+  int ranks() const { return communicator.transport->world_size(); }
+  const char* name() const { return to_string(op); }
+  int64_t tiles(int64_t count) const { return ceil_div(count, plan.tile_rows); }
+  // Rows of tile i of a rank with `count` rows.
+  int64_t tile_size(int64_t count, int64_t i) const { return std::min(plan.tile_rows, count - i * plan.tile_rows); }
+  // Slot `slot` of what `from` sends, in a receiver's staging area.
+  char* slot(char* staging, int slot, int from) const {
+    return staging + (int64_t{slot} * ranks() + from) * plan.tile_bytes;
+  }
+  ConstTensor scales(int64_t first, int64_t count) const {
+    return options.x_scales ? options.x_scales.narrowed(0, first, count) : ConstTensor();
+  }
+};
+
+// Each runs a call that was checked and planned.
+Status run_matmul_all_to_all(Call& call);
+Status run_all_to_all_matmul(Call& call);
+Status run_all_gather_matmul(Call& call);
+Status run_matmul_reduce_scatter(Call& call);
+Status run_matmul_all_reduce(Call& call);
+
+// The entry of a call: the signature of what all ranks must agree on, and where `out` lies if others may store into it.
+Entry make_entry(const Call& call, bool shares_out);
+
+// Rows of one [rows, columns] view become those of another of the same dtype.
+void copy_rows(const ConstTensor& from, const Tensor& to);
+
+}  // namespace opst::mc2
