@@ -22,7 +22,11 @@ def test_signatures(line):
     names = {}
     exec(f"def wanted({arguments}: pass", names)
     fields = lambda function: [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]  # noqa: E731
-    assert fields(getattr(npu, name.partition(".")[0])) == fields(names["wanted"])
+    name, _, overload = name.partition(".")
+    found, wanted = fields(getattr(npu, name)), fields(names["wanted"])
+    if overload == "List":  # an overload by the kind of group_list: one Python function takes both
+        found = [field for field in found if field in wanted]
+    assert found == wanted
 
 
 def tensors(batch=2, heads=4, kv_heads=2, sq=5, skv=7, dim=8, value_dim=8, grad=False):

@@ -229,14 +229,14 @@ _ACTS = {1: "relu", 2: "gelu_tanh", 4: "fastgelu", 5: "silu"}
 
 
 def _product(x: Tensor, weight: Tensor, e: _Epilogue, per_token: Optional[Tensor]) -> Tensor:
-    shape, x = x.shape, x.reshape(-1, x.shape[-1])
+    shape, x = x.shape, as_int8(x).reshape(-1, as_int8(x).shape[-1])
     if x.shape[1] != weight.shape[0]:
         raise ValueError(f"x has {x.shape[1]} columns, but weight {weight.shape[0]} rows")
-    if x.dtype not in (torch.int8, torch.int32):
+    if x.dtype != torch.int8:
         out = float_product(x, _weight_only(weight, e.antiquant_scale, e.antiquant_offset, x))
         out = out if e.bias is None else (out.float() + e.bias.float()).to(x.dtype)
-        return out.to(dtype_of("output_dtype", e.dtype, x.dtype)).view(*shape[:-1], -1)
-    sums, bias = int_product(as_int8(x), as_int8(weight)), e.bias
+        return out.to(dtype_of("output_dtype", e.dtype, x.dtype)).view(*shape[:-1], out.shape[-1])
+    sums, bias = int_product(x, as_int8(weight)), e.bias
     if bias is not None and bias.dtype == torch.int32:
         sums, bias = sums + bias, None
     if e.scale is None:
@@ -253,7 +253,7 @@ def _product(x: Tensor, weight: Tensor, e: _Epilogue, per_token: Optional[Tensor
     wanted = dtype_of("output_dtype", e.dtype, default)
     if wanted == torch.int8:
         return quantised(out if offset is None else out + offset)
-    return out.to(wanted).view(*shape[:-1], -1)
+    return out.to(wanted)
 
 
 def _each(tensors: Optional[Sequence[Tensor]], groups: int, name: str) -> List[Optional[Tensor]]:
