@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import typing
 from typing import Any, Callable, Dict, NoReturn, Optional, Sequence
 
 import torch
@@ -62,19 +61,34 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
     return call
 
 
+_KINDS = {"Tensor": "Tensor", "int": "SymInt", "float": "float", "bool": "bool", "str": "str", "torch.dtype": "ScalarType", "None": "()"}
+
+
+def _kind(annotation: str) -> str:
+    """torch's word for a kind."""
+    for generic, form in (("Optional", "{}?"), ("Sequence", "{}[]"), ("List", "{}[]"), ("Tuple", "({})")):
+        if annotation.startswith(generic + "["):
+            inner = annotation[len(generic) + 1:-1]
+            parts = inner.split(", ") if generic == "Tuple" else [inner]
+            return form.format(", ".join(map(_kind, parts)))
+    return _KINDS[annotation]
+
+
 def schema(function: Callable[..., Any], mutates: Sequence[str] = ()) -> str:
     """torch's schema of a function, from its annotations."""
-    bare = inspect.unwrap(function)
-    kinds, signature = typing.get_type_hints(bare), inspect.signature(bare)
-
-    def stated() -> None:
-        pass
-
-    stated.__signature__ = signature.replace(return_annotation=None if kinds["return"] is type(None) else kinds["return"], parameters=[  # type: ignore[attr-defined]
-        # torch's schemas have no empty list as a default.
-        p.replace(default=None, annotation=Optional[Sequence[int]]) if p.default == [] else p.replace(annotation=kinds[p.name])
-        for p in signature.parameters.values()])
-    return torch.library.infer_schema(stated, mutates_args=tuple(mutates))
+    signature = inspect.signature(inspect.unwrap(function))
+    parts, keyword_only = [], False
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        kind = _kind(parameter.annotation)
+        if name in mutates:
+            kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + list(mutates).index(name))}!)")
+        default = parameter.default
+        shown = f'"{default}"' if isinstance(default, str) else repr(default)
+        parts.append(f"{kind} {name}" + ("" if default is parameter.empty else f"={shown}"))
+    return f"({', '.join(parts)}) -> {_kind(signature.return_annotation)}"
 
 
 def _operator(function: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str]) -> Any:

@@ -40,9 +40,9 @@ def strict(on: bool = True) -> Iterator[None]:
 
 def check(name: str, bound: Any) -> None:
     """ValueError that names the limit which the arguments of a call break."""
-    from . import limits
+    from . import _limits
 
-    limit = limits.LIMITS.get(name)
+    limit = _limits.LIMITS.get(name)
     if limit is not None:
         bound.apply_defaults()
         limit(name, bound.arguments)

@@ -133,7 +133,7 @@ def _capacity_ids(routing_map: Tensor, capacity: int) -> Tensor:
 @device_function
 def npu_moe_token_permute_with_routing_map(tokens: Tensor, routing_map: Tensor, *, probs: Optional[Tensor] = None,
                                            num_out_tokens: Optional[int] = None,
-                                           drop_and_pad: bool = False) -> Tuple[Tensor, Optional[Tensor], Tensor]:
+                                           drop_and_pad: bool = False) -> Tuple[Tensor, Tensor, Tensor]:
     """(rows expert after expert, their probs or None, sorted_indices int32). drop_and_pad: num_out_tokens / experts rows of each."""
     if routing_map.dim() != 2 or routing_map.shape[0] != tokens.shape[0]:
         raise ValueError(f"routing_map is {list(routing_map.shape)}, must be [{tokens.shape[0]}, experts]")
@@ -156,7 +156,7 @@ def npu_moe_token_permute_with_routing_map(tokens: Tensor, routing_map: Tensor, 
 @device_function
 def npu_moe_token_permute_with_routing_map_grad(permuted_token_out_grad: Tensor, probs_grad: Optional[Tensor], sorted_indices: Tensor,
                                                 routing_map: Tensor, experts_num: int, tokens_num: int,
-                                                drop_and_pad: bool) -> Tuple[Tensor, Optional[Tensor]]:
+                                                drop_and_pad: bool) -> Tuple[Tensor, Tensor]:
     """(gradient of tokens, gradient of probs or None)."""
     shape = (tokens_num, permuted_token_out_grad.shape[1])
     by_expert = routing_map.bool().t()
