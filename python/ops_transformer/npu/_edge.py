@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from typing import Any, Callable, Dict, NoReturn, Optional, Sequence
 
 import torch
@@ -26,6 +27,7 @@ FUNCTIONS: Dict[str, Callable[..., Any]] = {}  # every function of the facade by
 FAKES: Dict[str, Callable[..., Any]] = {}
 MUTATED: Dict[str, Sequence[str]] = {}  # arguments that a function writes into
 
+_OF_THE_CORE = re.compile(r"(?:[a-z0-9]+(?:_[a-z0-9]+)+: )+")  # names of the core's functions, in front of their messages
 _is_compiling = torch.compiler.is_compiling
 _library = torch.library.Library("ops_transformer_npu", "DEF")
 
@@ -51,7 +53,7 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
             text = str(error)
             if text.startswith(name):
                 raise
-            raise type(error)(f"{name}: {text}") from None
+            raise type(error)(f"{name}: {_OF_THE_CORE.sub('', text, count=1) if _OF_THE_CORE.match(text) else text}") from None
 
     call.__signature__ = inspect.signature(function)
     FUNCTIONS[name] = call

@@ -189,7 +189,8 @@ def _of_score(call: _Call) -> Dict[str, Any]:
 def _attend(call: _Call) -> Tuple[Tensor, Tensor, Tensor]:
     """(out, max, sum) with the device's values for rows that see no key; max and sum [B, N, S], or [N, T]."""
     out, largest, total = flash_attention_score(call.query, call.key, call.value, **_of_score(call))
-    largest, total = largest.detach(), total.detach()
+    if total.requires_grad:
+        largest, total = largest.detach(), total.detach()
     if call.empty == "":
         return out, largest, total
     none = total == 0
