@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run, in order."""
+"""The examples of docs/python.md and docs/npu.md run, in order."""
 
 import os
 import pathlib
@@ -24,3 +24,13 @@ def test_examples(kind):
     names = {"model_path": model_path, "np": np}
     for code in blocks:
         exec(compile(code, str(PAGE), "exec"), names)
+
+
+def test_examples_of_the_device_page():
+    import_torch()
+    page = PAGE.with_name("npu.md")
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) >= 4
+    names = {}
+    for code in blocks:
+        exec(compile(code, str(page), "exec"), names)
