@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..flash_attention import flash_attention
 from ..kv_cache import ScaledPages, paged_attention
-from ._arguments import (Rule, by_heads, head_dim_of, in_layout, integers, kv_heads_of, lengths_of, per_batch, quantised,
+from ._arguments import (Rule, by_heads, head_dim_of, in_layout, integers, lengths_of, per_batch, quantised,
                          rule_of, running, starts_tensor, totals, unpack_int4)
 from ._edge import missing
 

@@ -5,7 +5,7 @@ A row of zeros has scale 0 where max / 127 is returned, and an infinite one wher
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._arguments import dtype_of
 from ._edge import device_function, is_tensor, refuse_given
-from ._inference import Kv, joined_scales, no_keys, of_no_keys, problem, result
+from ._inference import joined_scales, no_keys, of_no_keys, problem, result
 
 _INT8_PRODUCTS = "attention of integer products (full quantisation) is not implemented"
 _DTYPES = "dtypes of eight bits other than int8, and of four, are not implemented"

@@ -7,7 +7,7 @@ broadcast: x * cos + rot(x) * sin in torch's own operators, with their gradients
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@ sorted_indices[t * K + k] is the row of token t's k-th choice.
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
