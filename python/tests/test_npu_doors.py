@@ -208,3 +208,24 @@ def test_what_is_not_implemented_says_so():
     for message, call in calls.items():
         with pytest.raises(NotImplementedError, match=message):
             call()
+
+
+def test_bad_input_is_named():
+    q, i = torch.zeros(1, 2, 4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    calls = [
+        (TypeError, "npu_swiglu: self is None, must be a torch tensor", lambda: npu.npu_swiglu(None)),
+        (TypeError, "npu_rms_norm: gamma is a list, must be a torch tensor", lambda: npu.npu_rms_norm(q, [1.0])),
+        (TypeError, "npu_fusion_attention: attn_head_num is 2.5", lambda: npu.npu_fusion_attention(q, q, q, 2.5, "BNSD")),
+        (TypeError, "npu_fusion_attention: value is None", lambda: npu.npu_fusion_attention(q, q, None, 2, "BNSD")),
+        (ValueError, "npu_fusion_attention: seed is", lambda: npu.npu_fusion_attention(q, q, q, 2, "BNSD", keep_prob=0.5, seed=2**70)),
+        (ValueError, "npu_moe_token_permute: an expert's id is -1", lambda: npu.npu_moe_token_permute(q[0, 0], i - 1)),
+        (ValueError, "npu_ring_attention_update: input_layout SBH means", lambda: npu.npu_ring_attention_update(*[q] * 6)),
+        (ValueError, "npu_fused_infer_attention_score: block_table is given, but the lengths", lambda: npu.npu_fused_infer_attention_score(
+            q, q, q, num_heads=2, input_layout="BNSD", block_table=i.int())),
+        (ValueError, r"npu_quant_matmul: x1 is torch.float32, must be int8", lambda: npu.npu_quant_matmul(q, q, q)),
+        (ValueError, r"npu_grouped_matmul: group_list counts 9 rows, but x has 4", lambda: npu.npu_grouped_matmul(
+            [q[0, 0]], [torch.zeros(2, 8, 3)], group_list=torch.tensor([9, 9]), group_type=0)),
+    ]
+    for kind, message, call in calls:
+        with pytest.raises(kind, match=message):
+            call()

@@ -55,12 +55,29 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
                 raise
             raise type(error)(f"{name}: {_OF_THE_CORE.sub('', text, count=1) if _OF_THE_CORE.match(text) else text}") from None
 
+        except (AttributeError, IndexError) as error:
+            raise _misfit(name, call.__signature__, args, kwargs, error) from error
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or str(error).startswith(name):
+                raise
+            raise RuntimeError(f"{name}: {error}") from error
+
     call.__signature__ = inspect.signature(function)
     FUNCTIONS[name] = call
     MUTATED[name] = tuple(mutates)
     if fake is not None:
         FAKES[name] = fake
     return call
+
+
+def _misfit(name: str, signature: inspect.Signature, args: Any, kwargs: Any, error: Exception) -> Exception:
+    """What to say where a call went on with an argument that is no tensor, or has too few dimensions."""
+    for argument, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[argument].annotation
+        if not isinstance(value, Tensor) and (kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None)):
+            shown = "None" if value is None else f"a {type(value).__name__}"
+            return TypeError(f"{name}: {argument} is {shown}, must be a torch tensor")
+    return ValueError(f"{name}: the dimensions of an argument do not fit: {error}")
 
 
 _KINDS = {"Tensor": "Tensor", "int": "SymInt", "float": "float", "bool": "bool", "str": "str", "torch.dtype": "ScalarType", "None": "()"}

@@ -13,7 +13,10 @@ from ..moe import moe_finalize, moe_finalize_backward, moe_permute, moe_routing
 def routing(ids: Tensor, experts: Optional[int] = None) -> Any:
     """The Routing of ids [n, K], which may be any numbers from 0 on."""
     if experts is None:
-        experts = int(ids.max()) + 1 if ids.numel() else 1
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        if low < 0:
+            raise ValueError(f"an expert's id is {low}, must not be negative")
+        experts = high + 1
     return moe_routing(ids, experts)
 
 

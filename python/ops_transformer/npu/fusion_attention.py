@@ -240,6 +240,8 @@ def _forward(call: _Call, mode: int, masked: bool, pre: int, following: int, sof
 
 def _seed(seed: int, keep_prob: float, drop_mask: Optional[Tensor]) -> int:
     """Of 0 one that torch's generator draws."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}, must be an integer of 64 bits")
     if keep_prob < 1 and seed == 0 and drop_mask is None:
         return int(torch.randint(1, 2**62, ()))
     return seed

@@ -228,6 +228,9 @@ def npu_ring_attention_update(prev_attn_out: Tensor, prev_softmax_max: Tensor, p
         raise ValueError(f'input_layout is "{input_layout}", must be SBH or TND')
     parts = [(prev_attn_out, prev_softmax_max, prev_softmax_sum), (cur_attn_out, cur_softmax_max, cur_softmax_sum)]
     outs, tops, sums = zip(*parts)
+    if any(out.dim() != 3 or top.dim() != (4 if input_layout == "SBH" else 3) or top.shape != total.shape for out, top, total in parts):
+        raise ValueError(f"input_layout {input_layout} means parts of " + ("[S, B, H] with [B, N, S, 8]" if input_layout == "SBH" else
+                         "[T, N, D] with [T, N, 8]") + f", but they are {[list(tensor.shape) for part in parts for tensor in part]}")
     if input_layout == "SBH":
         heads = tops[0].shape[1]
         outs = [out.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for out in outs]
