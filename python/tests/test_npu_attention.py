@@ -228,7 +228,7 @@ REFUSED = [
     (dict(sparse_mode=7, atten_mask=UPPER), "npu_fusion_attention: sparse_mode is 7, which goes with input_layout TND"),
     (dict(sparse_mode=5, atten_mask=UPPER), "npu_fusion_attention: sparse_mode is 5, but prefix is not given"),
     (dict(atten_mask=torch.zeros(5, 7)), "npu_fusion_attention: atten_mask has dtype torch.float32, must be bool, uint8"),
-    (dict(head_num=3), "npu_fusion_attention: .*attn_head_num is 3, but query has 4"),
+    (dict(head_num=3), "npu_fusion_attention: .*head_num is 3, but query has 4"),
     (dict(softmax_layout="TND"), 'npu_fusion_attention: softmax_layout is "TND"'),
     (dict(input_layout="TND"), "npu_fusion_attention: input_layout TND needs actual_seq_qlen"),
 ]

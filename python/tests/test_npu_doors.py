@@ -215,7 +215,7 @@ def test_bad_input_is_named():
     calls = [
         (TypeError, "npu_swiglu: self is None, must be a torch tensor", lambda: npu.npu_swiglu(None)),
         (TypeError, "npu_rms_norm: gamma is a list, must be a torch tensor", lambda: npu.npu_rms_norm(q, [1.0])),
-        (TypeError, "npu_fusion_attention: attn_head_num is 2.5", lambda: npu.npu_fusion_attention(q, q, q, 2.5, "BNSD")),
+        (TypeError, "npu_fusion_attention: head_num is 2.5", lambda: npu.npu_fusion_attention(q, q, q, 2.5, "BNSD")),
         (TypeError, "npu_fusion_attention: value is None", lambda: npu.npu_fusion_attention(q, q, None, 2, "BNSD")),
         (ValueError, "npu_fusion_attention: seed is", lambda: npu.npu_fusion_attention(q, q, q, 2, "BNSD", keep_prob=0.5, seed=2**70)),
         (ValueError, "npu_moe_token_permute: an expert's id is -1", lambda: npu.npu_moe_token_permute(q[0, 0], i - 1)),

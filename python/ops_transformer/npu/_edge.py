@@ -50,7 +50,7 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
                 return operator(*args, **kwargs)
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            text = str(error)
+            text = str(error).replace("attn_head_num", "head_num")  # the core's name of it
             if text.startswith(name):
                 raise
             raise type(error)(f"{name}: {_OF_THE_CORE.sub('', text, count=1) if _OF_THE_CORE.match(text) else text}") from None
