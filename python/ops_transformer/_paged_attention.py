@@ -16,8 +16,8 @@ __all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]
 
 # Further keywords, beside those of the signature.
 _OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alibi_slopes", "alignment", "bias", "bias_scale", "block_kv",
-            "block_mask", "block_q", "drop_mask", "first_head", "first_key", "first_query", "keep_prob", "mask", "offset", "path",
-            "prefix", "seed", "shared_prefix", "total_heads", "tree_mask", "window_right")
+            "block_mask", "block_q", "drop_mask", "first_head", "first_key", "first_query", "keep_prob", "key_rope", "mask", "offset",
+            "path", "prefix", "query_rope", "seed", "shared_prefix", "total_heads", "tree_mask", "window_right")
 
 
 class PagedAttention(NamedTuple):
@@ -92,9 +92,9 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     (ValueError where block_table says otherwise).
 
     Further options, by the names of opst/attention.h (help(flash_attention.flash_attention_score) explains them):
-    window_right, mask, block_mask (key blocks of the longest sequence), bias, bias_scale, alibi_slopes, alibi_form,
-    alibi_query_start, alibi_key_start, prefix, keep_prob, seed, offset, drop_mask, first_query, first_key, first_head, total_heads,
-    path, block_q, block_kv.
+    window_right, query_rope and key_rope (pages too: further columns of query and keys), mask, block_mask (key blocks of the
+    longest sequence), bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, prefix, keep_prob, seed, offset,
+    drop_mask, first_query, first_key, first_head, total_heads, path, block_q, block_kv.
 
     Torch tensors: gradients for query, bias, sinks, and for the caches of layout "norm" (each row the sum over the sequences
     that read it), where `out` is not given. Autocast casts nothing here: a query may have another dtype than its cache.

@@ -43,8 +43,8 @@ __all__ = ["UNBOUNDED", "AttentionScore", "BlockMask", "MergedAttention", "Predi
 # Further keywords of each function, beside those of its signature.
 _SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignment", "bias_scale", "block_kv", "block_mask",
                   "block_q", "first_head", "first_key", "first_query", "kv_lengths", "offset", "path", "total_heads")
-_PLAIN_OPTIONS = (*_SCORE_OPTIONS, "alibi_slopes", "bias", "cu_seqlens_k", "cu_seqlens_q", "drop_mask", "keep_prob", "mask",
-                  "prefix", "seed", "sinks", "softcap", "softmax_scale", "tree_mask", "window_left", "window_right")
+_PLAIN_OPTIONS = (*_SCORE_OPTIONS, "alibi_slopes", "bias", "cu_seqlens_k", "cu_seqlens_q", "drop_mask", "keep_prob",
+                  "key_rope", "mask", "prefix", "query_rope", "seed", "sinks", "softcap", "softmax_scale", "tree_mask", "window_left", "window_right")
 _DEFAULTS = Options._field_defaults
 _ORDERS = {"BNSD": "BNSD", "BSND": "BSND", "BSH": "BSND", "SBH": "SBND", "TND": "TND"}
 
@@ -343,7 +343,8 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
     first_head, total_heads, path, block_q, block_kv; cu_seqlens_q and cu_seqlens_k [batch + 1] for sequences one after the other:
     q [tokens, heads, D], lse [heads, tokens]; tree_mask int64 [batch, length] (or [tokens]) for trees of draft tokens, whose words
     the function tree_mask makes of their parents: the last keys are those of the queries, up to 64, and query i sees those of
-    them whose bit in its word is 1, besides all keys before (a word of -1: all keys). tree_mask has no gradients.
+    them whose bit in its word is 1, besides all keys before (a word of -1: all keys). tree_mask has no gradients. query_rope and
+    key_rope, like q and k but rope_dim wide: further columns of both, in tensors of their own.
     """
     arrays: Dict[str, Any] = {}
     numbers: Dict[str, Any] = {}

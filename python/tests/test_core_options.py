@@ -50,7 +50,7 @@ LIST = {
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
         "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE,
         "block_mask": EVERYWHERE, "tree_mask": by_name(PLAIN, PAGED),
-        **each("sparse_indices query_rope key_rope", by_name(SPARSE))},
+        "sparse_indices": by_name(SPARSE), **each("query_rope key_rope", by_name(PLAIN, PAGED, SPARSE))},
     "BlockMask": each("row_offsets columns block_q block_kv", by_name("flash_attention.BlockMask")),
     "BlockPattern": {**each("query_len kv_len block_q block_kv heads alignment causal window_left window_right dilation stride "
                             "random seed documents", by_name(PATTERN)), "global": named("global_tokens", PATTERN)},

@@ -9,7 +9,8 @@ import pytest
 from conftest import import_torch, required
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
-KINDS = {"python.md": ("", "torch", "model"), "attention.md": ("",), "kv_cache.md": ("",)}  # what stands behind ```python
+# What stands behind ```python.
+KINDS = {"python.md": ("", "torch", "model"), "attention.md": ("",), "kv_cache.md": ("",), "npu.md": ("torch",)}
 
 
 def examples(page):

@@ -24,7 +24,7 @@ import sys, ops_transformer
 assert not any("ops_transformer." + name in sys.modules for name in ("flash_attention", "matmul", "quant", "rowwise", "torch"))
 assert "torch" not in sys.modules
 print(*(getattr(ops_transformer, name).__name__ for name in ("flash_attention", "kv_cache", "matmul", "quant", "rowwise")))
-print(set(ops_transformer.__all__) <= set(dir(ops_transformer)), {"hf", "rowwise", "torch"} <= set(dir(ops_transformer)))
+print(set(ops_transformer.__all__) <= set(dir(ops_transformer)), {"hf", "npu", "rowwise", "torch"} <= set(dir(ops_transformer)))
 """
     names = ["flash_attention", "kv_cache", "matmul", "quant", "rowwise"]
     assert said(program) == [f"ops_transformer.{name}" for name in names] + ["True", "True"]
@@ -83,11 +83,14 @@ if __name__ == "__main__":
 
 def test_imports_go_one_way():
     """Those inside functions too: the floors are in docs/architecture.md."""
-    below = {path.stem: set() for path in pathlib.Path(ops_transformer.__file__).parent.glob("*.py")}
-    for name in set(below) - {"__init__"}:
-        source = (pathlib.Path(ops_transformer.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    package = pathlib.Path(ops_transformer.__file__).parent
+    below = {path.relative_to(package).with_suffix("").as_posix().replace("/", "."): set() for path in package.rglob("*.py")}
+    for name in set(below) - {"__init__", "npu.__init__"}:
+        source = (package / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.level:
-                below[name].update([node.module] if node.module else [alias.name for alias in node.names])
+                home = "npu." if name.startswith("npu.") and node.level == 1 else ""
+                below[name].update(home + other for other in ([node.module] if node.module else [alias.name for alias in node.names]))
+    assert below["npu.fusion_attention"] > {"npu._edge", "flash_attention"}
     assert below["torch"] and below["_calls"]
     graphlib.TopologicalSorter(below).prepare()  # an error that names the files of a circle

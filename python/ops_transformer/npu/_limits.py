@@ -1,0 +1,261 @@
+"""The device's own limits, which strict calls check: one function for each family, by the names of the arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ._arguments import LARGEST, head_dim_of, kv_heads_of
+
+Arguments = Dict[str, Any]
+LIMITS: Dict[str, Callable[[str, Arguments], None]] = {}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _limits(*names: str) -> Callable[[Callable[[str, Arguments], None]], Callable[[str, Arguments], None]]:
+    def register(function: Callable[[str, Arguments], None]) -> Callable[[str, Arguments], None]:
+        for name in names:
+            LIMITS[name] = function
+        return function
+
+    return register
+
+
+def _refuse(what: str, got: Any, limit: str) -> None:
+    raise ValueError(f"strict: {what} is {got}, but the device takes {limit}")
+
+
+def _span(what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        _refuse(what, value, f"{low} to {high}")
+
+
+def _multiple(what: str, value: int, of: int) -> None:
+    if value % of:
+        _refuse(what, value, f"multiples of {of}")
+
+
+def _dtypes(name: str, tensor: Any, allowed: Sequence[torch.dtype]) -> None:
+    if isinstance(tensor, Tensor) and tensor.dtype not in allowed:
+        _refuse(f"the dtype of {name}", tensor.dtype, " or ".join(str(dtype) for dtype in allowed))
+
+
+def _one_of(what: str, value: Any, allowed: Iterable[Any]) -> None:
+    allowed = tuple(allowed)
+    if value not in allowed:
+        _refuse(what, value, "one of " + ", ".join(map(str, allowed)))
+
+
+def _upper_triangle(name: str, mask: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+    """A compressed mask: its shape, and that its strict upper triangle is what it hides."""
+    if list(mask.shape) not in [list(shape) for shape in shapes]:
+        _refuse(f"the shape of {name}", list(mask.shape), "a mask of 2048 x 2048 in this sparse_mode")
+    square = mask.reshape(2048, 2048).bool()
+    if not bool((square == torch.ones_like(square).triu(1)).all()):
+        raise ValueError(f"strict: {name} is not 1 on its strict upper triangle and 0 elsewhere, but the device takes that one alone in "
+                         "this sparse_mode (1 hides)")
+
+
+@_limits("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3", "npu_fusion_attention_grad",
+         "npu_fusion_attention_grad_v2", "npu_fusion_attention_grad_v3")
+def _training(name: str, a: Arguments) -> None:
+    query, key, value, layout, heads = a["query"], a["key"], a["value"], a["input_layout"], a["head_num"]
+    for what in ("query", "key", "value"):
+        _dtypes(what, a[what], (*_HALVES, torch.float32))
+    if not query.dtype == key.dtype == value.dtype:
+        _refuse("the dtype of key and value", f"{key.dtype} and {value.dtype}", f"that of query, {query.dtype}")
+    if layout not in ("BSH", "SBH", "BSND", "BNSD", "TND"):
+        return
+    dim = head_dim_of(query, layout, heads)
+    _span("head_num", heads, 1, 256)
+    _span("D of query", dim, 1, 768)
+    kv_heads = kv_heads_of(key, layout, dim)
+    value_dim = value.shape[-1] // kv_heads if "H" in layout else value.shape[-1]
+    if value_dim > dim:
+        _refuse("D of value", value_dim, f"at most that of key, {dim}")
+    if kv_heads < 1 or heads % kv_heads:
+        _refuse("head_num", heads, f"multiples of the {kv_heads} heads of key")
+    if layout == "TND":
+        _span("the sequences of actual_seq_qlen", len(a["actual_seq_qlen"] if a["actual_seq_qlen"] is not None else ()), 1, 2048)
+        _span("T of query", query.shape[0], 1, 2**20)
+    else:
+        _span("B", query.shape[layout.index("B")], 1, 2 * 2**20)
+        for what in ("query", "key"):
+            _span(f"S of {what}", a[what].shape[layout.index("S")], 1, 2**20)
+    mask, mode = a["atten_mask"], a["sparse_mode"]
+    if mask is not None:
+        _dtypes("atten_mask", mask, (torch.bool, torch.uint8))
+        if mode in (2, 3, 4, 7, 8):
+            _upper_triangle("atten_mask", mask, ((2048, 2048),))
+        elif mode == 6 and list(mask.shape) != [3072, 2048]:
+            _refuse("the shape of atten_mask", list(mask.shape), "[3072, 2048] in sparse_mode 6")
+        elif mode in (0, 1) and layout != "TND":
+            sizes = query.shape[layout.index("S")], key.shape[layout.index("S")]
+            batch = query.shape[layout.index("B")]
+            _one_of("the shape of atten_mask", tuple(mask.shape), ((batch, heads, *sizes), (batch, 1, *sizes), (1, 1, *sizes), sizes))
+    if a.get("prefix") is not None:
+        _span("the length of prefix", len(a["prefix"]), 1, 32)
+
+
+_PRE = ("pre_tokens", "next_tokens")
+
+
+@_limits("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2", "npu_prompt_flash_attention", "npu_incre_flash_attention")
+def _inference(name: str, a: Arguments) -> None:
+    query, key = a["query"], a["key"]
+    first = key[0] if isinstance(key, (list, tuple)) else key
+    heads = a["num_query_heads"] if "num_query_heads" in a else a["num_heads"]
+    kv_heads = a["num_key_value_heads"] or heads
+    layout = a["input_layout"].partition("_")[0]
+    _dtypes("query", query, (*_HALVES, torch.int8))
+    _dtypes("key", first, (*_HALVES, torch.int8, torch.int32))
+    for what, tensor in (("query", query), ("key", first)):
+        if not tensor.is_contiguous():
+            _refuse(what, f"of strides {list(tensor.stride())}", "contiguous tensors")
+    _span("the heads of query", heads, 1, 256)
+    _span("the query heads of a key head", heads // max(kv_heads, 1), 1, 64)
+    _multiple("the heads of query", heads, kv_heads)
+    if layout in ("BSH", "BSND", "BNSD", "TND", "NTD"):
+        dim = head_dim_of(query, layout, heads)
+        _span("D", dim, 1, 512)
+        batch = 1 if layout in ("TND", "NTD") else query.shape[0]
+        _span("B", batch, 1, 128 if dim % 16 else 65536)
+    mask, mode = a.get("atten_mask"), a.get("sparse_mode", 0)
+    if mask is not None:
+        _dtypes("atten_mask", mask, (torch.bool, torch.uint8, torch.int8))
+        if mode in (2, 3, 4):
+            _upper_triangle("atten_mask", mask, ((2048, 2048), (1, 2048, 2048), (1, 1, 2048, 2048)))
+    if a.get("block_table") is not None:
+        _dtypes("block_table", a["block_table"], (torch.int32,))
+        size = a["block_size"]
+        _span("block_size", size, 16, 512)
+        _multiple("block_size", size, 16)
+    for what in _PRE:
+        if abs(a.get(what, 0)) > LARGEST:
+            _refuse(what, a[what], "integers of 32 bits")
+
+
+@_limits("npu_sparse_flash_attention")
+def _sparse(name: str, a: Arguments) -> None:
+    _dtypes("query", a["query"], _HALVES)
+    if a["query"].shape[-1] != 512:
+        _refuse("D of query", a["query"].shape[-1], "512 (beside ropes of 64)")
+    _one_of("the heads of query", a["query"].shape[-2], (1, 2, 4, 8, 16, 32, 64, 128))
+    _one_of("sparse_block_size", a["sparse_block_size"], (1, 2, 4, 8, 16, 32, 64, 128))
+
+
+@_limits("npu_lightning_indexer")
+def _indexer(name: str, a: Arguments) -> None:
+    _dtypes("query", a["query"], _HALVES)
+    if a["query"].shape[-1] != 128:
+        _refuse("D of query", a["query"].shape[-1], "128")
+    _span("the heads of query", a["query"].shape[-2], 1, 64)
+    if not 1 <= a["sparse_count"] <= 2048:
+        _one_of("sparse_count", a["sparse_count"], range(3072, 8193, 1024))
+
+
+@_limits("npu_block_sparse_attention")
+def _blocks(name: str, a: Arguments) -> None:
+    _dtypes("query", a["query"], _HALVES)
+    _one_of("D of query", a["query"].shape[-1], (64, 128))
+    _multiple("the key columns of block_shape", a["block_shape"][1], 128)
+    if a["query"].dtype == torch.bfloat16 and a["inner_precise"] != 0:
+        _refuse("inner_precise", a["inner_precise"], "0 with bfloat16")
+
+
+@_limits("npu_moe_gating_top_k_softmax")
+def _gating(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], (*_HALVES, torch.float32))
+    _span("k", a["k"], 1, min(a["x"].shape[-1], 1024))
+
+
+@_limits("npu_moe_gating_top_k")
+def _gating_groups(name: str, a: Arguments) -> None:
+    experts, groups = a["x"].shape[-1], a["group_count"]
+    _span("the experts of x", experts, 1, 2048)
+    _multiple("the experts of x", experts, groups)
+    each = experts // groups
+    if each <= 2:
+        _refuse("the experts of a group", each, "more than 2")
+    _span("the experts of all groups, each rounded up to 32", (each + 31) // 32 * 32 * groups, 1, 2048)
+    _span("k", a["k"], 1, a["k_group"] * each)
+
+
+@_limits("npu_moe_compute_expert_tokens")
+def _expert_tokens(name: str, a: Arguments) -> None:
+    _dtypes("sorted_expert_for_source_row", a["sorted_expert_for_source_row"], (torch.int32,))
+    _span("num_expert", a["num_expert"], 1, 2048)
+
+
+@_limits("npu_moe_init_routing_v2")
+def _routing(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], (*_HALVES, torch.float32, torch.int8))
+    _dtypes("expert_idx", a["expert_idx"], (torch.int32,))
+    _span("expert_num", a["expert_num"], 1, 5120 if a["expert_tokens_num_type"] == 2 else 10240)
+    if a["drop_pad_mode"] == 1:
+        _span("expert_capacity", a["expert_capacity"], 1, a["x"].shape[0] - 1)
+
+
+@_limits("npu_grouped_matmul")
+def _groups(name: str, a: Arguments) -> None:
+    for what in ("x", "weight"):
+        _span(f"the tensors of {what}", len(a[what]), 1, 128)
+        for tensor in a[what]:
+            _dtypes(what, tensor, (*_HALVES, torch.float32, torch.int8, torch.int32))
+            _span(f"the last dimension of {what}", tensor.shape[-1], 1, 65535)
+    if isinstance(a["group_list"], Tensor):
+        _dtypes("group_list", a["group_list"], (torch.int64,))
+        _span("the groups", a["group_list"].shape[0], 1, 1024)
+
+
+@_limits("npu_swiglu_quant")
+def _gate_quant(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], (*_HALVES, torch.float32))
+    _span("the last dimension of x", a["x"].shape[-1], 2, 8192)
+
+
+@_limits("npu_dynamic_quant")
+def _quant(name: str, a: Arguments) -> None:
+    _dtypes("input", a["input"], _HALVES)
+    if a["input"].dim() < 2:
+        _refuse("the dimensions of input", a["input"].dim(), "2 or more")
+
+
+@_limits("npu_quant_matmul")
+def _quant_product(name: str, a: Arguments) -> None:
+    for what in ("x1", "x2", "scale"):
+        if a[what].numel() == 0:
+            _refuse(what, list(a[what].shape), "no empty tensors")
+        if what != "scale":
+            _span(f"the last dimension of {what}", a[what].shape[-1], 1, 65535)
+
+
+@_limits("npu_swiglu")
+def _gate(name: str, a: Arguments) -> None:
+    if a["self"].numel() == 0:
+        _refuse("self", list(a["self"].shape), "no empty tensors")
+
+
+@_limits("npu_rotary_mul")
+def _rotary(name: str, a: Arguments) -> None:
+    _span("D", a["self"].shape[-1], 2, 894)
+
+
+@_limits("npu_apply_rotary_pos_emb")
+def _rotary_pair(name: str, a: Arguments) -> None:
+    _one_of("D", a["query"].shape[-1], (64, 128))
+
+
+@_limits("npu_kv_rmsnorm_rope_cache", "npu_kv_rmsnorm_rope_cache_v2", "npu_kv_rmsnorm_rope_cache_v2_functional")
+def _latent(name: str, a: Arguments) -> None:
+    _one_of("the columns of kv", a["kv"].shape[-1], (576,) if a["v"] is None else (192,))
+
+
+@_limits("npu_attention_update")
+def _update(name: str, a: Arguments) -> None:
+    _span("the parts", len(a["lse"]), 1, 16)
+    width = a["local_out"][0].shape[-1]
+    _span("H", width, 8, 512)
+    _multiple("H", width, 8)

@@ -1,0 +1,414 @@
+"""Products with quantised weights, and of groups of rows: npu_quant_matmul, npu_ffn, npu_grouped_matmul and its two epilogues.
+
+Every product is the core's matmul or matmul_int, whose int32 sums are exact; scales, biases and rounding around it are torch's. Groups
+are products one after the other. Rows behind the last group are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ..matmul import matmul, matmul_int, pack_int
+from ..quant import dynamic_quant
+from ._arguments import dtype_of, integers, lengths_of, quantised, unpack_int4
+from ._edge import device_function, missing, refuse_given
+
+_EIGHT_BITS = "dtypes of eight bits other than int8, and of four, are not implemented"
+
+
+def float_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [m, k] times weight [k, n]."""
+    if 0 in (*x.shape, *weight.shape):
+        return x.new_zeros((x.shape[0], weight.shape[1]))
+    return matmul(x, weight.t())
+
+
+def int_product(x: Tensor, weight: Tensor) -> Tensor:
+    """The int32 sums of int8 x [m, k] times int8 weight [k, n]."""
+    if 0 in (*x.shape, *weight.shape):
+        return x.new_zeros((x.shape[0], weight.shape[1]), dtype=torch.int32)
+    return matmul_int(x.contiguous(), pack_int(weight.t().contiguous()), dtype="i32")
+
+
+def as_int8(tensor: Tensor) -> Tensor:
+    """int8, of int8 or of int32 words of eight numbers each."""
+    return unpack_int4(tensor) if tensor.dtype == torch.int32 else tensor
+
+
+def scale_of(scale: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+    """(float32 scale, offset or None) of floats, or of the 64-bit form: a float32 in the low word, nine bits of offset at 37."""
+    if scale.dtype not in (torch.int64, torch.uint64):
+        return scale.float(), None
+    words = scale.view(torch.int64)
+    low = words & 0xFFFFFFFF
+    low = torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
+    offset = (words >> 37) & 0x1FF
+    offset = torch.where(offset >= 256, offset - 512, offset)
+    return low.view(torch.float32), offset.float() if bool((offset != 0).any()) else None
+
+
+# ---- npu_quant_matmul, npu_ffn ---------------------------------------------------------------------------------------
+
+
+def _batched(x1: Tensor, x2: Tensor) -> Tensor:
+    """int32 x1 [.., m, k] times x2 [.., k, n], batches broadcast."""
+    if x1.shape[-1] != x2.shape[-2]:
+        raise ValueError(f"x1 is {list(x1.shape)} and x2 {list(x2.shape)}: {x1.shape[-1]} columns meet {x2.shape[-2]} rows")
+    if x2.dim() == 2:
+        return int_product(x1.reshape(-1, x1.shape[-1]), x2).view(*x1.shape[:-1], x2.shape[1])
+    batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    left = x1.expand(*batch, *x1.shape[-2:]).reshape(-1, *x1.shape[-2:])
+    right = x2.expand(*batch, *x2.shape[-2:]).reshape(-1, *x2.shape[-2:])
+    return torch.stack([int_product(a, b) for a, b in zip(left, right)]).view(*batch, x1.shape[-2], x2.shape[-1])
+
+
+@device_function
+def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, *, offset: Optional[Tensor] = None, pertoken_scale: Optional[Tensor] = None,
+                     bias: Optional[Tensor] = None, output_dtype: Optional[int] = None, x1_dtype: Optional[int] = None,
+                     x2_dtype: Optional[int] = None, pertoken_scale_dtype: Optional[int] = None, scale_dtype: Optional[int] = None,
+                     group_sizes: Optional[Sequence[int]] = None, y_scale: Optional[Tensor] = None) -> Tensor:
+    """(x1 x2 + int32 bias) * scale [* pertoken_scale of each row] + float bias; with int8 output + offset. output_dtype None is int8."""
+    refuse_given("npu_quant_matmul", _EIGHT_BITS, x1_dtype=x1_dtype, x2_dtype=x2_dtype, pertoken_scale_dtype=pertoken_scale_dtype,
+                 scale_dtype=scale_dtype, group_sizes=group_sizes, y_scale=y_scale)
+    for name, tensor in (("x1", x1), ("x2", x2)):
+        if tensor.dtype not in (torch.int8, torch.int32):
+            raise ValueError(f"{name} is {tensor.dtype}, must be int8, or int32 of eight int4 each")
+    if x2.dtype == torch.int32 and scale.dim() == 2 and scale.shape[0] > 1:
+        missing("npu_quant_matmul", "scales of groups along k (int4 with a 2-D scale)")
+    wanted = dtype_of("output_dtype", output_dtype, torch.int8)
+    sums = _batched(as_int8(x1), as_int8(x2))
+    if bias is not None and bias.dtype == torch.int32:
+        sums = sums + bias
+        bias = None
+    if wanted == torch.int32:
+        return sums
+    factor, packed_offset = scale_of(scale)
+    out = sums.float() * factor
+    if pertoken_scale is not None:
+        out = out * pertoken_scale.float().unsqueeze(-1)
+    if bias is not None:
+        out = out + bias.float()
+    if wanted != torch.int8:
+        if offset is not None:
+            raise ValueError(f"offset is given, but goes with int8 output, not {wanted}")
+        return out.to(wanted)
+    for added in (offset, packed_offset):
+        out = out if added is None else out + added.float()
+    return quantised(out)
+
+
+@device_function
+def npu_trans_quant_param(scale: Tensor, offset: Optional[Tensor] = None, round_mode: Optional[int] = 0) -> Tensor:
+    """int64: float32 scales with their low 13 bits cleared, bit 46 set, and an offset of nine bits from bit 37 on."""
+    words = (scale.float().view(torch.int32).to(torch.int64) & 0xFFFFE000) | (1 << 46)
+    if offset is not None:
+        words = words | ((offset.round().clamp(-256, 255).to(torch.int64) & 0x1FF) << 37)
+    return words
+
+
+_ACTIVATIONS = {
+    "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "fastgelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def _experts(weight: Tensor, counts: Optional[List[int]], rows: int) -> List[Tuple[slice, int]]:
+    """(rows, expert) of each group; all rows and no expert without groups."""
+    if counts is None:
+        return [(slice(0, rows), -1)]
+    if weight.dim() != 3 or len(counts) != weight.shape[0]:
+        raise ValueError(f"weight1 is {list(weight.shape)}, but there are {len(counts)} groups of tokens")
+    if sum(counts) != rows or min(counts, default=0) < 0:
+        raise ValueError(f"the groups of tokens are {counts}, but x has {rows} rows")
+    found, start = [], 0
+    for i, count in enumerate(counts):
+        found.append((slice(start, start + count), i))
+        start += count
+    return found
+
+
+def _of(tensor: Optional[Tensor], expert: int) -> Optional[Tensor]:
+    """An expert's part: of [E, ..] its own, of what serves all everything."""
+    return tensor if tensor is None or expert < 0 or tensor.numel() == 1 else tensor[expert]
+
+
+def _weight_only(weight: Tensor, scale: Optional[Tensor], offset: Optional[Tensor], like: Tensor) -> Tensor:
+    """A weight [k, n] of small integers in the dtype of `like`: (w + offset) * scale by columns, or by groups along k."""
+    if scale is None:
+        return weight
+    weight = as_int8(weight).float()
+    if scale.dim() == 2 and scale.shape[0] > 1:
+        weight = weight.unflatten(0, (scale.shape[0], -1))
+        scale, offset = scale[:, None], None if offset is None else offset[:, None]
+    weight = (weight if offset is None else weight + offset.float()) * scale.float()
+    return (weight.flatten(0, 1) if weight.dim() == 3 else weight).to(like.dtype)
+
+
+@device_function
+def npu_ffn(x: Tensor, weight1: Tensor, weight2: Tensor, activation: str, *, expert_tokens: Optional[Sequence[int]] = None,
+            expert_tokens_index: Optional[Sequence[int]] = None, bias1: Optional[Tensor] = None, bias2: Optional[Tensor] = None,
+            scale: Optional[Tensor] = None, offset: Optional[Tensor] = None, deq_scale1: Optional[Tensor] = None,
+            deq_scale2: Optional[Tensor] = None, antiquant_scale1: Optional[Tensor] = None, antiquant_scale2: Optional[Tensor] = None,
+            antiquant_offset1: Optional[Tensor] = None, antiquant_offset2: Optional[Tensor] = None, inner_precise: Optional[int] = None,
+            output_dtype: Optional[torch.dtype] = None) -> Tensor:
+    """activation(x w1 + b1) w2 + b2. expert_tokens are counts, expert_tokens_index running totals."""
+    if activation in ("geglu", "swiglu", "reglu"):
+        missing("npu_ffn", f'activation "{activation}": which half of its columns is activated is not stated for the device')
+    act = _ACTIVATIONS.get(activation)
+    if act is None or activation == "gelu_tanh":
+        raise ValueError(f'activation is "{activation}", must be one of fastgelu, gelu, relu, silu')
+    if expert_tokens is not None and expert_tokens_index is not None:
+        raise ValueError("expert_tokens and expert_tokens_index are both given")
+    counts = None if expert_tokens is None else integers("expert_tokens", expert_tokens)
+    if expert_tokens_index is not None:
+        counts = lengths_of(integers("expert_tokens_index", expert_tokens_index))
+    rows = x.reshape(-1, x.shape[-1])
+    is_int8 = x.dtype == torch.int8
+    if is_int8 and (scale is None or deq_scale1 is None or deq_scale2 is None):
+        raise ValueError("x is int8, which needs scale, deq_scale1 and deq_scale2")
+    wanted = (output_dtype or torch.float16) if is_int8 else x.dtype
+    parts = []
+    for span, e in _experts(weight1, counts, rows.shape[0]):
+        one = rows[span]
+        w1, w2 = _of(weight1, e), _of(weight2, e)
+        b1, b2 = _of(bias1, e), _of(bias2, e)
+        if is_int8:
+            sums = int_product(one, w1)
+            hidden = act((sums if b1 is None else sums + b1).float() * scale_of(_of(deq_scale1, e))[0])
+            shift = _of(offset, e)
+            hidden = quantised(hidden * _of(scale, e).float() + (0 if shift is None else shift.float()))
+            sums = int_product(hidden, w2)
+            parts.append(((sums if b2 is None else sums + b2).float() * scale_of(_of(deq_scale2, e))[0]).to(wanted))
+            continue
+        w1 = _weight_only(w1, _of(antiquant_scale1, e), _of(antiquant_offset1, e), x)
+        w2 = _weight_only(w2, _of(antiquant_scale2, e), _of(antiquant_offset2, e), x)
+        hidden = float_product(one, w1).float()
+        hidden = act(hidden if b1 is None else hidden + b1.float()).to(x.dtype)
+        out = float_product(hidden, w2)
+        parts.append(out if b2 is None else (out.float() + b2.float()).to(wanted))
+    return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[-1])
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def group_counts(group_list: Any, kind: int, groups: int, name: str = "group_list") -> List[int]:
+    """Rows of each group, of running totals (0), counts (1), or pairs of a group and its rows (2)."""
+    if kind == 2:
+        counts = [0] * groups
+        for group, count in group_list.tolist():
+            if count:
+                counts[group] += count
+        return counts
+    numbers = integers(name, group_list)
+    counts = lengths_of(numbers) if kind == 0 else numbers
+    if min(counts, default=0) < 0:
+        raise ValueError(f"{name} is {numbers}, must be {'running totals' if kind == 0 else 'counts'}, so not "
+                         f"{'decreasing' if kind == 0 else 'negative'}")
+    if len(counts) != groups:
+        raise ValueError(f"{name} has {len(counts)} groups, but weight has {groups}")
+    return counts
+
+
+class _Epilogue(NamedTuple):
+    """What the products of one group take besides x."""
+
+    bias: Optional[Tensor]
+    scale: Optional[Tensor]
+    antiquant_scale: Optional[Tensor]
+    antiquant_offset: Optional[Tensor]
+    act: int
+    dtype: Any
+
+
+_ACTS = {1: "relu", 2: "gelu_tanh", 4: "fastgelu", 5: "silu"}
+
+
+def _product(x: Tensor, weight: Tensor, e: _Epilogue, per_token: Optional[Tensor]) -> Tensor:
+    shape, x = x.shape, as_int8(x).reshape(-1, as_int8(x).shape[-1])
+    if x.shape[1] != weight.shape[0]:
+        raise ValueError(f"x has {x.shape[1]} columns, but weight {weight.shape[0]} rows")
+    if x.dtype != torch.int8:
+        out = float_product(x, _weight_only(weight, e.antiquant_scale, e.antiquant_offset, x))
+        out = out if e.bias is None else (out.float() + e.bias.float()).to(x.dtype)
+        return out.to(dtype_of("output_dtype", e.dtype, x.dtype)).view(*shape[:-1], out.shape[-1])
+    sums, bias = int_product(x, as_int8(weight)), e.bias
+    if bias is not None and bias.dtype == torch.int32:
+        sums, bias = sums + bias, None
+    if e.scale is None:
+        return sums
+    factor, offset = scale_of(e.scale)
+    out = sums.float() * factor
+    if per_token is not None:
+        out = out * per_token.float().reshape(-1, 1)
+    if bias is not None:
+        out = out + bias.float()
+    if e.act:
+        out = _ACTIVATIONS[_ACTS[e.act]](out)
+    default = {torch.int64: torch.int8, torch.bfloat16: torch.bfloat16}.get(e.scale.dtype, torch.float16)
+    wanted = dtype_of("output_dtype", e.dtype, default)
+    if wanted == torch.int8:
+        return quantised(out if offset is None else out + offset)
+    return out.to(wanted)
+
+
+def _each(tensors: Optional[Sequence[Tensor]], groups: int, name: str) -> List[Optional[Tensor]]:
+    """One of a list for each group; a list of one tensor [G, ..] by its first dimension."""
+    if not tensors:
+        return [None] * groups
+    if isinstance(tensors, Tensor):
+        raise TypeError(f"{name} is a tensor, must be a list of tensors")
+    if len(tensors) == groups and (groups > 1 or tensors[0].dim() < 2 or tensors[0].shape[0] != 1):
+        return list(tensors)
+    if len(tensors) == 1 and tensors[0].shape[0] == groups:
+        return list(tensors[0])
+    raise ValueError(f"{name} has {len(tensors)} tensors, but there are {groups} groups")
+
+
+@device_function
+def npu_grouped_matmul(x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: Optional[Sequence[Tensor]] = None,
+                       scale: Optional[Sequence[Tensor]] = None, offset: Optional[Sequence[Tensor]] = None,
+                       antiquant_scale: Optional[Sequence[Tensor]] = None, antiquant_offset: Optional[Sequence[Tensor]] = None,
+                       per_token_scale: Optional[Sequence[Tensor]] = None, group_list: Optional[Tensor] = None,
+                       activation_input: Optional[Sequence[Tensor]] = None, activation_quant_scale: Optional[Sequence[Tensor]] = None,
+                       activation_quant_offset: Optional[Sequence[Tensor]] = None, split_item: Optional[int] = 0,
+                       group_type: Optional[int] = None, group_list_type: Optional[int] = 0, act_type: Optional[int] = 0,
+                       tuning_config: Optional[Sequence[int]] = None, output_dtype: Optional[int] = None, x_dtype: Optional[int] = None,
+                       weight_dtype: Optional[int] = None, scale_dtype: Optional[int] = None,
+                       per_token_scale_dtype: Optional[int] = None) -> List[Tensor]:
+    """x w + b of every group. group_type -1: lists of both; 0: group_list cuts the rows of x; 2: it cuts the columns of x, one result
+    for each group. group_list_type 0: running totals; 1: counts; 2: pairs. A Python list as group_list is running totals."""
+    for name, tensors in (("x", x), ("weight", weight)):
+        if not isinstance(tensors, (list, tuple)) or not tensors:
+            raise TypeError(f"{name} is a {type(tensors).__name__}, must be a list of tensors, of at least one")
+    for name, given in (("offset", offset), ("activation_input", activation_input), ("activation_quant_scale", activation_quant_scale),
+                        ("activation_quant_offset", activation_quant_offset)):
+        if given:
+            raise ValueError(f"{name} is given, but must be None")
+    refuse_given("npu_grouped_matmul", _EIGHT_BITS, x_dtype=x_dtype, weight_dtype=weight_dtype, scale_dtype=scale_dtype,
+                 per_token_scale_dtype=per_token_scale_dtype)
+    is_list = isinstance(group_list, (list, tuple))
+    if group_type is None:
+        if not is_list and group_list is not None:
+            raise ValueError("Requires manual passing group_type: -1, 0 or 2")
+        group_type = 0 if is_list else -1
+    if group_type not in (-1, 0, 2):
+        raise ValueError(f"The group type must be -1, 0 or 2, but it is {group_type}")
+    act = act_type or 0
+    if act not in (0, *_ACTS) or (act and not per_token_scale):
+        raise ValueError(f"act_type is {act_type}, must be 0, or with per_token_scale 1, 2, 4 or 5")
+    if any(w.dim() == 5 for w in weight):
+        missing("npu_grouped_matmul", "weight in 5-D form NZ: give [K, N]")
+    if group_type == 2:
+        return _by_columns(x, weight, group_list, 0 if is_list else group_list_type or 0)
+    weights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
+    groups = len(weights)
+    biases, scales, anti, anti_offset = (_each(given, groups, name) for name, given in (
+        ("bias", bias), ("scale", scale), ("antiquant_scale", antiquant_scale), ("antiquant_offset", antiquant_offset)))
+    rest = 0
+    if group_type == 0 and len(x) == 1:
+        if group_list is None:
+            raise ValueError("group_type is 0 and x one tensor, but group_list is not given")
+        counts = group_counts(group_list, 0 if is_list else group_list_type or 0, groups)
+        if sum(counts) > x[0].shape[0]:
+            raise ValueError(f"group_list counts {sum(counts)} rows, but x has {x[0].shape[0]}")
+        rest = x[0].shape[0] - sum(counts)
+        parts = list(x[0][:sum(counts)].split(counts))
+        tokens = [None] * groups if not per_token_scale else list(per_token_scale[0][:sum(counts)].split(counts))
+    else:
+        if len(x) != groups:
+            raise ValueError(f"x has {len(x)} tensors, but weight {groups}")
+        parts, tokens = list(x), _each(per_token_scale, groups, "per_token_scale")
+    out = [_product(part, w, _Epilogue(*each, act, output_dtype), token)
+           for part, w, token, *each in zip(parts, weights, tokens, biases, scales, anti, anti_offset)]
+    if (split_item or 0) in (0, 1):
+        return out
+    joined = torch.cat(out)
+    return [joined if rest == 0 else torch.cat([joined, joined.new_zeros((rest, joined.shape[1]))])]
+
+
+def _by_columns(x: Sequence[Tensor], weight: Sequence[Tensor], group_list: Any, kind: int) -> List[Tensor]:
+    """[G, M, N]: each group of columns of x [M, K] times its rows of weight [K, N]; no columns give zeros."""
+    if len(x) != 1 or len(weight) != 1 or not x[0].is_floating_point():
+        raise ValueError("group_type is 2, which needs one x and one weight of floats")
+    counts = group_counts(group_list, kind, len(group_list))
+    pairs = zip(x[0][:, :sum(counts)].split(counts, 1), weight[0][:sum(counts)].split(counts))
+    return [torch.stack([float_product(a, b) for a, b in pairs])]
+
+
+def _swiglu_quantised(x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor, counts: List[int]) -> Tuple[Tensor, Tensor]:
+    parts = []
+    for i, (part, token) in enumerate(zip(x[:sum(counts)].split(counts), x_scale[:sum(counts)].split(counts))):
+        both = int_product(part, weight[i]).float() * weight_scale[i].float() * token.float()[:, None]
+        gate, up = both.chunk(2, -1)
+        parts.append(torch.nn.functional.silu(gate) * up)
+    hidden = torch.cat(parts)
+    rest = x.shape[0] - hidden.shape[0]
+    hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rest)) if rest else hidden
+    return dynamic_quant(hidden)
+
+
+@device_function
+def npu_grouped_matmul_swiglu_quant(x: Tensor, weight: Tensor, group_list: Tensor, weight_scale: Tensor, x_scale: Tensor, *,
+                                    bias: Optional[Tensor] = None, offset: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
+    """(int8 of silu(first half) * second half, a scale for each row, an empty offset); group_list is running totals."""
+    refuse_given("npu_grouped_matmul_swiglu_quant", "the device takes none", bias=bias, offset=offset)
+    q, scales = _swiglu_quantised(x, weight, weight_scale, x_scale, group_counts(group_list, 0, weight.shape[0]))
+    return q, scales, scales.new_zeros(())
+
+
+@device_function
+def npu_grouped_matmul_swiglu_quant_v2(x: Tensor, weight: Sequence[Tensor], weight_scale: Sequence[Tensor], x_scale: Tensor,
+                                       group_list: Tensor, *, smooth_scale: Optional[Tensor] = None,
+                                       weight_assist_matrix: Optional[Sequence[Tensor]] = None, bias: Optional[Tensor] = None,
+                                       dequant_mode: Optional[int] = 0, dequant_dtype: Optional[int] = 0, quant_mode: Optional[int] = 0,
+                                       quant_dtype: Optional[int] = 1, group_list_type: Optional[int] = 0,
+                                       tuning_config: Optional[Sequence[int]] = None, x_dtype: Optional[int] = None,
+                                       weight_dtype: Optional[int] = None, weight_scale_dtype: Optional[int] = None,
+                                       x_scale_dtype: Optional[int] = None) -> Tuple[Tensor, Tensor]:
+    """(q, scales); weights and scales as lists of one tensor [E, K, N] and [E, N]. group_list_type 0: running totals, 1: counts."""
+    name = "npu_grouped_matmul_swiglu_quant_v2"
+    refuse_given(name, "it belongs to int4 weights, which are not implemented here", smooth_scale=smooth_scale,
+                 weight_assist_matrix=weight_assist_matrix, bias=bias)
+    refuse_given(name, _EIGHT_BITS, x_dtype=x_dtype, weight_dtype=weight_dtype, weight_scale_dtype=weight_scale_dtype,
+                 x_scale_dtype=x_scale_dtype)
+    if dequant_mode or quant_mode or quant_dtype not in (0, 1, None):
+        missing(name, f"dequant_mode {dequant_mode}, quant_mode {quant_mode}, quant_dtype {quant_dtype}: int8 by channel is implemented")
+    if len(weight) != 1 or len(weight_scale) != 1:
+        raise ValueError(f"weight has {len(weight)} tensors and weight_scale {len(weight_scale)}, must have 1 each")
+    counts = group_counts(group_list, group_list_type or 0, weight[0].shape[0])
+    return _swiglu_quantised(x, weight[0], weight_scale[0], x_scale, counts)
+
+
+@device_function
+def npu_grouped_matmul_finalize_routing(x: Tensor, w: Tensor, group_list: Tensor, *, scale: Optional[Tensor] = None,
+                                        bias: Optional[Tensor] = None, offset: Optional[Tensor] = None,
+                                        pertoken_scale: Optional[Tensor] = None, shared_input: Optional[Tensor] = None,
+                                        logit: Optional[Tensor] = None, row_index: Optional[Tensor] = None,
+                                        dtype: Optional[torch.dtype] = None, shared_input_weight: Optional[float] = 1.0,
+                                        shared_input_offset: Optional[int] = 0, output_bs: Optional[int] = 0,
+                                        group_list_type: Optional[int] = 1, tuning_config: Optional[Sequence[int]] = None,
+                                        x_dtype: Optional[int] = None, w_dtype: Optional[int] = None, scale_dtype: Optional[int] = None,
+                                        pertoken_scale_dtype: Optional[int] = None) -> Tensor:
+    """float32 [output_bs, n]: rows of all groups, times scale, pertoken_scale and logit, added up at row_index, beside shared_input."""
+    name = "npu_grouped_matmul_finalize_routing"
+    refuse_given(name, "it belongs to int4 weights, which are not implemented here", bias=bias, offset=offset)
+    refuse_given(name, _EIGHT_BITS, x_dtype=x_dtype, w_dtype=w_dtype, scale_dtype=scale_dtype, pertoken_scale_dtype=pertoken_scale_dtype)
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"dtype is {dtype}, must be float32")
+    if scale is None or row_index is None:
+        raise ValueError("scale and row_index are needed")
+    counts = group_counts(group_list, 1 if group_list_type is None else group_list_type, w.shape[0])
+    used = sum(counts)
+    rows = torch.cat([int_product(part, w[i]).float() * scale[i].float() for i, part in enumerate(x[:used].split(counts))])
+    for factor in (pertoken_scale, logit):
+        rows = rows if factor is None else rows * factor[:used].float()[:, None]
+    out = torch.zeros((output_bs or x.shape[0], rows.shape[1]), dtype=torch.float32)
+    if shared_input is not None:
+        start = shared_input_offset or 0
+        out[start:start + shared_input.shape[0]] += float(shared_input_weight) * shared_input.float()
+    return out.index_add_(0, row_index[:used].long(), rows)
