@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _core
 from ._arrays import integer_tensor, integers, optional_view, view
 from ._calls import function_of
+from ._moe_results import Gating, Routing
 from ._torch_forms import Form, define
 from ._torch_operator import context
 
@@ -73,8 +74,6 @@ _gating_operator = define(
 
 
 def _gating_results(bound: Dict[str, Any], result: Any) -> Any:
-    from .moe import Gating
-
     return Gating(*result) if bound["return_scores"] else tuple(result[:2])
 
 
@@ -102,8 +101,6 @@ _routing_operator = define(
 
 
 def _routing_results(bound: Dict[str, Any], result: Any) -> Any:
-    from .moe import Routing
-
     return Routing(*result)
 
 

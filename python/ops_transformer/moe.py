@@ -12,12 +12,13 @@ tensors that require gradients the functions give results that have them; those 
 
 from __future__ import annotations
 
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, Optional
 
 from . import _core
 from ._arrays import empty, integers, optional_view, output, rank, view, view_of_new
 from ._calls import public
 from ._context import Context, default_context
+from ._moe_results import FinalizeGradients, Gating, Routing
 
 __all__ = ["FinalizeGradients", "Gating", "moe_compute_expert_tokens", "moe_finalize", "moe_finalize_backward", "moe_gating",
            "moe_gating_backward", "moe_permute", "moe_routing", "Routing"]
@@ -28,30 +29,6 @@ def _torch_forms() -> Dict[str, Any]:
     from ._torch_moe import FORMS
 
     return FORMS
-
-
-class Gating(NamedTuple):
-    """What moe_gating gives with return_scores."""
-
-    topk_ids: Any  # int32 [tokens, top_k], best first; -1 of finished tokens
-    topk_weights: Any  # float32 [tokens, top_k]
-    scores: Any  # float32 [tokens, num_experts]
-
-
-class Routing(NamedTuple):
-    """Where the rows of all slots lie."""
-
-    row_of_slot: Any  # int32 or int64 [tokens, top_k], -1: no row
-    slot_of_row: Any  # [rows], -1: a row of nobody
-    expert_tokens: Any  # int64 [experts of the range]
-
-
-class FinalizeGradients(NamedTuple):
-    """None: not wanted."""
-
-    expanded: Any
-    topk_weights: Any
-    bias: Any
 
 
 @public(torch=_torch_forms)

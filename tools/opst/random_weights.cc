@@ -1,5 +1,8 @@
 #include "random_weights.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "matmul_case.h"
 #include "opst/quant.h"
 #include "testing/elements.h"
@@ -21,6 +24,14 @@ Weight packed(Context& context, const std::vector<Matrix>& matrices, bool stack,
   return value_or_fail(Weight::pack_stack(context, std::span<const Matrix>(all)));
 }
 
+// Row r becomes row r + by of what is read: another matrix, at the speed of copying.
+void turn_rows(const void* from, void* to, int64_t rows, int64_t row_bytes, int64_t by) {
+  const auto first = static_cast<size_t>(by % std::max<int64_t>(1, rows) * row_bytes),
+             all = static_cast<size_t>(rows * row_bytes);
+  std::memcpy(to, static_cast<const char*>(from) + first, all - first);
+  std::memcpy(static_cast<char*>(to) + all - first, from, first);
+}
+
 }  // namespace
 
 RandomWeights::RandomWeights(const std::string& dtype, int64_t count, int64_t n, int64_t k, test::Random& random)
@@ -34,17 +45,25 @@ RandomWeights::RandomWeights(const std::string& dtype, int64_t count, int64_t n,
       const bool bytes = dtype == "i8";
       const Tensor q = allocate(n * k / (bytes ? 1 : 2)).tensor(bytes ? DType::i8 : DType::u8, {n, bytes ? k : k / 2});
       const Tensor scales = allocate(n * size_bytes(DType::f32)).tensor(DType::f32, {n, 1});
-      // All bit patterns but those of -128.
+      ints_.push_back({.q = q, .scales = scales});
+      if (e > 0) {
+        turn_rows(ints_[0].q.data, q.data, n, q.shape[1], e);
+        turn_rows(ints_[0].scales.data, scales.data, n, size_bytes(DType::f32), e);
+        continue;
+      }
       for (int64_t i = 0; i < q.num_elements(); ++i) {
         static_cast<int8_t*>(q.data)[i] = static_cast<int8_t>(random.integer(-127, 127));
       }
       for (int64_t i = 0; i < n; ++i) test::set(scales, i, random.uniform(0.5, 1) / 127);
-      ints_.push_back({.q = q, .scales = scales});
       continue;
     }
     const QuantFormat format = parse_quant_format(dtype).value();
-    Buffer& bytes = allocate(n * (k / block_values(format)) * block_bytes(format));
-    if (block_values(format) == 1) {
+    const int64_t row = k / block_values(format) * block_bytes(format);
+    Buffer& bytes = allocate(n * row);
+    blocks_.push_back({format, n, k, bytes.data(), bytes.size_bytes()});
+    if (e > 0) {
+      turn_rows(blocks_[0].data, bytes.data(), n, row, e);
+    } else if (block_values(format) == 1) {
       test::fill(bytes.tensor(format == QuantFormat::f32 ? DType::f32 : x_dtype_of(dtype), {n, k}), test::Fill::normal,
                  random);
     } else {  // blocks of bytes whose halves are finite and small
@@ -52,7 +71,6 @@ RandomWeights::RandomWeights(const std::string& dtype, int64_t count, int64_t n,
         static_cast<unsigned char*>(bytes.data())[i] = static_cast<unsigned char>(random.bits() & 0x3f);
       }
     }
-    blocks_.push_back({format, n, k, bytes.data(), bytes.size_bytes()});
   }
 }
 

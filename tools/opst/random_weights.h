@@ -10,7 +10,8 @@
 
 namespace opst::tools {
 
-// `count` matrices [n, k] of a float type, a quantised format, or i8 or i4 with a scale per output.
+// `count` matrices [n, k] of a float type, a quantised format, or i8 or i4 with a scale per output. The first is drawn;
+// the others have its rows in other places.
 class RandomWeights {
  public:
   RandomWeights(const std::string& dtype, int64_t count, int64_t n, int64_t k, test::Random& random);
