@@ -80,7 +80,7 @@ TEST(OpstMoe, PlanTellsTasksAndMemory) {
     EXPECT_EQ(std::string(row["down"]).rfind(groups, 0), 0u) << row;
     EXPECT_NE(row["gating_reason"], "") << row;
   }
-  EXPECT_GT(rows[1]["scratch_bytes"]["routing"], rows[0]["scratch_bytes"]["routing"]);
+  EXPECT_GT(rows[1]["scratch_bytes"]["gate_up"], rows[0]["scratch_bytes"]["gate_up"]);
   const Outcome text = run_small({"plan", "moe"}, {"--tokens", "7", "--dtype", "f32"});
   EXPECT_EQ(text.out.rfind("f32, 7 tokens, 2 of 8 experts\n  gating   ", 0), 0u) << text.out;
 }
