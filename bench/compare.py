@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Attention beside other libraries: the same inputs, equal threads, calls in turns, every output compared with float64.
+"""Attention, and layers of mixtures of experts, beside other libraries: the same inputs, equal threads, calls in turns, every output compared with float64.
 
     bench/compare.py                                                  a short selection
     bench/compare.py --groups short,long --threads 2 --json out.json  adds to what the file holds
@@ -23,6 +23,7 @@ code is 1.
 Peers, each where it is installed (scripts/requirements-torch.txt, scripts/requirements-peer-*.txt): torch's flash and math
 path, torch's compiled flex_attention (in rows of sparse blocks), ONNX Runtime's MultiHeadAttention,
 its Attention of opset 23 and its GroupQueryAttention over a cache, ggml, OpenVINO, vLLM's kernels, zentorch, JAX.
+In rows of the group moe: a loop over the experts in torch, vLLM's cpu_fused_moe, zentorch's zentorch_fused_moe.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import statistics
 import sys
 import warnings
 
-from peers import cases, memory, plots, report, timing
+from peers import cases, memory, mixture_cases, plots, report, timing
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -61,6 +62,8 @@ def arguments(words):
         options.cases = [cases.parse(text) for text in texts or cases.GROUPS["quick"]]
     except ValueError as error:
         parser.error(f"--cases: {error}")
+    if options.memory and any(map(is_mixture, options.cases)):
+        parser.error("--memory: is of attention alone")
     return options
 
 
@@ -85,8 +88,24 @@ def machine(adapters):
             "amx": torch.cpu._is_amx_tile_supported(), "torch level": torch.backends.cpu.get_cpu_capability(), **versions}
 
 
+def is_mixture(case):
+    return isinstance(case, mixture_cases.Case)
+
+
+def contenders(case, wanted):
+    """Ours and the installed peers of such a case, of whose names `wanted` has a part."""
+    from peers import adapters, mixture
+
+    kind = mixture if is_mixture(case) else adapters
+    return [kind.OURS] + [p for p in adapters.installed(kind.PEERS) if not wanted or any(w in p.name.lower() for w in wanted)]
+
+
 def judge(case, inputs, calls):
     """{peer's name: Verdict} on what each call of {peer: Call} gives. With dropout each beside the weights that it keeps."""
+    if is_mixture(case):
+        from peers import mixture
+
+        return mixture.judge(case, inputs, {peer.name: call for peer, call in calls.items()})
     import torch
     from peers.calls import SEED
     from peers.exact import PEER_SLACK, Expected, cut
@@ -103,11 +122,11 @@ def judge(case, inputs, calls):
 
 def measure(case, chosen, options):
     """Times and errors of one row."""
-    from peers import adapters
-    from peers.calls import make_inputs
+    from peers import adapters, mixture
+    from peers import calls as attention
 
-    inputs = make_inputs(case)
-    calls, refused = {"ours": adapters.checked(adapters.OURS, case, inputs)}, {}
+    inputs = (mixture if is_mixture(case) else attention).make_inputs(case)
+    calls, refused = {"ours": adapters.checked(chosen[0], case, inputs)}, {}
     for peer in chosen[1:]:
         call, why = adapters.prepare(peer, case, inputs)
         if call is None:
@@ -145,10 +164,9 @@ def run(options):
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="(?!ops_transformer)", module="peers")  # of paths that refuse a call
     wanted = [word.lower() for word in options.peers.split(",") if word]
-    chosen = [adapters.OURS] + [p for p in adapters.installed() if not wanted or any(w in p.name.lower() for w in wanted)]
     result = {"machine": machine(adapters), "commands": [" ".join(["bench/compare.py", *sys.argv[1:]])], "rows": []}
     for case in options.cases:
-        row = (measure_memory if options.memory else measure)(case, chosen, options)
+        row = (measure_memory if options.memory else measure)(case, contenders(case, wanted), options)
         result["rows"].append(row)
         print(" | ".join(cell for cell in report.cells(row, result["machine"]["amx"]) if cell), flush=True)
     if options.json:

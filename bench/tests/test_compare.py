@@ -70,6 +70,49 @@ def test_case_as_text():
             cases.parse(wrong)
 
 
+def test_mixture_as_text():
+    case = cases.parse("bf16 moe training 512x32/4x1024x512")
+    assert (case.tokens, case.experts, case.top_k, case.hidden, case.intermediate) == (512, 32, 4, 1024, 512) and case.training
+    for wrong in ("bf16 moe 512x32x1024x512", "bf16 moe 512x4/8x1024x512", "f3 moe 5x4/2x8x8", "f32 moe causal 5x4/2x8x8",
+                  "f32 moe 0x4/2x8x8", "f32 moe 5x4/2x8"):
+        with pytest.raises(ValueError):
+            cases.parse(wrong)
+    ratio = {"torch loop": _ratio(4), "vLLM": _ratio(2)}
+    assert report.judge(_row("f32 moe training 8x4/2x8x8", ratio=ratio), amx=False)[3] == "met"
+    assert report.judge(_row("bf16 moe 512x4/2x8x8", ratio=ratio), amx=False)[1::2] == ("vLLM", "missed")
+    assert report.judge(_row("bf16 moe 1x4/2x8x8", ratio=ratio), amx=False) is None
+    with pytest.raises(SystemExit):
+        compare.arguments(["--memory", "--groups", "moe"])
+
+
+def test_mixtures_are_measured_beside_a_loop_and_compared(tmp_path):
+    _torch()
+    out = tmp_path / "out.json"
+    texts = [f"{dtype} moe {words}9x4/2x32x24" for dtype in ("f32", "bf16") for words in ("", "training ")]
+    subprocess.run([sys.executable, os.path.join(BENCH, "compare.py"), "--cases", ",".join(texts), "--pairs", "2", "--json", out],
+                   check=True)
+    rows = {row["case"]: row for row in report.read(out)["rows"]}
+    assert list(rows) == texts
+    for row in rows.values():
+        assert row["wrong"] == [] and set(row["error"]) == {"ours", *row["ratio"]} and "torch loop" in row["ratio"], row
+
+
+def test_a_wrong_layer_of_ours_is_named(monkeypatch):
+    _torch()
+    from peers import mixture
+
+    class Wrong(mixture.Ours):
+        def prepare(self, case, inputs):
+            return super().prepare(case, inputs._replace(weights=inputs.weights.roll(1, 1)))
+
+    for text in ("f32 moe 9x4/2x32x24", "bf16 moe training 9x4/2x32x24"):
+        row = compare.measure(cases.parse(text), [Wrong(), mixture.TorchLoop()], argparse.Namespace(threads=1, pairs=1, seconds=1))
+        assert row["wrong"] == ["ours"]
+        row = compare.measure(cases.parse(text), [mixture.OURS, mixture.TorchLoop()],
+                              argparse.Namespace(threads=1, pairs=1, seconds=1))
+        assert row["wrong"] == []
+
+
 def test_every_case_of_every_group_is_one():
     for texts in cases.GROUPS.values():
         assert [str(cases.parse(text)) for text in texts] == texts

@@ -137,7 +137,7 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
                        const MatmulGradients& gradients);
 
 // out[i, t] = weight[rows[i], t]: embedding lookup in a weight that is also multiplied with (tied embeddings).
-//   rows  [count] i64, each in [0, n); any stride
+//   rows  [count] i64, each in [0, n); any stride. Row e * n + r of a stack is row r of its weight e
 //   out   [count, k] f32, any strides
 // Errors: an index out of range is refused before anything is written.
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out);

@@ -1,4 +1,4 @@
-"""One case for each public function of rowwise, matmul, quant, moe and kv_cache: a call that mostly makes sense.
+"""One case for each public function of rowwise, matmul, quant and kv_cache: a call that mostly makes sense.
 
 A case draws its sizes, dtypes and options and gives a Call; `Draw` puts the surprises into the arrays. CASES has them all.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from draws import Draw
 from judge import Call, Made
 
-from ops_transformer import kv_cache, matmul, moe, quant, rowwise
+from ops_transformer import kv_cache, matmul, quant, rowwise
 
 CASES: Dict[str, Callable[[Draw], Call]] = {}
 
@@ -35,7 +35,7 @@ def _rows(d: Draw) -> List[int]:
     return [d.outward(1, 5), *shape[1:]] if shape else shape
 
 
-def _out(d: Draw, like: Any, dtype: str, shape: List[int]) -> Any:
+def out_of(d: Draw, like: Any, dtype: str, shape: List[int]) -> Any:
     """None, an array to write into, or an input once more."""
     what = d.integer(0, 5)
     if what > 2:
@@ -61,7 +61,7 @@ def _norm(d: Draw):
 def rms_norm(d: Draw) -> Call:
     shape, x, w = _norm(d)
     tensor = d.array(x, shape)
-    return Call(rowwise.rms_norm, given(x=tensor, weight=d.array(w, shape[-1:]), eps=d.option(_EPS), out=_out(d, tensor, x, shape),
+    return Call(rowwise.rms_norm, given(x=tensor, weight=d.array(w, shape[-1:]), eps=d.option(_EPS), out=out_of(d, tensor, x, shape),
                                         return_rstd=d.option((False, True))))
 
 
@@ -85,7 +85,7 @@ def layer_norm(d: Draw) -> Call:
     tensor = d.array(x, shape)
     return Call(rowwise.layer_norm, given(x=tensor, weight=d.maybe(lambda: d.array(w, shape[-1:])),
                                           bias=d.maybe(lambda: d.array(w, shape[-1:])), eps=eps,
-                                          return_statistics=d.option((False, True)), out=_out(d, tensor, x, shape)),
+                                          return_statistics=d.option((False, True)), out=out_of(d, tensor, x, shape)),
                 compared=_keeps_digits(eps))
 
 
@@ -101,7 +101,7 @@ def layer_norm_backward(d: Draw) -> Call:
 def softmax(d: Draw) -> Call:
     shape, x, _ = _norm(d)
     tensor = d.array(x, shape)
-    return Call(rowwise.softmax, given(x=tensor, scale=d.option((1.0, 0.125, 2)), out=_out(d, tensor, x, shape)))
+    return Call(rowwise.softmax, given(x=tensor, scale=d.option((1.0, 0.125, 2)), out=out_of(d, tensor, x, shape)))
 
 
 @case
@@ -138,7 +138,7 @@ def rope(d: Draw) -> Call:
     tokens, _, half, x, shape = _rope(d)
     tensor = d.array(x, shape)
     return Call(rowwise.rope, given(x=tensor, cos=d.array("f32", (tokens, half)), sin=d.array("f32", (tokens, half)),
-                                    style=d.option(("halves", "pairs")), inverse=d.option((False, True)), out=_out(d, tensor, x, shape)))
+                                    style=d.option(("halves", "pairs")), inverse=d.option((False, True)), out=out_of(d, tensor, x, shape)))
 
 
 @case
@@ -151,7 +151,7 @@ def rope_cached(d: Draw) -> Call:
     return Call(rowwise.rope_cached, given(
         x=tensor, positions=d.integers(indices, where), cos_cache=d.array(cache, (positions, half)),
         sin_cache=d.array(cache, (positions, half)), style=d.option(("halves", "pairs")), inverse=d.option((False, True)),
-        sections=sections, out=_out(d, tensor, x, shape)))
+        sections=sections, out=out_of(d, tensor, x, shape)))
 
 
 @case
@@ -159,7 +159,7 @@ def swiglu(d: Draw) -> Call:
     shape, x, _ = _norm(d)
     if d.coin():
         gate = d.array(x, shape)
-        return Call(rowwise.swiglu, given(gate=gate, up=d.array(x, shape), out=_out(d, gate, x, shape)))
+        return Call(rowwise.swiglu, given(gate=gate, up=d.array(x, shape), out=out_of(d, gate, x, shape)))
     gate = d.array(x, [*shape[:-1], 2 * shape[-1]])
     return Call(rowwise.swiglu, given(gate=gate, swapped=d.option((False, True)),
                                       out=d.maybe(lambda: d.array(x, shape, written=True), 3)))
@@ -178,27 +178,27 @@ def swiglu_backward(d: Draw) -> Call:
 def add(d: Draw) -> Call:
     shape, x, _ = _norm(d)
     a = d.array(x, shape)
-    return Call(rowwise.add, given(a=a, b=d.array(x, shape), out=_out(d, a, x, shape)))
+    return Call(rowwise.add, given(a=a, b=d.array(x, shape), out=out_of(d, a, x, shape)))
 
 
 # ---- matmul and quant ------------------------------------------------------------------------------------------------
 
-_BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q4_k": (256, 144),
+BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q4_k": (256, 144),
            "q5_k": (256, 176), "q6_k": (256, 210)}
-_ACTIVATIONS = ("none", "none", "silu", "gelu_erf", "gelu_tanh", "swiglu", "swiglu_swapped")
+ACTIVATIONS = ("none", "none", "silu", "gelu_erf", "gelu_tanh", "swiglu", "swiglu_swapped")
 
 
-def _blocks(d: Draw):
+def blocks_of(d: Draw):
     """(blocks, format, rows, cols) of a GGUF matrix. Small bytes keep the 16-bit scales in them small."""
-    name = d.pick(tuple(_BLOCKS))
-    values, size = _BLOCKS[name]
+    name = d.pick(tuple(BLOCKS))
+    values, size = BLOCKS[name]
     rows, cols = d.size(1, 20), values * d.integer(1, 2)
     return d.array("u8", (rows * (cols // values) * size,), low=0, high=60), d.option((name,)), rows, cols
 
 
 @case
 def pack_blocks(d: Draw) -> Call:
-    blocks, name, rows, cols = _blocks(d)
+    blocks, name, rows, cols = blocks_of(d)
     if d.rarely(3):
         return Call(matmul.pack_blocks, given(blocks=d.pick(([], [None, 1], ["text"], [b"bytes"] * 2, [np.zeros(0, np.uint8)])), format=name,
                                               rows=d.integers([d.integer(0, 16) for _ in range(d.integer(0, 2))]), cols=d.option((cols,))))
@@ -210,15 +210,17 @@ def pack(d: Draw) -> Call:
     return Call(matmul.pack, given(weight=d.array(d.real("f64"), (d.size(1, 40), d.size(1, 40)))))
 
 
-def _int_matrix(d: Draw, rows: int, groups: int, k: int, bits: int):
-    q = d.array("u8", (rows, k // 2), low=0, high=255) if bits == 4 else d.array("i8", (rows, k), low=-128, high=127)
-    return q, d.array("f32", (rows, groups)), d.maybe(lambda: d.array("i8", (rows, groups), low=-5, high=5))
+def int_matrix(d: Draw, rows: Any, groups: int, k: int, bits: int):
+    """(q, scales, zeros) of a matrix of so many rows, or of a stack [E, rows]."""
+    rows = rows if isinstance(rows, list) else [rows]
+    q = d.array("u8", (*rows, k // 2), low=0, high=255) if bits == 4 else d.array("i8", (*rows, k), low=-128, high=127)
+    return q, d.array("f32", (*rows, groups)), d.maybe(lambda: d.array("i8", (*rows, groups), low=-5, high=5))
 
 
 @case
 def pack_int(d: Draw) -> Call:
     groups = d.pick((1, 2, 4))
-    q, scales, zeros = _int_matrix(d, d.size(1, 20), groups, groups * 2 * d.size(1, 20), d.pick((4, 8)))
+    q, scales, zeros = int_matrix(d, d.size(1, 20), groups, groups * 2 * d.size(1, 20), d.pick((4, 8)))
     return Call(matmul.pack_int, given(q=q, scales=d.pick((scales, scales, None)), zeros=zeros))
 
 
@@ -226,10 +228,10 @@ def pack_int(d: Draw) -> Call:
 def matmul_(d: Draw) -> Call:
     m, n, k = d.pick((1, 2, 3, 17, d.outward(1, 40))), 2 * d.size(1, 30), d.pick((1, 7, 32, 64, 130))
     x = d.real("f64")
-    activation = d.option(_ACTIVATIONS)
+    activation = d.option(ACTIVATIONS)
     tolerance = None
     if d.rarely(4):
-        blocks, name, n, k = _blocks(d)
+        blocks, name, n, k = blocks_of(d)
         x, n, weight = "f32", n, Made(Call(matmul.pack_blocks, given(blocks=blocks, format=name, rows=n, cols=k)))
     else:
         weight = d.array(x if x == "f64" else d.pick((x, "f32", "bf16", "f16")), (n, k))
@@ -255,12 +257,12 @@ def matmul_backward(d: Draw) -> Call:
 def matmul_int(d: Draw) -> Call:
     m, n, groups = d.outward(1, 20), d.size(1, 20), d.pick((1, 2, 4))
     k, integers = groups * 2 * d.integer(1, 20), d.coin()
-    q, scales, zeros = _int_matrix(d, n, groups, k, d.pick((4, 8)))
+    q, scales, zeros = int_matrix(d, n, groups, k, d.pick((4, 8)))
     weight = Made(Call(matmul.pack_int, d.pick((given(q=q, scales=scales, zeros=zeros), given(q=q)))))
     x = d.real()
     dtype = d.option((None, None, "f32", "i32", "bf16", "f16"))
     kind = dtype if isinstance(dtype, str) and dtype in ("f32", "i32", "bf16", "f16") else "f32" if integers else x
-    activation = d.option(("none", "none", "none", *_ACTIVATIONS))
+    activation = d.option(("none", "none", "none", *ACTIVATIONS))
     columns = n // 2 if isinstance(activation, str) and activation.startswith("swiglu") else n
     scales = d.option((False, False, False, True))
     if scales is True:
@@ -277,7 +279,7 @@ def matmul_int(d: Draw) -> Call:
 def matmul_lookup_rows(d: Draw) -> Call:
     n, k = d.integer(1, 20), d.pick((1, 7, 32, 64))
     if d.coin():
-        blocks, name, n, k = _blocks(d)
+        blocks, name, n, k = blocks_of(d)
         weight = Made(Call(matmul.pack_blocks, given(blocks=blocks, format=name, rows=n, cols=k)))
     else:
         weight = Made(Call(matmul.pack, given(weight=d.array(d.real(), (n, k)))))
@@ -287,7 +289,7 @@ def matmul_lookup_rows(d: Draw) -> Call:
 
 @case
 def quant_lookup_rows(d: Draw) -> Call:
-    blocks, name, rows, cols = _blocks(d)
+    blocks, name, rows, cols = blocks_of(d)
     where = d.integers([d.integer(0, max(rows - (0 if d.wildly(16) else 1), 0)) for _ in range(d.size(1, 9))])
     return Call(quant.lookup_rows, given(blocks=blocks, format=name, rows=d.option((rows,)), cols=d.option((cols,)), indices=where),
                 tolerance=0.0)
@@ -295,7 +297,7 @@ def quant_lookup_rows(d: Draw) -> Call:
 
 @case
 def dequantize_blocks(d: Draw) -> Call:
-    blocks, name, rows, cols = _blocks(d)
+    blocks, name, rows, cols = blocks_of(d)
     return Call(quant.dequantize_blocks, given(blocks=blocks, format=name, rows=d.option((rows,)), cols=d.option((cols,))), tolerance=0.0)
 
 
@@ -316,7 +318,7 @@ def quantize(d: Draw) -> Call:
 @case
 def dequantize(d: Draw) -> Call:
     groups = d.pick((1, 2, 4))
-    q, scales, zeros = _int_matrix(d, d.outward(1, 20), groups, groups * 2 * d.size(1, 20), d.pick((4, 8)))
+    q, scales, zeros = int_matrix(d, d.outward(1, 20), groups, groups * 2 * d.size(1, 20), d.pick((4, 8)))
     return Call(quant.dequantize, given(q=q, scales=scales, zeros=zeros), tolerance=0.0)
 
 
@@ -326,83 +328,6 @@ def dynamic_quant(d: Draw) -> Call:
     shape[-1] += shape[-1] % 2
     return Call(quant.dynamic_quant, given(x=d.array(x, shape), bits=d.option((4, 8)),
                                            smooth_scales=d.maybe(lambda: d.array("f32", shape[-1:]))), tolerance=0.0)
-
-
-# ---- moe -------------------------------------------------------------------------------------------------------------
-
-
-def _slots(d: Draw, tokens: int, top_k: int, end: int) -> Any:
-    """Integers [tokens, top_k] in [-1, end)."""
-    high = max(end - 1, 0) if not d.wildly(16) else end
-    return d.integers([d.integer(-1, high) for _ in range(tokens * top_k)], (tokens, top_k))
-
-
-@case
-def moe_gating(d: Draw) -> Call:
-    tokens, groups = d.outward(1, 5), d.pick((1, 2, 4))
-    experts = groups * d.size(1, 20)
-    x = d.array(d.real(), [tokens, experts])
-    return Call(moe.moe_gating, given(
-        logits=x, top_k=d.option((1, 2, 3)), scores=d.option(("softmax", "sigmoid")), bias=d.maybe(lambda: d.array("f32", [experts])),
-        renormalise=d.option((False, True)), routed_scaling_factor=d.option((1.0, 2.5)), num_groups=d.option((groups,)),
-        kept_groups=d.option((groups, 1)), group_score=d.option(("max", "top2_sum")), nan_is_error=d.option((False, True)),
-        return_scores=d.option((False, True))))
-
-
-@case
-def moe_gating_backward(d: Draw) -> Call:
-    tokens, experts, top_k, x = d.size(1, 5), d.size(1, 40), d.size(1, 2), d.real()
-    return Call(moe.moe_gating_backward, given(
-        logits=d.array(x, [tokens, experts]), topk_ids=_slots(d, tokens, top_k, experts),
-        grad_topk_weights=d.array(d.pick((x, "f32")), [tokens, top_k]), grad_scores=d.maybe(lambda: d.array("f32", [tokens, experts])),
-        scores=d.option(("softmax", "sigmoid")), renormalise=d.option((False, True))))
-
-
-@case
-def moe_routing(d: Draw) -> Call:
-    tokens, experts, top_k = d.size(1, 30), d.size(1, 9), d.size(1, 4)
-    return Call(moe.moe_routing, given(
-        topk_ids=_slots(d, tokens, top_k, experts), num_experts=d.option((experts,)), capacity=d.maybe(lambda: d.option((1, 5))),
-        rows=d.maybe(lambda: d.option((0, 7, 200)), 4), expert_begin=d.option((0, 0, experts // 2)), cumulative_ends=d.option((False, True))),
-        tolerance=0.0)
-
-
-@case
-def moe_compute_expert_tokens(d: Draw) -> Call:
-    ids = sorted(d.integer(0, 6) for _ in range(d.size(1, 20)))
-    return Call(moe.moe_compute_expert_tokens, given(sorted_ids=d.integers(ids), num_experts=d.option((7, 9))), tolerance=0.0)
-
-
-@case
-def moe_permute(d: Draw) -> Call:
-    tokens, rows, x, shape = d.size(1, 5), d.outward(1, 9), d.real(), [d.size(1, 70)]
-    tensor = d.array(x, [tokens, *shape])
-    slots = d.integers([d.integer(-1, max(2 * tokens - 1, 0)) for _ in range(rows)] if 0 <= rows < 10 else [-1])
-    return Call(moe.moe_permute, given(tokens=tensor, slot_of_row=slots, top_k=d.option((2, 2, 3)), out=_out(d, tensor, x, [rows, *shape])),
-                tolerance=0.0)
-
-
-@case
-def moe_finalize(d: Draw) -> Call:
-    tokens, rows, top_k, features, x, experts = d.size(1, 5), d.size(1, 9), d.size(1, 4), d.size(1, 70), d.real(), d.size(1, 3)
-    expanded, biased = d.array(x, [rows, features]), d.coin()
-    return Call(moe.moe_finalize, given(
-        expanded=expanded, row_of_slot=_slots(d, tokens, top_k, rows),
-        topk_weights=d.maybe(lambda: d.array(d.pick((x, "f32")), [tokens, top_k])),
-        skip1=d.maybe(lambda: d.array(x, [tokens, features])), skip2=d.maybe(lambda: d.array(x, [tokens, features])),
-        bias=d.array(x, [experts, features]) if biased else None, topk_ids=_slots(d, tokens, top_k, experts) if biased else None,
-        out=_out(d, expanded, x, [tokens, features])))
-
-
-@case
-def moe_finalize_backward(d: Draw) -> Call:
-    tokens, top_k, features, x, experts = d.size(1, 5), d.size(1, 4), d.size(1, 70), d.real(), d.size(1, 3)
-    rows, biased = d.integer(1, 25), d.coin()
-    slots = [slot if slot < rows else -1 for slot in range(tokens * top_k)]
-    return Call(moe.moe_finalize_backward, given(
-        grad_out=d.array(x, [tokens, features]), expanded=d.array(x, [rows, features]), row_of_slot=d.integers(slots, (tokens, top_k)),
-        topk_weights=d.maybe(lambda: d.array(d.pick((x, "f32")), [tokens, top_k])),
-        bias=d.array(x, [experts, features]) if biased else None, topk_ids=_slots(d, tokens, top_k, experts) if biased else None))
 
 
 # ---- kv_cache --------------------------------------------------------------------------------------------------------
@@ -458,7 +383,7 @@ def rope_scatter_pa_kv_cache(d: Draw) -> Call:
     return Call(kv_cache.rope_scatter_pa_kv_cache, given(
         query=query, cos=d.array("f32", (count, half)), sin=d.array("f32", (count, half)), **_tokens(d, c, count),
         query_weight=d.maybe(lambda: d.array("f32", (c.dim,))), key_weight=d.maybe(lambda: d.array("f32", (c.dim,))),
-        eps=d.option(_EPS), style=d.option(("halves", "pairs")), out=_out(d, query, x, [count, heads, c.dim])))
+        eps=d.option(_EPS), style=d.option(("halves", "pairs")), out=out_of(d, query, x, [count, heads, c.dim])))
 
 
 @case

@@ -40,7 +40,8 @@ def limit_memory(more_bytes: int) -> None:
 
 def draw_call(seed: int, only: str = "", with_torch: bool = False):
     """(the case's name, its Call) of a seed."""
-    import attention_cases  # noqa: F401  its cases are entered as it is imported
+    import attention_cases  # noqa: F401  their cases are entered as they are imported
+    import moe_cases  # noqa: F401
     from cases import CASES
     from draws import Draw
 

@@ -24,7 +24,7 @@ from ._torch_operator import context, using
 
 _public_matmul = function_of("matmul", "matmul")
 _plain_matmul = _public_matmul.__wrapped__  # without its checks
-_HALVES = ("swiglu", "swiglu_swapped")
+HALVES = ("swiglu", "swiglu_swapped")
 
 
 def _matmul(x, weight, bias, residual, activation):
@@ -33,10 +33,10 @@ def _matmul(x, weight, bias, residual, activation):
 
 def _matmul_fake(x, weight, bias, residual, activation):
     n = weight.shape[0]
-    return x.new_empty((x.shape[0], n // 2 if activation in _HALVES else n))
+    return x.new_empty((x.shape[0], n // 2 if activation in HALVES else n))
 
 
-def _before_activation(grad_out: Tensor, y: Tensor, activation: str) -> Tensor:
+def before_activation(grad_out: Tensor, y: Tensor, activation: str) -> Tensor:
     """The gradient of y, of that of activation(y)."""
     if activation == "silu":
         return torch.ops.aten.silu_backward(grad_out, y)
@@ -56,7 +56,7 @@ def _grad_y(grad_out: Tensor, x: Tensor, weight: Any, bias: Any, activation: str
     n = weight.n if isinstance(weight, PackedWeight) else weight.shape[0]
     y = torch.empty((x.shape[0], n), dtype=wide)
     _plain_matmul(x, weight, bias=bias, out=y, context=context())
-    return _before_activation(grad_out.to(wide), y, activation)
+    return before_activation(grad_out.to(wide), y, activation)
 
 
 def _memory(x, weight, bias, wanted):
@@ -129,7 +129,7 @@ class _Packed(torch.autograd.Function):
         return grad_x, grad_bias, residual, None, None, None, None
 
 
-def _cast(bound: Dict[str, Any]) -> None:
+def cast_as_linear(bound: Dict[str, Any]) -> None:
     """What torch's autocast does to the arguments of a linear layer."""
     if not torch.is_autocast_enabled("cpu"):
         return
@@ -176,4 +176,4 @@ class _MatmulForm(Form):
             bound["weight"] = weight
 
 
-FORMS = {"matmul": _MatmulForm(_public_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=_cast)}
+FORMS = {"matmul": _MatmulForm(_public_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=cast_as_linear)}

@@ -6,48 +6,32 @@
     out = moe_finalize(expert_outputs, rows, weights)
 
 Slot t * top_k + k is the k-th choice of token t; a row is a place among the expanded tokens. Arrays float32, bfloat16 or
-float16 with any strides, integers int32 or int64; arithmetic in float32; the same bits for any number of threads. Torch tensors
-are taken as arrays: functions here have no gradients of their own, those named `_backward` compute them.
+float16 with any strides, integers int32 or int64; arithmetic in float32; the same bits for any number of threads. Of torch
+tensors that require gradients the functions give results that have them; those named `_backward` compute them for others.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, Dict, Optional
 
 from . import _core
 from ._arrays import empty, integers, optional_view, output, rank, view, view_of_new
 from ._calls import public
 from ._context import Context, default_context
+from ._moe_results import FinalizeGradients, Gating, Routing
 
 __all__ = ["FinalizeGradients", "Gating", "moe_compute_expert_tokens", "moe_finalize", "moe_finalize_backward", "moe_gating",
            "moe_gating_backward", "moe_permute", "moe_routing", "Routing"]
 
 
-class Gating(NamedTuple):
-    """What moe_gating gives with return_scores."""
+def _torch_forms() -> Dict[str, Any]:
+    # A statement, which torch.compile follows where a compiled call is a process's first one.
+    from ._torch_moe import FORMS
 
-    topk_ids: Any  # int32 [tokens, top_k], best first; -1 of finished tokens
-    topk_weights: Any  # float32 [tokens, top_k]
-    scores: Any  # float32 [tokens, num_experts]
-
-
-class Routing(NamedTuple):
-    """Where the rows of all slots lie."""
-
-    row_of_slot: Any  # int32 or int64 [tokens, top_k], -1: no row
-    slot_of_row: Any  # [rows], -1: a row of nobody
-    expert_tokens: Any  # int64 [experts of the range]
+    return FORMS
 
 
-class FinalizeGradients(NamedTuple):
-    """None: not wanted."""
-
-    expanded: Any
-    topk_weights: Any
-    bias: Any
-
-
-@public
+@public(torch=_torch_forms)
 def moe_gating(logits: Any, top_k: int, *, scores: str = "softmax", bias: Any = None, finished: Any = None,
            renormalise: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20, num_groups: int = 1,
            kept_groups: int = 1, group_score: str = "max", nan_is_error: bool = False, return_scores: bool = False,
@@ -92,7 +76,7 @@ def moe_gating_backward(logits: Any, topk_ids: Any, grad_topk_weights: Any, *, g
     return grad_logits
 
 
-@public
+@public(torch=_torch_forms)
 def moe_routing(topk_ids: Any, num_experts: int, *, capacity: Optional[int] = None, rows: Optional[int] = None,
             expert_begin: int = 0, expert_end: Optional[int] = None, cumulative_ends: bool = False,
             context: Optional[Context] = None) -> Routing:
@@ -122,7 +106,7 @@ def moe_routing(topk_ids: Any, num_experts: int, *, capacity: Optional[int] = No
     return found
 
 
-@public
+@public(torch=_torch_forms)
 def moe_compute_expert_tokens(sorted_ids: Any, num_experts: int, *, context: Optional[Context] = None) -> Any:
     """int32 [num_experts]: how many of the ids, which ascend and are in [0, num_experts), are at most e."""
     if num_experts < 0:
@@ -133,7 +117,7 @@ def moe_compute_expert_tokens(sorted_ids: Any, num_experts: int, *, context: Opt
     return tokens
 
 
-@public
+@public(torch=_torch_forms)
 def moe_permute(tokens: Any, slot_of_row: Any, top_k: int, *, out: Any = None, context: Optional[Context] = None) -> Any:
     """[rows, features]: row r is tokens[slot_of_row[r] // top_k], zeros where slot_of_row[r] is -1. tokens [tokens, features] of
     any dtype. The gradient of tokens is moe_finalize(gradient, row_of_slot)."""
@@ -149,7 +133,7 @@ def _optional_integers(values: Any, name: str) -> Any:
     return None if values is None else integers(values, name)
 
 
-@public
+@public(torch=_torch_forms)
 def moe_finalize(expanded: Any, row_of_slot: Any, topk_weights: Any = None, *, skip1: Any = None, skip2: Any = None,
              bias: Any = None, topk_ids: Any = None, out: Any = None, context: Optional[Context] = None) -> Any:
     """out[t] = skip1[t] + skip2[t] + sum over k of topk_weights[t, k] * (expanded[row_of_slot[t, k]] + bias[topk_ids[t, k]]), in

@@ -34,7 +34,6 @@ def named(name, *functions):
 EVERYWHERE = by_name(SCORE, GRAD, PLAIN, PAGED)
 RESULT = "a result: the function gives all of them back"
 GRAPH = "graphs of operators are not in Python"
-GROUPED = "grouped products are not in Python"
 
 
 def each(names, where):
@@ -120,9 +119,10 @@ LIST = {
                                  by_name("moe.moe_finalize", "moe.moe_finalize_backward")),
                           **each("skip1 skip2", by_name("moe.moe_finalize"))},
     "MoeFinalizeGradients": each("expanded topk_weights bias", RESULT),
-    "GroupedMatmulOptions": each("bias activation residual activations batch_invariant x_scales out_scales smooth_scales",
-                                 GROUPED),
-    "GroupedSwigluQuantOptions": each("bias smooth_scales", GROUPED),
+    "GroupedMatmulOptions": {**each("bias activation residual batch_invariant x_scales out_scales smooth_scales",
+                                    by_name("matmul.grouped_matmul")),
+                             "activations": named("int8_activations", "matmul.grouped_matmul")},
+    "GroupedSwigluQuantOptions": each("bias smooth_scales", by_name("matmul.grouped_matmul_swiglu_quant")),
     "ContextOptions": {"num_threads": by_name("_core.Context"),
                        "isa": by_name("_core.Context"),
                        **each("cache bf16_product", "for tests and benches; OPST_BF16 sets the product for a process"),

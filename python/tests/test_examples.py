@@ -11,7 +11,7 @@ from conftest import required
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["train_long_context", "diffusion_shapes"])
+@pytest.mark.parametrize("name", ["train_long_context", "train_mixture", "diffusion_shapes"])
 def test_example(name, tmp_path):
     for package in ("torch", "matplotlib", "tqdm"):
         if not required("torch"):
@@ -22,6 +22,8 @@ def test_example(name, tmp_path):
     print(result.stdout)
     assert result.returncode == 0, result.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
+    if name == "train_mixture":
+        assert "times as fast as the loop" in result.stdout
     if name == "train_long_context":
         assert "largest difference" in result.stdout and "MiB extra at the peak" in result.stdout
 

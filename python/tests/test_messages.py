@@ -25,6 +25,10 @@ def rope_scatter():
     return (ROWS, ROWS, ROWS, TABLE, TABLE, [0, 1], *pages())
 
 
+def int_stack():
+    return matmul.pack_int_stack(np.ones((2, 6, 4), np.int8), np.ones((2, 6, 1), np.float32))
+
+
 # Arguments with which each function works. Those with defaults are tried on top of them.
 WORKING = {
     "rowwise.rms_norm": lambda: (X, X[0]), "rowwise.add_rms_norm": lambda: (X, X, X[0]),
@@ -37,6 +41,11 @@ WORKING = {
     "matmul.pack_int": lambda: (np.ones((2, 4), np.int8),), "matmul.matmul": lambda: (X, X),
     "matmul.matmul_backward": lambda: (np.ones((2, 2), np.float32), X, X),
     "matmul.matmul_int": lambda: (X, matmul.pack_int(np.ones((2, 4), np.int8))),
+    "matmul.pack_stack": lambda: (X[None],), "matmul.pack_blocks_stack": lambda: (BLOCKS, "q8_0", 2, 1, 32),
+    "matmul.pack_int_stack": lambda: (np.ones((2, 3, 4), np.int8), np.ones((2, 3, 1), np.float32)),
+    "matmul.grouped_matmul": lambda: (X, X[None], [2]),
+    "matmul.grouped_matmul_swiglu_quant": lambda: (np.ones((2, 4), np.int8), X[:, 0], int_stack(), [1, 1]),
+    "matmul.grouped_matmul_backward": lambda: (np.ones((2, 2), np.float32), X, X[None], [2]),
     "matmul.plan": lambda: (X, X), "matmul.lookup_rows": lambda: (matmul.pack(X), [0]), "matmul.read_ahead": lambda: (matmul.pack(X),),
     "quant.quantize": lambda: (X,), "quant.dequantize": lambda: quant.quantize(X)[:2], "quant.dynamic_quant": lambda: (X,),
     "quant.dequantize_blocks": lambda: (BLOCKS, "q8_0", 2, 32), "quant.lookup_rows": lambda: (BLOCKS, "q8_0", 2, 32, [0]),

@@ -134,8 +134,10 @@ bool interleaved(const ConstTensor& a, const ConstTensor& b) {
 }  // namespace
 
 bool may_overlap(const ConstTensor& a, const ConstTensor& b) {
-  return cross(a, examine(a).span_bytes, b, examine(b).span_bytes) && !interleaved(a, b);
+  return cross(a, span_bytes(a), b, span_bytes(b)) && !interleaved(a, b);
 }
+
+int64_t span_bytes(const ConstTensor& tensor) { return examine(tensor).span_bytes; }
 
 bool is_sound(const ConstTensor& tensor) { return examine(tensor).fault == Fault::none; }
 

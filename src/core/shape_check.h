@@ -163,6 +163,8 @@ int64_t distinct(const ConstTensor& tensor, int dim);
 // views that share no bytes and for views interleaved with a common period (the q, k and v parts of one fused buffer);
 // otherwise errs towards true.
 bool may_overlap(const ConstTensor& a, const ConstTensor& b);
+// Bytes from the start of a sound view's first element to the end of its last: what its addresses lie in.
+int64_t span_bytes(const ConstTensor& tensor);
 // Whether ShapeCheck::tensor() takes it: its rank, dtype, sizes, strides and address, whatever its shape ought to be.
 bool is_sound(const ConstTensor& tensor);
 // True where two index tuples of a sound view may share an address.

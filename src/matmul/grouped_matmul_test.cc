@@ -448,11 +448,11 @@ TEST_F(Refused, Weights) {
   // A stack where one weight is meant.
   EXPECT_EQ(matmul(one_context(), x.tensor, stack, out.tensor).message(),
             "matmul: the weight is a stack of 3 matrices, of which grouped_matmul makes products");
-  const int64_t row = 0;
+  const int64_t row = 3 * kN;
   EXPECT_EQ(lookup_rows(one_context(), stack, ConstTensor::contiguous(DType::i64, {1}, &row),
                         out.tensor.narrowed(0, 0, 1).narrowed(1, 0, 4))
                 .message(),
-            "lookup_rows: the weight is a stack of 3 matrices");
+            "lookup_rows: rows[0] is 18, but the matrix has 18 rows");
 }
 
 TEST_F(Refused, Stacks) {

@@ -119,7 +119,7 @@ TEST(GroupedSwigluQuant, FollowsItsDefinition) {
 }
 
 // One weight [2, 1], gate 1 and up 2: silu(1) * 2, not silu(2) * 1. And [1, -4] becomes [32, -127] with scale 4 / 127.
-TEST(GroupedSwigluQuant, ActivatesTheFirstHalf) {
+TEST(GroupedSwigluQuant, B77_ActivatesTheFirstHalf) {
   int8_t q[2] = {1, 2}, x = 1, out = 0;
   float scales[2] = {1, 1}, x_scale = 1, out_scale = 0;
   int64_t end = 1;
@@ -147,7 +147,7 @@ TEST(GroupedSwigluQuant, ActivatesTheFirstHalf) {
 }
 
 // A row of zeros: q = 0 and scale 0, beside rows that are not; widths that no vector divides.
-TEST(GroupedSwigluQuant, KeepsRowsOfZeros) {
+TEST(GroupedSwigluQuant, B78_KeepsRowsOfZeros) {
   Random random(test::seed());
   for (const TestContext& t : contexts()) {
     const IntExperts experts =
@@ -162,7 +162,7 @@ TEST(GroupedSwigluQuant, KeepsRowsOfZeros) {
 }
 
 // Sums of bytes do not saturate: 127 * 127 and (-128) * (-128), 64 of them, for one row and many.
-TEST(GroupedSwigluQuant, SumsTheLargestBytes) {
+TEST(GroupedSwigluQuant, B80_SumsTheLargestBytes) {
   constexpr int64_t kK = 64;
   std::vector<int8_t> q(2 * kK, 127), x(9 * kK, -128);
   std::fill(q.begin() + kK, q.end(), static_cast<int8_t>(-128));

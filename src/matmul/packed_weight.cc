@@ -181,19 +181,21 @@ Result<PackedWeight> PackedWeight::pack(Context& context, std::span<const QuantM
 Status lookup_rows(Context& context, const PackedWeight& weight, const ConstTensor& rows, const Tensor& out) {
   return checked("lookup_rows", [&](ShapeCheck& check) {
     check.tensor("weight", ConstTensor::contiguous(DType::u8, {weight.size_bytes()}, weight.data()));
-    check.require(weight.count() == 1, "the weight is a stack of ", weight.count(), " matrices");
     check.tensor("rows", rows).dtype({DType::i64}).dims({"count"});
     check.output("out", out).dtype({DType::f32}).dims({"count", "k"});
     const int64_t count = check["count"], k = check["k"];
     check.require(k == weight.k(), "out dim 1 (k) is ", k, ", but the weight has k = ", weight.k());
-    check_row_indices(check, rows, weight.n());
+    check_row_indices(check, rows, weight.count() * weight.n());
     if (!check.ok() || count == 0 || k == 0) return;
+    const int64_t matrix_bytes = weight.size_bytes() / weight.count();
     with_format(weight.format(), [&]<class Block>() {
       constexpr int kValues = Piece<Block>::kValues;
       const int64_t pieces = ceil_div(k, kValues);
       context.impl().pool.parallel_for(count, [&](int64_t i, int) {
-        const int64_t row = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
-        const auto* const panel = static_cast<const Piece<Block>*>(weight.data()) + row / kPanelColumns * pieces;
+        const int64_t in_stack = static_cast<const int64_t*>(rows.data)[i * rows.strides[0]];
+        const int64_t row = in_stack % weight.n();
+        const char* const matrix = static_cast<const char*>(weight.data()) + in_stack / weight.n() * matrix_bytes;
+        const auto* const panel = reinterpret_cast<const Piece<Block>*>(matrix) + row / kPanelColumns * pieces;
         const int column = static_cast<int>(row % kPanelColumns);
         float* const to = static_cast<float*>(out.data) + i * out.strides[0];
         for (int64_t t = 0; t < k; ++t) {

@@ -184,6 +184,15 @@ double measure_read_bandwidth(const Context& context, const void* data, int64_t 
   return static_cast<double>(size_bytes) / seconds;
 }
 
+double measure_copy_seconds(const Context& context, const void* from, void* to, int64_t size_bytes) {
+  const int64_t part = round_up(ceil_div(size_bytes, context.num_threads()), 64);
+  return run_together(context, [&](int thread) {
+    const int64_t begin = std::min(thread * part, size_bytes);
+    std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin,
+                static_cast<size_t>(std::min(part, size_bytes - begin)));
+  });
+}
+
 double measure_clock() {
   // A product of two 64-bit registers takes 3 cycles, the or 1, on every x86-64 core since 2008; each waits for the one
   // before.

@@ -32,6 +32,9 @@ Peak measure_peak(const Context& context, PeakKind kind, double seconds);
 // buffer be 256 MB or more; the smaller it is, the closer the cache.
 double measure_read_bandwidth(const Context& context, const void* data, int64_t size_bytes);
 
+// Seconds of copying the memory once, by memcpy, divided among the context's threads.
+double measure_copy_seconds(const Context& context, const void* from, void* to, int64_t size_bytes);
+
 // Cycles per second of this core now, from a chain of dependent multiplications of about 30 us.
 double measure_clock();
 

@@ -7,32 +7,15 @@
 #include "bench.h"
 #include "matmul_case.h"
 #include "opst/grouped_matmul.h"
-#include "opst/quant.h"
+#include "random_weights.h"
 #include "testing/peak.h"
-#include "testing/random.h"
 
 namespace opst::tools {
 
 namespace {
 
 using Shape = MatmulShape;
-
-struct Options : MatmulArguments {
-  int64_t groups = 0;   // of m rows each, with a weight of their own; 0: single products
-  bool ragged = false;  // groups have 1 to 2 m - 1 rows
-};
-
-// The rows of each group, as cumulative ends.
-std::vector<int64_t> group_ends(const Options& options, const Shape& s) {
-  test::Random random(2);
-  std::vector<int64_t> ends;
-  int64_t end = 0;
-  for (int64_t e = 0; e < options.groups; ++e) {
-    end += options.ragged ? random.integer(1, std::max<int64_t>(1, 2 * s.m - 1)) : s.m;
-    ends.push_back(end);
-  }
-  return ends;
-}
+using Options = GroupedArguments;
 
 // Up to here the time is that of reading the weight.
 constexpr int64_t kFewRows = 8;
@@ -68,7 +51,7 @@ struct State {
   Tensor x_view, x_scales_view, out_view;
   std::vector<Weight> weights;
 
-  State(const Options& options, const Shape& s, DType x_type, DType out_type) : ends(group_ends(options, s)) {
+  State(const Options& options, const Shape& s, DType x_type, DType out_type) : ends(group_ends(options, s.m)) {
     const int64_t m = rows(s);
     x = value_or_fail(Buffer::allocate(m * s.k * size_bytes(x_type)));
     out = value_or_fail(Buffer::allocate(m * s.n * size_bytes(out_type)));
@@ -79,38 +62,36 @@ struct State {
   GroupList groups() const {
     return {ConstTensor::contiguous(DType::i64, {static_cast<int64_t>(ends.size())}, ends.data())};
   }
-  // So many copies of the matrix in each weight.
-  template <class Matrix>
-  void pack(Context& context, const Matrix& matrix, size_t count, Calls& calls) {
-    const std::vector<Matrix> stack(ends.size(), matrix);
+  // A weight for each turn; with groups a stack of copies.
+  void pack(Context& context, const RandomWeights& source, const Shape& s, Calls& calls) {
+    const auto groups = static_cast<int64_t>(ends.size());
+    const size_t count = num_weights(s, source.matrix_bytes() * std::max<int64_t>(1, groups));
     for (size_t i = 0; i < count; ++i) {
-      weights.push_back(value_or_fail(ends.empty() ? Weight::pack(context, matrix)
-                                                   : Weight::pack_stack(context, std::span<const Matrix>(stack))));
-      calls.weights.push_back({weights.back().data(), weights.back().size_bytes()});
+      if constexpr (std::is_same_v<Weight, PackedWeight>) {
+        weights.push_back(source.pack(context, groups > 0, groups));
+      } else {
+        weights.push_back(source.pack_integers(context, groups > 0, groups));
+      }
+      calls.weights.push_back({weights.back().data(), weights.back().size_bytes() / std::max<int64_t>(1, groups) *
+                                                          (groups == 0 ? 1 : touched())});
     }
+  }
+  // Groups with rows, whose weights alone are read.
+  int64_t touched() const {
+    int64_t count = 0;
+    for (size_t e = 0; e < ends.size(); ++e) count += ends[e] > (e == 0 ? 0 : ends[e - 1]);
+    return count;
   }
 };
 
 // Weights of a float dtype, x and out of the same one; or of a quantised format, x and out f32.
 Calls float_calls(Context& context, const std::string& dtype, const Options& options, const Shape& s) {
-  const QuantFormat format = parse_quant_format(dtype).value();
   const DType io = x_dtype_of(dtype);
   test::Random random(1);
   const auto state = std::make_shared<State<PackedWeight>>(options, s, io, io);
   test::fill(state->x_view, test::Fill::normal, random);
-  // The weight's bytes: normal numbers of a float type, else blocks of bytes whose halves are finite and small.
-  const Buffer source = value_or_fail(Buffer::allocate(s.n * (s.k / block_values(format)) * block_bytes(format)));
-  const int64_t size = source.size_bytes();
-  if (block_values(format) == 1) {
-    test::fill(source.tensor(format == QuantFormat::f32 ? DType::f32 : io, {s.n, s.k}), test::Fill::normal, random);
-  } else {
-    for (int64_t i = 0; i < size; ++i) {
-      static_cast<unsigned char*>(source.data())[i] = static_cast<unsigned char>(random.bits() & 0x3f);
-    }
-  }
   Calls calls{.peak = io == DType::bf16 ? test::PeakKind::bf16 : test::PeakKind::f32, .rows = state->rows(s)};
-  const int64_t stack_bytes = size * std::max<int64_t>(1, options.groups);
-  state->pack(context, QuantMatrix{format, s.n, s.k, source.data(), size}, num_weights(s, stack_bytes), calls);
+  state->pack(context, RandomWeights(dtype, 1, s.n, s.k, random), s, calls);
   calls.run = [&context, state](size_t i) {
     require(state->ends.empty()
                 ? matmul(context, state->x_view, state->weights[i], state->out_view)
@@ -122,23 +103,14 @@ Calls float_calls(Context& context, const std::string& dtype, const Options& opt
 // int8 or int4 weights with a scale per output; x int8 with a scale per row, out f32.
 Calls integer_calls(Context& context, const std::string& dtype, const Options& options, const Shape& s) {
   const auto state = std::make_shared<State<PackedIntWeight>>(options, s, DType::i8, DType::f32);
-  const bool bytes = dtype == "i8";
   test::Random random(1);
   const int64_t m = state->rows(s);
   state->x_scales = value_or_fail(Buffer::allocate(m * size_bytes(DType::f32)));
   state->x_scales_view = state->x_scales.tensor(DType::f32, {m});
   test::fill(state->x_view, test::Fill::uniform, random);
   test::fill(state->x_scales_view, test::Fill::normal, random);
-  const int64_t row_bytes = bytes ? s.k : s.k / 2;
-  const Buffer q = value_or_fail(Buffer::allocate(s.n * row_bytes));
-  const Buffer scales = value_or_fail(Buffer::allocate(s.n * size_bytes(DType::f32)));
-  const IntMatrix matrix{q.tensor(bytes ? DType::i8 : DType::u8, {s.n, row_bytes}),
-                         scales.tensor(DType::f32, {s.n, 1})};
-  test::fill(q.tensor(DType::u8, {s.n, row_bytes}), test::Fill::uniform, random);
-  test::fill(scales.tensor(DType::f32, {s.n, 1}), test::Fill::normal, random);
   Calls calls{.peak = test::PeakKind::i8, .rows = m};
-  const int64_t stack_bytes = q.size_bytes() * std::max<int64_t>(1, options.groups);
-  state->pack(context, matrix, num_weights(s, stack_bytes), calls);
+  state->pack(context, RandomWeights(dtype, 1, s.n, s.k, random), s, calls);
   calls.run = [&context, state](size_t i) {
     const Tensor& x = state->x_view;
     const Tensor& x_scales = state->x_scales_view;
@@ -243,9 +215,7 @@ void run(const Options& options) {
   Context context = make_context(options.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true;
-  const std::string groups = options.groups == 0 ? ""
-                             : options.ragged ? ", " + std::to_string(options.groups) + " groups of 1 to 2 m - 1 rows"
-                                              : ", " + std::to_string(options.groups) + " groups of m rows";
+  const std::string groups = group_words(options);
   if (!options.json) {
     char text[400];
     std::snprintf(text, sizeof(text),
@@ -266,7 +236,7 @@ void run(const Options& options) {
   if (options.json) {
     write_json({{"machine", to_string(context.machine())},
                 {"threads", context.num_threads()},
-                {"groups", options.groups},
+                {"groups", options.rows.empty() ? options.groups : static_cast<int64_t>(options.rows.size())},
                 {"ragged", options.ragged},
                 {"rows", rows}});
     return;
@@ -285,13 +255,11 @@ void add_bench_matmul(CLI::App& bench) {
   CLI::App* command =
       bench.add_subcommand("matmul", "Products with packed weights, and how close they come to the machine");
   add_matmul_options(*command, *options);
-  command
-      ->add_option("--groups", options->groups,
-                   "Grouped products: so many groups of m rows, each with a weight of its own")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
-  command->add_flag("--ragged", options->ragged, "Groups have 1 to 2 m - 1 rows, drawn from a fixed seed");
-  command->callback([options] { run(*options); });
+  add_group_options(*command, *options);
+  command->callback([options] {
+    settle_groups(*options);
+    run(*options);
+  });
 }
 
 }  // namespace opst::tools

@@ -39,10 +39,14 @@ int run(int argc, char** argv) {
   opst::tools::add_bench_attention(*bench);
   opst::tools::add_bench_matmul(*bench);
   opst::tools::add_bench_model(*bench);
+  opst::tools::add_bench_moe(*bench);
   opst::tools::add_check_attention(*check);
+  opst::tools::add_check_matmul(*check);
+  opst::tools::add_check_moe(*check);
   opst::tools::add_plan_attention(*plan);
   opst::tools::add_plan_matmul(*plan);
   opst::tools::add_plan_model(*plan);
+  opst::tools::add_plan_moe(*plan);
   const std::string name = opst::tools::command_name(app, argc, argv);
   try {
     std::vector<std::string> arguments = opst::tools::own_names(app, argc, argv);

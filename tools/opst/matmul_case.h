@@ -15,7 +15,23 @@ struct MatmulArguments {
   bool json = false;
 };
 
+// --dtype: the types of a weight.
+void add_weight_types_option(CLI::App& command, std::vector<std::string>& dtypes);
 void add_matmul_options(CLI::App& command, MatmulArguments& arguments);
+
+struct GroupedArguments : MatmulArguments {
+  int64_t groups = 0;         // of m rows each, with a weight of their own; 0: single products
+  bool ragged = false;        // groups have 1 to 2 m - 1 rows
+  std::vector<int64_t> rows;  // of each group, instead of both
+};
+// --groups, --ragged, --rows.
+void add_group_options(CLI::App& command, GroupedArguments& arguments);
+// Once the options are read: m is the most rows that --rows names.
+void settle_groups(GroupedArguments& arguments);
+// The rows of each group for a table's m, as cumulative ends; empty: a single product.
+std::vector<int64_t> group_ends(const GroupedArguments& arguments, int64_t m);
+// ", 8 groups of m rows"; nothing of single products.
+std::string group_words(const GroupedArguments& arguments);
 
 struct MatmulShape {
   int64_t m, n, k;

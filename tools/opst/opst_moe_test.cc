@@ -1,0 +1,160 @@
+// opst bench, check and plan moe, and check matmul, from outside.
+#include <gtest/gtest.h>
+
+#include "program.h"
+
+namespace opst::tools {
+namespace {
+
+const std::vector<std::string> kSmall = {"--experts", "8", "--top-k",        "2",  "--hidden", "256",
+                                         "-t",        "2", "--intermediate", "256"};
+
+Outcome run_small(std::vector<std::string> command, const std::vector<std::string>& more) {
+  command.insert(command.end(), kSmall.begin(), kSmall.end());
+  command.insert(command.end(), more.begin(), more.end());
+  return run_program(command);
+}
+
+TEST(OpstMoe, EveryStepAgreesWithFloat64InEveryType) {
+  const Outcome outcome =
+      run_small({"check", "moe"}, {"--tokens", "1,70", "--dtype", "f32,bf16,f16,q8_0,q4_1,q4_k,i8,i4", "--json"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err << outcome.out;
+  const nlohmann::json result = outcome.json();
+  EXPECT_EQ(result["ok"], true);
+  EXPECT_EQ(result["rows"].size(), 2u * (6 * 6 + 2 * 7));
+  for (const nlohmann::json& row : result["rows"]) {
+    EXPECT_EQ(row["ok"], true) << row;
+    EXPECT_GT(row["compared"], 0) << row;
+  }
+  EXPECT_EQ(run_small({"check", "moe"}, {"--scores", "sigmoid", "--no-renormalise"}).exit_code, 0);
+}
+
+TEST(OpstMoe, TheCheckSaysNoToEverySpoiledStep) {
+  const Outcome outcome =
+      run_small({"check", "moe"}, {"--tokens", "5,70", "--dtype", "f32,bf16,q4_k,i8", "--spoil", "--json"});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_EQ(outcome.err, "opst check moe: a step exceeds its bound\n");
+  const nlohmann::json result = outcome.json();
+  EXPECT_EQ(result["ok"], false);
+  ASSERT_EQ(result["rows"].size(), 2u * (3 * 6 + 7));
+  for (const nlohmann::json& row : result["rows"]) {
+    EXPECT_EQ(row["ok"], false) << row;
+    EXPECT_GT(row["wrong"], 0) << row;
+  }
+}
+
+TEST(OpstMoe, BenchSetsEveryStepBesideItsBound) {
+  const Outcome outcome = run_small({"bench", "moe"}, {"--tokens", "2,300", "--dtype", "bf16,i8", "--json"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  const nlohmann::json result = outcome.json();
+  EXPECT_EQ(result["threads"], 2);
+  ASSERT_EQ(result["rows"].size(), 4u);
+  for (size_t i = 0; i < 4; ++i) {
+    const nlohmann::json& row = result["rows"][i];
+    EXPECT_EQ(row["dtype"], i < 2 ? "bf16" : "i8");
+    EXPECT_EQ(row["steps"].size(), i < 2 ? 7u : 8u);
+    for (const nlohmann::json& step : row["steps"]) {
+      EXPECT_GT(step["ms"], 0) << step;
+      EXPECT_GT(step["fraction"], 0) << step;
+    }
+    const nlohmann::json& layer = row["steps"].back();
+    EXPECT_EQ(layer["step"], "layer");
+    EXPECT_EQ(layer["of_layer"], 1);
+    // Few rows an expert: its weights are read; 75 rows: they are multiplied.
+    EXPECT_EQ(layer["bound"], i % 2 == 0 ? "plain reading" : "multiply-adds");
+    EXPECT_LE(row["touched_experts"], i % 2 == 0 ? 4 : 8);
+  }
+  const Outcome text = run_small({"bench", "moe"}, {"--tokens", "2", "--dtype", "f32"});
+  EXPECT_EQ(text.out.rfind("moe, 2 of 8 experts, hidden 256, intermediate 256, 2 thread(s), ", 0), 0u) << text.out;
+  EXPECT_NE(text.out.find("\nf32         2  routing "), std::string::npos) << text.out;
+}
+
+TEST(OpstMoe, PlanTellsTasksAndMemory) {
+  const Outcome outcome = run_small({"plan", "moe"}, {"--tokens", "1,4096", "--dtype", "bf16,i4", "--json"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  const nlohmann::json rows = outcome.json()["rows"];
+  ASSERT_EQ(rows.size(), 4u);
+  for (const nlohmann::json& row : rows) {
+    const std::string groups = row["tokens"] == 1 ? "2 groups, " : "8 groups, ";
+    EXPECT_EQ(std::string(row["gate_up"]).rfind(groups, 0), 0u) << row;
+    EXPECT_EQ(std::string(row["down"]).rfind(groups, 0), 0u) << row;
+    EXPECT_NE(row["gating_reason"], "") << row;
+  }
+  EXPECT_GT(rows[1]["scratch_bytes"]["gate_up"], rows[0]["scratch_bytes"]["gate_up"]);
+  const Outcome text = run_small({"plan", "moe"}, {"--tokens", "7", "--dtype", "f32"});
+  EXPECT_EQ(text.out.rfind("f32, 7 tokens, 2 of 8 experts\n  gating   ", 0), 0u) << text.out;
+}
+
+TEST(OpstMoe, RefusesWhatMakesNoSense) {
+  const auto message = [](std::vector<std::string> options) {
+    const Outcome outcome = run_program(options);
+    EXPECT_EQ(outcome.exit_code, 2) << outcome.err;
+    return outcome.err;
+  };
+  for (const std::string verb : {"bench", "check", "plan"}) {
+    EXPECT_EQ(message({verb, "moe", "--experts", "4", "--top-k", "5"}),
+              "opst " + verb + " moe: top-k is 5, but there are 4 experts\n");
+    EXPECT_EQ(message({verb, "moe", "--intermediate", "40", "--dtype", "q4_1"}),
+              "opst " + verb + " moe: k is 40, but q4_1 has blocks of 32 values\n");
+    EXPECT_NE(message({verb, "moe", "--tokens", "0"}).find("--tokens"), std::string::npos);
+    EXPECT_NE(message({verb, "moe", "--scores", "relu"}).find("relu"), std::string::npos);
+  }
+}
+
+TEST(OpstMatmulCheck, ProductsAgreeWithFloat64AndSpoiledOnesDoNot) {
+  const std::vector<std::string> common = {"check",
+                                           "matmul",
+                                           "-t",
+                                           "2",
+                                           "--n",
+                                           "64,33",
+                                           "--k",
+                                           "256",
+                                           "--json",
+                                           "--dtype",
+                                           "f32,bf16,f16,q8_0,q4_k,q6_k,i8,i4"};
+  const std::vector<std::vector<std::string>> shapes = {
+      {"--m", "1,9"}, {"--m", "3,20", "--groups", "5", "--ragged"}, {"--rows", "4,0,1,30"}};
+  for (const std::vector<std::string>& shape : shapes) {
+    for (const bool spoil : {false, true}) {
+      std::vector<std::string> command = common;
+      command.insert(command.end(), shape.begin(), shape.end());
+      if (spoil) command.emplace_back("--spoil");
+      const Outcome outcome = run_program(command);
+      EXPECT_EQ(outcome.exit_code, spoil ? 1 : 0) << outcome.err << outcome.out;
+      EXPECT_EQ(outcome.err, spoil ? "opst check matmul: the error exceeds its bound\n" : "");
+      const nlohmann::json result = outcome.json();
+      EXPECT_EQ(result["ok"], !spoil);
+      EXPECT_EQ(result["rows"].size(), shape[0] == "--rows" ? 16u : 32u);
+      for (const nlohmann::json& row : result["rows"]) EXPECT_EQ(row["ok"], !spoil) << row;
+    }
+  }
+  const Outcome refused = run_program({"check", "matmul", "--rows", "0,0"});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_EQ(refused.err, "opst check matmul: --rows: every group is empty\n");
+}
+
+TEST(OpstMatmulGroups, BenchAndPlanTakeTheRowsOfEachGroup) {
+  const Outcome bench = run_program(
+      {"bench", "matmul", "--rows", "2,0,5", "--n", "64", "--k", "256", "--dtype", "q4_k,i8", "-t", "1", "--json"});
+  ASSERT_EQ(bench.exit_code, 0) << bench.err;
+  EXPECT_EQ(bench.json()["groups"], 3);
+  for (const nlohmann::json& row : bench.json()["rows"]) {
+    EXPECT_EQ(row["bound"], "plain reading");
+    EXPECT_EQ(row["m"], 5);
+  }
+  const Outcome plan =
+      run_program({"plan", "matmul", "--rows", "2,0,50", "--n", "64", "--k", "256", "--dtype", "bf16,q4_k", "--json"});
+  ASSERT_EQ(plan.exit_code, 0) << plan.err;
+  for (const nlohmann::json& row : plan.json()["rows"]) {
+    EXPECT_EQ(row["groups_with_rows"], 2);
+    EXPECT_GE(row["waves"], 1);
+    EXPECT_EQ(std::string(row["fewest_rows"]).rfind("few_rows ", 0), 0u) << row;
+    EXPECT_EQ(std::string(row["most_rows"]).rfind("many_rows ", 0), 0u) << row;
+  }
+  const Outcome text = run_program({"plan", "matmul", "--groups", "4", "--m", "9", "--n", "64", "--k", "256"});
+  EXPECT_EQ(text.out.rfind("f32, 4 groups of m rows, 64 x 256: 4 groups, ", 0), 0u) << text.out;
+}
+
+}  // namespace
+}  // namespace opst::tools
