@@ -229,6 +229,7 @@ struct MatmulProblem {
   int64_t m = 0, n = 0, k = 0;  // x [m, k], weight [n, k]
   DType x_dtype = DType::f32;   // f64: the weight too
   bool unit_stride_x = true;    // the elements of a row of x are next to each other
+  bool gathers_rows = false;    // rows of x lie anywhere (moe_layer.h): never read in place
   MatmulWeight weight = MatmulWeight::packed;
   QuantFormat format = QuantFormat::f32;  // of a packed weight, or f32, bf16 or f16 of an unpacked one
   int bits = 8;                           // of integers: 8 or 4

@@ -92,29 +92,31 @@ struct MoeLayerOptions {
 };
 
 // Numerics: the bits of the sequence of public operators that it stands for, for any number of threads:
-//   moe_gating        with weights of f32
+//   moe_gating      with weights of f32
 //   moe_routing
-//   moe_permute       not made: the products read each row of x where it is
-//   grouped_matmul    the hidden rows, the dtype of x. (`up` given: the bits of the product with one stack, as far as
-//                     both have one format; integers with ActivationType::int8: dynamic_quant and grouped_matmul_swiglu_quant, or another
-//                     activation with out_scales)
-//   grouped_matmul    the experts' rows, the dtype of x; the shared expert's are one more group
-//   moe_finalize      skip1 = residual; the shared expert is the slot behind the last one, its weight the share
+//   moe_permute     not made: the products read each row of x where it is
+//   grouped_matmul  the hidden rows, of the dtype of x. With `up`: both products in f32, and the activation of their
+//                   sums. With int8 or int4 weights and ActivationType::int8: x by dynamic_quant, and where `down` has
+//                   such weights, hidden rows of i8 by out_scales (grouped_matmul_swiglu_quant)
+//   grouped_matmul  the experts' rows, of the dtype of x; then those of the shared expert
+//   moe_finalize    skip1 = residual; the shared expert is the slot behind the last one, its weight the share
 // A token's result depends on its own inputs only, and on how many rows its experts have as batch_invariant tells.
-// Memory: from the context's workspace: ids and lists, every expert's rows [slots of the range + tokens, hidden] in the
-// dtype of x, and the hidden rows of some experts at a time (plan_moe_layer). No copy of x but what products pack.
+// Memory: from the context's workspace: ids and lists, the rows of all experts [slots of the range, hidden] and of the
+// shared one, of the dtype of x, and the hidden rows of some experts at a time (plan_moe_layer); x as i8 where it is
+// quantised. No other copy of x but what products pack.
 // Legal: zero tokens, experts without tokens, all tokens at one expert, one expert twice in a token.
-// Errors: invalid_argument names tensor, index and both values, those of integers inside tensors included; out_of_memory.
-// Nothing has been written then.
+// Errors: invalid_argument names tensor, index and both values, those of integers inside tensors included;
+// out_of_memory. Nothing has been written then.
 Status moe_layer_forward(Context& context, const MoeLayerInputs& inputs, const MoeLayerOutputs& outputs,
                          const MoeLayerOptions& options = {});
 
 // Gradients of sum(grad_out * out); those without data are not computed. That of residual is grad_out.
-//   x              [tokens, hidden]                        logits        [tokens, num_experts], the dtype of logits
-//   gate_up, down  the shapes of the weights' tensors      topk_weights  [tokens, top_k] f32 or the dtype of x
-//   shared_gate_up, shared_down, likewise; shared_gate [hidden]
-//   gate_up_bias, down_bias  [E, ..]
-// of f32, bf16 or f16, if nothing else is said. logits and topk_weights: of what was given.
+//   x                            [tokens, hidden], the dtype of x
+//   logits                       [tokens, num_experts], the dtype of logits: where those are given
+//   topk_weights                 [tokens, top_k] f32 or the dtype of x: where those are given
+//   gate_up, down, their biases, shared_gate_up, shared_down
+//                                the shapes of what they belong to; f32, bf16 or f16
+//   shared_gate                  [hidden], the dtype of x
 struct MoeLayerGradients {
   Tensor x = {};
   Tensor logits = {}, topk_weights = {};
@@ -126,21 +128,27 @@ struct MoeLayerGradients {
 // Everything between is computed again: inputs are those of the forward call, and nothing of it needs to be kept.
 //   grad_out  [tokens, hidden], the dtype of x
 //   inputs    weights are tensors [E, n, k] f32, bf16 or f16, gate and up in one (`up` absent). residual is not read
-//   options   activation swiglu; activations exact
-// Numerics: the choice of experts is constant. Sums over k, over the slots of an expert and over features run in
-// ascending order, as moe_finalize_backward, grouped_matmul_backward and moe_gating_backward do them; rows between are
-// f32. The same bits for any number of threads. An expert without tokens has gradients of zeros. Errors: as above.
+//   options   activation swiglu; activations exact. batch_invariant changes nothing
+// Numerics: rows between have the dtype of x, each value rounded once; sums are of f32: over an expert's slots, over a
+// token's slots (then its shared expert) and over features in ascending order. The choice of experts is constant. With h
+// the hidden row of a slot, its weight's gradient is (grad_out . down) . h + grad_out . down_bias. The same bits for any
+// number of threads. An expert without tokens has gradients of zeros, a slot without a row a weight's gradient of 0.
+// Memory: from the workspace, the rows of some experts at a time (of at most 16 MB for each thread, or of one expert),
+// those of the shared one, and with gradients.x a row of it for every slot.
+// Errors: as above; where memory is exhausted, some gradients may have been written.
 Status moe_layer_backward(Context& context, const ConstTensor& grad_out, const MoeLayerInputs& inputs,
                           const MoeLayerGradients& gradients, const MoeLayerOptions& options = {});
 
-// What a plan depends on: the two products of an expert, of any m.
+// What a plan depends on: the products of an expert, of any m. (up: of the up projections apart, where has_up.)
 struct MoeLayerProblem {
+  DType dtype = DType::f32;                        // of x
   int64_t tokens = 0, top_k = 1, num_experts = 1;  // num_experts: of logits
   bool has_logits = true;
   MoeGatingOptions gating = {};
   MatmulProblem gate_up, down;
-  bool has_up = false;      // gate and up apart
-  bool has_shared = false;  // with problems of its own
+  bool has_up = false;  // gate and up apart
+  MatmulProblem up = {};
+  bool has_shared = false;  // with problems of its own, gate and up in one
   MatmulProblem shared_gate_up = {}, shared_down = {};
 };
 
