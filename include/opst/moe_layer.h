@@ -133,7 +133,7 @@ struct MoeLayerGradients {
 // token's slots (then its shared expert) and over features in ascending order. The choice of experts is constant. With h
 // the hidden row of a slot, its weight's gradient is (grad_out . down) . h + grad_out . down_bias. The same bits for any
 // number of threads. An expert without tokens has gradients of zeros, a slot without a row a weight's gradient of 0.
-// Memory: from the workspace, the rows of some experts at a time (of at most 16 MB for each thread, or of one expert),
+// Memory: from the workspace, the rows of some experts at a time (at most eight times the caches, or those of one expert),
 // those of the shared one, and with gradients.x a row of it for every slot.
 // Errors: as above; where memory is exhausted, some gradients may have been written.
 Status moe_layer_backward(Context& context, const ConstTensor& grad_out, const MoeLayerInputs& inputs,

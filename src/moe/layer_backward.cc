@@ -242,8 +242,8 @@ class Backward {
 int64_t wave_limit_of(const LayerCall& call, const Machine& machine, int num_threads) {
   CountBytes of_row;
   take_wave(of_row, call, call.experts, 1);
-  return std::max(kLeastWaveRows,
-                  (Size(kWaveBytes) * num_threads).value() / std::max<int64_t>(1, of_row.bytes.value()));
+  const Size caches = (Size(machine.cache.l2_bytes) + machine.cache.l3_bytes_per_core) * num_threads;
+  return std::max(kLeastWaveRows, (caches * kWaveCaches).value() / std::max<int64_t>(1, of_row.bytes.value()));
 }
 
 // Rows of the largest wave.

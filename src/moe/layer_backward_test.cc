@@ -196,5 +196,71 @@ TEST(MoeLayerBackward, IsTheGradientByCentralDifferences) {
   }
 }
 
+// 900 rows: with tiny caches several waves.
+TEST(MoeLayerBackward, HasTheSameBitsForAnyThreadsAndWaves) {
+  Random random(seed());
+  for (const bool of_logits : {false, true}) {
+    const LayerSizes sizes{.tokens = 300, .hidden = 5, .intermediate = 3, .experts = 8, .top_k = 3};
+    const TensorLayer l(sizes, DType::f32, of_logits, 2, random);
+    struct Run {
+      Isa isa;
+      std::vector<unsigned char> bytes;
+    };
+    std::vector<Run> runs;
+    for (const TestContext& t : contexts()) {
+      const Owned x(DType::f32, {300, 5}), of_slots(DType::f32, {300, of_logits ? 8 : 3}),
+          gate_up(DType::f32, {8, 6, 5}), down(DType::f32, {8, 5, 3}), bias(DType::f32, {8, 5}), gate(DType::f32, {5});
+      MoeLayerGradients to{.x = x.tensor, .gate_up = gate_up.tensor, .down = down.tensor, .down_bias = bias.tensor};
+      (of_logits ? to.logits : to.topk_weights) = of_slots.tensor;
+      to.shared_gate = gate.tensor;
+      ASSERT_TRUE(moe_layer_backward(t.context, l.grad_out.tensor, l.inputs(), to, l.options).ok());
+      Run run{t.context.machine().isa, {}};
+      for (const Owned* o : {&x, &of_slots, &gate_up, &down, &bias, &gate}) {
+        run.bytes.insert(run.bytes.end(), o->bytes.begin(), o->bytes.end());
+      }
+      const auto like = std::find_if(runs.begin(), runs.end(), [&](const Run& r) { return r.isa == run.isa; });
+      if (like == runs.end()) {
+        runs.push_back(run);
+      } else {
+        EXPECT_EQ(like->bytes, run.bytes) << t.name;
+      }
+    }
+  }
+}
+
+TEST(MoeLayerBackward, RefusesWithAMessage) {
+  Random random(1);
+  const LayerSizes sizes{.tokens = 3, .hidden = 4, .intermediate = 2, .experts = 3, .top_k = 2};
+  TensorLayer l(sizes, DType::f32, false, 0, random);
+  Context& context = contexts_with_threads(2).back().context;
+  const Owned x(DType::f32, {3, 4}), logits(DType::f32, {3, 3}), gate(DType::f32, {4});
+  const auto refused = [&](const std::string& message, const MoeLayerInputs& in, const MoeLayerGradients& to,
+                           const MoeLayerOptions& options) {
+    const Status status = moe_layer_backward(context, l.grad_out.tensor, in, to, options);
+    EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+    EXPECT_EQ(status.message(), "moe_layer_backward: " + message);
+  };
+  const MoeLayerGradients to{.x = x.tensor};
+  MoeLayerInputs in = l.inputs();
+  refused("gradients.logits is asked for, but there are no logits", in, {.logits = logits.tensor}, l.options);
+  refused("gradients of a shared expert are asked for, but there is none", in, {.shared_gate = gate.tensor}, l.options);
+  refused("gradients.x f32 [3, 4] overlaps grad_out f32 [3, 4] in memory, but an output must not", in,
+          {.x = l.grad_out.tensor}, l.options);
+  MoeLayerOptions options = l.options;
+  options.activation = Activation::swiglu_swapped;
+  refused("activation is swiglu_swapped, but must be swiglu", in, to, options);
+  options = l.options, options.activations = ActivationType::int8;
+  refused("activations is int8, but must be exact", in, to, options);
+  in.experts.gate_up_bias = {};
+  refused("gradients.gate_up_bias is asked for, but there is no bias", in, {.gate_up_bias = l.gate_up_bias.tensor},
+          l.options);
+  const PackedWeight packed = std::move(PackedWeight::pack_stack(context, l.down.tensor).value());
+  in.experts.down = packed;
+  refused("down is packed, but gradients are taken with weights that are tensors", in, to, l.options);
+  in = l.inputs();
+  set(l.ids.tensor, 1, 3);
+  refused("topk_ids[0, 1] is 3, but there are 3 experts (-1 is none)", in, to, l.options);
+}
+
 }  // namespace
 }  // namespace opst

@@ -15,7 +15,7 @@ using reference::Doubles;
 
 LayerSizes drawn_sizes(Random& random) {
   LayerSizes s;
-  s.tokens = random.pick<int64_t>({0, 1, 2, 3, 9, 40, random.integer(10, 70)});
+  s.tokens = random.pick<int64_t>({0, 1, 2, 3, 9, 40, 300, random.integer(10, 70)});  // 300: several waves
   s.hidden = 32 * random.pick<int64_t>({1, 2, 3, 8});
   s.intermediate = 32 * random.pick<int64_t>({1, 2, 3});
   s.experts = random.pick<int64_t>({1, 2, 5, 16});
