@@ -46,6 +46,7 @@ USERS = {"graph", "model", "tools", "python", "examples"}
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
                        "attention_backward": "attention", "block_mask": "attention",
                        "block_patterns": "attention", "communicator": "mc2", "grouped_matmul": "matmul", "lightning_indexer": "attention",
+                       "moe_layer": "moe",
                        "page_layout": "kv_cache", "quant_format": "quant", "rope_style": "rowwise", "sparse_indices": "attention"}
 
 # Kernel code may also include these, which hold types and constants only.

@@ -39,9 +39,10 @@ class PackedWeight {
   static Result<PackedWeight> pack(Context& context, std::span<const QuantMatrix> parts);
 
   // A stack: `count` weights of one shape in one buffer, each of which a grouped product multiplies with rows of its own
-  // (grouped_matmul.h). weights [count, n, k], or the matrices. Errors: as above.
+  // (grouped_matmul.h). weights [count, n, k], or the matrices; every `parts` of these lie one below another in one
+  // weight of the stack, as in pack. Errors: as above.
   static Result<PackedWeight> pack_stack(Context& context, const ConstTensor& weights);
-  static Result<PackedWeight> pack_stack(Context& context, std::span<const QuantMatrix> weights);
+  static Result<PackedWeight> pack_stack(Context& context, std::span<const QuantMatrix> weights, int64_t parts = 1);
 
   QuantFormat format() const { return format_; }
   int64_t count() const { return count_; }  // of a stack; else 1
@@ -228,6 +229,7 @@ struct MatmulProblem {
   int64_t m = 0, n = 0, k = 0;  // x [m, k], weight [n, k]
   DType x_dtype = DType::f32;   // f64: the weight too
   bool unit_stride_x = true;    // the elements of a row of x are next to each other
+  bool gathers_rows = false;    // rows of x lie anywhere (moe_layer.h): never read in place
   MatmulWeight weight = MatmulWeight::packed;
   QuantFormat format = QuantFormat::f32;  // of a packed weight, or f32, bf16 or f16 of an unpacked one
   int bits = 8;                           // of integers: 8 or 4

@@ -119,6 +119,7 @@ Result<MatmulProblem> check_call(ShapeCheck& check, const ConstTensor& weight, c
 struct Operands {
   ConstTensor x;                        // with normal strides
   Tensor out;                           // likewise; i32: the sums of one group
+  const int64_t* row_of_x = nullptr;    // row i of the product is row row_of_x[i] of x; null: row i
   const void* panels = nullptr;         // of a packed weight
   IntWeightPart ints = {};              // of int8 or int4
   const ConstTensor* weight = nullptr;  // an unpacked one

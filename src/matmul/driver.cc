@@ -205,7 +205,11 @@ Status multiply_row_by_row(Context& context, const MatmulProblem& problem, const
   row.batch_invariant = product.plan.m == 1;  // a single row that fixed point does not hold is multiplied in f32
   for (int64_t i = 0; i < product.plan.m; ++i) {
     Operands of_row = o;
-    of_row.x = o.x.narrowed(0, i, 1);
+    if (o.row_of_x == nullptr) {
+      of_row.x = o.x.narrowed(0, i, 1);
+    } else {
+      of_row.row_of_x = o.row_of_x + i;
+    }
     of_row.out = o.out.narrowed(0, i, 1);
     ConstTensor residual;
     if (o.residual != nullptr) {
@@ -246,8 +250,9 @@ void multiply_f64(Context& context, Activation activation, const Operands& o) {
   const int64_t m = o.out.shape[0], width = o.out.shape[1], k = o.weight->shape[1];
   const bool halves = takes_two_halves(activation);
   const auto y = [&](int64_t i, int64_t j) {
+    const int64_t row = o.row_of_x == nullptr ? i : o.row_of_x[i];
     double sum = 0;
-    for (int64_t t = 0; t < k; ++t) sum += element(o.x, i, t) * element(*o.weight, j, t);
+    for (int64_t t = 0; t < k; ++t) sum += element(o.x, row, t) * element(*o.weight, j, t);
     return o.bias != nullptr ? sum + static_cast<const double*>(o.bias->data)[j * o.bias->strides[0]] : sum;
   };
   context.impl().pool.parallel_for(m, [&](int64_t i, int) {

@@ -13,14 +13,6 @@ namespace {
 // More groups are a mistake, and a list of them with a stride of 0 has no memory of its own.
 constexpr int64_t kMostGroups = 1 << 20;
 
-int64_t count_of(const GroupedWeight& weight) {
-  if (weight.kind() == MatmulWeight::unpacked) return weight.stack().shape[0];
-  const auto of = [](const auto& range) {
-    return range.size() == 1 ? range[0].count() : static_cast<int64_t>(range.size());
-  };
-  return weight.kind() == MatmulWeight::packed ? of(weight.packed()) : of(weight.integers());
-}
-
 std::string described(const PackedWeight& w) {
   return text(to_string(w.format()), " [", w.n(), ", ", w.k(), "]", w.count() == 1 ? "" : ", a stack");
 }
@@ -38,28 +30,38 @@ bool alike(const PackedIntWeight& a, const PackedIntWeight& b) {
 
 // A stack, or as many weights as there are groups.
 template <class Weight>
-Result<MatmulProblem> check_weights(ShapeCheck& check, std::span<const Weight> weights, const CallTensors& tensors) {
-  check.require(!weights.empty(), "no weight is given");
+void check_alike(ShapeCheck& check, const char* name, std::span<const Weight> weights) {
+  check.require(!weights.empty(), "no ", name, " is given");
   for (size_t e = 1; check.ok() && e < weights.size(); ++e) {
     const Weight& first = weights[0];
     check.require(
-        alike(first, weights[e]) && first.count() == 1, "weight ", e, " is ", [&] { return described(weights[e]); },
-        ", but weight 0 is ", [&] { return described(first); });
+        alike(first, weights[e]) && first.count() == 1, name, " ", e, " is ", [&] { return described(weights[e]); },
+        ", but ", name, " 0 is ", [&] { return described(first); });
   }
+}
+
+// A call of few rows has little time for hundreds of weights: what an output spans is asked once.
+template <class Weight>
+void check_none_overlaps(ShapeCheck& check, const char* name, std::span<const Weight> weights,
+                         const ConstTensor& written) {
+  if (!check.ok() || !written) return;
+  const auto* const begin = static_cast<const char*>(written.data);
+  const auto* const end = begin + span_bytes(written);
+  for (size_t e = 1; e < weights.size(); ++e) {
+    const auto* const bytes = static_cast<const char*>(weights[e].data());
+    if (std::less_equal<>()(end, bytes) || std::less_equal<>()(bytes + weights[e].size_bytes(), begin)) continue;
+    const auto weight = ConstTensor::contiguous(DType::u8, {weights[e].size_bytes()}, bytes);
+    check.require(!may_overlap(weight, written), "an output overlaps ", name, " ", e, " in memory, but must not");
+  }
+}
+
+template <class Weight>
+Result<MatmulProblem> check_weights(ShapeCheck& check, std::span<const Weight> weights, const CallTensors& tensors) {
+  check_alike(check, "weight", weights);
   if (!check.ok()) return check.status();
   Result<MatmulProblem> problem = check_call(check, weights[0], tensors);
-  // A call of few rows has little time for hundreds of weights: what an output spans is asked once.
-  for (const ConstTensor& written : {ConstTensor(tensors.out), ConstTensor(tensors.options.out_scales)}) {
-    if (!check.ok() || !written) continue;
-    const auto* const begin = static_cast<const char*>(written.data);
-    const auto* const end = begin + span_bytes(written);
-    for (size_t e = 1; e < weights.size(); ++e) {
-      const auto* const bytes = static_cast<const char*>(weights[e].data());
-      if (std::less_equal<>()(end, bytes) || std::less_equal<>()(bytes + weights[e].size_bytes(), begin)) continue;
-      const auto weight = ConstTensor::contiguous(DType::u8, {weights[e].size_bytes()}, bytes);
-      check.require(!may_overlap(weight, written), "an output overlaps weight ", e, " in memory, but must not");
-    }
-  }
+  check_none_overlaps(check, "weight", weights, tensors.out);
+  check_none_overlaps(check, "weight", weights, tensors.options.out_scales);
   return check.ok() ? std::move(problem) : check.status();
 }
 
@@ -110,24 +112,76 @@ void give_weight(const GroupedWeight& weight, int64_t e, GroupOperands& to) {
   }
 }
 
-Status run_grouped(Context& context, const MatmulProblem& problem, const ConstTensor& x, const GroupedWeight& weight,
-                   const GroupList& groups, const Tensor& out, const GroupedMatmulOptions& options) {
+}  // namespace
+
+int64_t gemm::count_of(const GroupedWeight& weight) {
+  if (weight.kind() == MatmulWeight::unpacked) return weight.stack().shape[0];
+  const auto of = [](const auto& range) {
+    return range.size() == 1 ? range[0].count() : static_cast<int64_t>(range.size());
+  };
+  return weight.kind() == MatmulWeight::packed ? of(weight.packed()) : of(weight.integers());
+}
+
+MatmulProblem gemm::check_grouped_weight(ShapeCheck& check, const char* name, const GroupedWeight& weight,
+                                         const WeightDims& dims) {
+  if (weight.kind() == MatmulWeight::unpacked) {
+    check.tensor(name, weight.stack()).dtype(kFloats).dims({dims.count, dims.n, dims.k});
+    if (!check.ok()) return {};
+    return {.n = weight.stack().shape[1],
+            .k = weight.stack().shape[2],
+            .weight = MatmulWeight::unpacked,
+            .format = weight_format(weight.stack().dtype)};
+  }
+  const auto of = [&](const auto& weights) -> MatmulProblem {
+    check_alike(check, name, weights);
+    if (!check.ok()) return {};
+    const auto& first = weights[0];
+    check.tensor(name, ConstTensor::contiguous(DType::u8, {first.size_bytes()}, first.data()));
+    check.holds(name, dims.count, count_of(weight));
+    check.holds(name, dims.n, first.n()).holds(name, dims.k, first.k());
+    if constexpr (requires { first.format(); }) {
+      return {.n = first.n(), .k = first.k(), .format = first.format()};
+    } else {
+      return {.n = first.n(),
+              .k = first.k(),
+              .weight = MatmulWeight::integers,
+              .bits = first.bits(),
+              .groups = first.groups()};
+    }
+  };
+  return weight.kind() == MatmulWeight::packed ? of(weight.packed()) : of(weight.integers());
+}
+
+void gemm::check_apart(ShapeCheck& check, const char* name, const GroupedWeight& weight, const ConstTensor& output) {
+  check_none_overlaps(check, name, weight.packed(), output);
+  check_none_overlaps(check, name, weight.integers(), output);
+}
+
+Status gemm::run_grouped(Context& context, const MatmulProblem& problem, const ConstTensor& x,
+                         const GroupedWeight& weight, const GroupList& groups, const Tensor& out,
+                         const GroupedMatmulOptions& options, const GroupedPart& part) {
   const int64_t width = out.shape[1];
   const Status status = multiply_groups(context, problem, groups, false, [&](const Group& g, GroupOperands& to) {
     Operands& o = to.operands;
     const auto rows = [&](const auto& tensor) { return tensor.narrowed(0, g.first, g.rows); };
-    o.x = rows(x);
+    const int64_t index = part.first_group + g.index;
+    if (part.row_of_x == nullptr) {
+      o.x = rows(x);
+    } else {
+      o.x = x;
+      o.row_of_x = part.row_of_x + g.first;
+    }
     o.out = rows(out);
-    give_weight(weight, g.index, to);
+    give_weight(weight, index, to);
     if (options.x_scales) to.give(o.x_scales, to.x_scales, rows(options.x_scales));
-    if (options.bias) to.give(o.bias, to.bias, options.bias.selected(0, g.index));
+    if (options.bias) to.give(o.bias, to.bias, options.bias.selected(0, index));
     if (options.residual) to.give(o.residual, to.residual, rows(options.residual));
     if (problem.has_out_scales) {
       to.out_scales = rows(options.out_scales);
       o.out_scales = &to.out_scales;
     }
     if (options.smooth_scales) {
-      ConstTensor smooth = options.smooth_scales.narrowed(0, g.index, 1);
+      ConstTensor smooth = options.smooth_scales.narrowed(0, index, 1);
       if (smooth.rank == 2) smooth = smooth.selected(0, 0);
       smooth.strides[0] = options.smooth_scales.rank == 2 ? smooth.strides[0] : 0;  // one number for the whole row
       smooth.shape[0] = width;
@@ -140,8 +194,6 @@ Status run_grouped(Context& context, const MatmulProblem& problem, const ConstTe
   if (problem.has_out_scales) clear_rows(context, options.out_scales, end);
   return {};
 }
-
-}  // namespace
 
 void gemm::check_group_list(ShapeCheck& check, const GroupList& groups) {
   check.tensor("group_list", groups.list).dtype({DType::i64, DType::i32}).dims({"groups"});

@@ -30,6 +30,28 @@ void check_group_rows(ShapeCheck& check, const GroupList& groups, int64_t m);
 // Rows [first, ..) become zeros. out [m] or [m, columns]
 void clear_rows(Context& context, const Tensor& out, int64_t first);
 
+// How many weights there are.
+int64_t count_of(const GroupedWeight& weight);
+// A weight's own checks, by the name `name`: a tensor's type, weights that are alike, none where an output of the check
+// lies already. n, k and what else a problem has of a weight.
+struct WeightDims {
+  const char *count, *n, *k;  // names of its dimensions in the check
+};
+MatmulProblem check_grouped_weight(ShapeCheck& check, const char* name, const GroupedWeight& weight,
+                                   const WeightDims& dims);
+// No output may overlap one of several weights. (ShapeCheck knows the first.)
+void check_apart(ShapeCheck& check, const char* name, const GroupedWeight& weight, const ConstTensor& output);
+
+// Of a grouped product that is a part of another operator.
+struct GroupedPart {
+  int64_t first_group = 0;            // group g of the list has weight and bias first_group + g
+  const int64_t* row_of_x = nullptr;  // of all rows, as in Operands
+};
+// A grouped product whose call is checked, and what its problem is known.
+Status run_grouped(Context& context, const MatmulProblem& problem, const ConstTensor& x, const GroupedWeight& weight,
+                   const GroupList& groups, const Tensor& out, const GroupedMatmulOptions& options,
+                   const GroupedPart& part = {});
+
 // The operands of a group's product; those that a call may leave out lie beside them.
 struct GroupOperands {
   Operands operands;
@@ -72,7 +94,7 @@ Status multiply_groups(Context& context, MatmulProblem problem, const GroupList&
     Operands& operands = of_group.operands;
     make_strides_normal(operands.x);
     make_strides_normal(operands.out);
-    problem.m = operands.x.shape[0];
+    problem.m = operands.out.shape[0];
     problem.k = operands.x.shape[1];
     problem.unit_stride_x = operands.x.strides[1] == 1;
     std::construct_at(products + i,

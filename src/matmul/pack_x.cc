@@ -60,18 +60,21 @@ void pack_pairs(const ConstTensor& x, int64_t row, int64_t rows, int64_t k0, int
 struct Packing {
   const Plan& plan;
   const ConstTensor& x;
+  const int64_t* row_of_x;
   const IntWeightPart& ints;
   const FloatKernels& floats;
   const ByteKernels& bytes;
 
+  int64_t source(int64_t i) const { return row_of_x == nullptr ? i : row_of_x[i]; }
   const char* row(int64_t i, int64_t t = 0) const {
+    i = source(i);
     return static_cast<const char*>(x.data) + (i * x.strides[0] + t * x.strides[1]) * size_bytes(x.dtype);
   }
   void widen(int64_t first, int64_t rows, int64_t k0, int64_t count, float* out, int64_t out_stride) const {
     floats.widen_rows[float_index(x.dtype)](row(first, k0), x.strides[0], x.strides[1], rows, count, out, out_stride);
   }
-  // Rows that are read together: one where a row is contiguous, so that it is read as one stream.
-  int64_t at_once(int64_t rows) const { return x.strides[1] == 1 ? 1 : rows; }
+  // Rows that are read together: one where a row is contiguous, so that it is read as one stream, or lies anywhere.
+  int64_t at_once(int64_t rows) const { return x.strides[1] == 1 || row_of_x != nullptr ? 1 : rows; }
 
   // -> [runs of k][m][x_stride].
   void words(int64_t begin, int64_t end, float* out) const {
@@ -81,7 +84,7 @@ struct Packing {
         const int64_t count = std::min(plan.run_words, plan.words - k0);
         float* const to = out + (k0 / plan.run_words * plan.m + i) * plan.x_stride;
         if (plan.product == MatmulProduct::bf16_dot) {
-          pack_pairs(x, i, step, k0, count, reinterpret_cast<uint32_t*>(to), plan.x_stride);
+          pack_pairs(x, source(i), step, k0, count, reinterpret_cast<uint32_t*>(to), plan.x_stride);
           continue;
         }
         widen(i, step, k0, std::min(count, k - k0), to, plan.x_stride);
@@ -158,7 +161,8 @@ void pack_x(Context& context, std::span<SingleProduct> products, Arena& arena, c
   context.impl().pool.parallel_for(tasks, [&](int64_t task, int worker) {
     SingleProduct& product = product_of(products, task, &SingleProduct::pack_tasks_before);
     const Plan& plan = product.plan;
-    const Packing packing{plan, product.operands->x, product.operands->ints, floats, bytes};
+    const Operands& operands = *product.operands;
+    const Packing packing{plan, operands.x, operands.row_of_x, operands.ints, floats, bytes};
     const int64_t begin = (task - product.pack_tasks_before) * plan.pack_rows;
     const bool held = packing.rows(begin, std::min(plan.m, begin + plan.pack_rows),
                                    WorkerScratch(plan, scratch + worker * worker_bytes).widened,

@@ -126,27 +126,45 @@ Result<PackedWeight> PackedWeight::pack_stack(Context& context, const ConstTenso
   });
 }
 
-Result<PackedWeight> PackedWeight::pack_stack(Context& context, std::span<const QuantMatrix> weights) {
+Result<PackedWeight> PackedWeight::pack_stack(Context& context, std::span<const QuantMatrix> weights, int64_t parts) {
   return checked("PackedWeight::pack_stack", [&](ShapeCheck& check) -> Result<PackedWeight> {
-    const QuantMatrix first = weights.empty() ? QuantMatrix() : weights[0];
-    for (size_t i = 0; check.ok() && i < weights.size(); ++i) {
-      const auto& [format, rows, cols, data, size] = weights[i];
-      check_quant_matrix(check, ("weight " + std::to_string(i)).c_str(), weights[i]);
-      check.require(format == first.format && rows == first.rows && cols == first.cols, "weight ", i, " is ",
-                    to_string(format), " [", rows, ", ", cols, "], but weight 0 is ", to_string(first.format), " [",
-                    first.rows, ", ", first.cols, "]");
+    const auto size = static_cast<int64_t>(weights.size());
+    check.require(parts >= 1 && size % std::max<int64_t>(1, parts) == 0, "parts is ", parts,
+                  ", but must be at least 1 and divide the ", size, " matrices");
+    if (!check.ok()) return check.status();
+    // Part j of every weight is like part j of the first, and the parts of that have one format and k.
+    int64_t rows_of_weight = 0;
+    for (int64_t i = 0; check.ok() && i < size; ++i) {
+      const auto& [format, rows, cols, data, bytes] = weights[static_cast<size_t>(i)];
+      check_quant_matrix(check, ("weight " + std::to_string(i)).c_str(), weights[static_cast<size_t>(i)]);
+      const QuantMatrix& like = weights[static_cast<size_t>(i % parts)];
+      const QuantMatrix& first = weights[0];
+      check.require(format == like.format && rows == like.rows && cols == like.cols, "weight ", i, " is ",
+                    to_string(format), " [", rows, ", ", cols, "], but weight ", i % parts, " is ",
+                    to_string(like.format), " [", like.rows, ", ", like.cols, "]");
+      if (!check.ok() || i >= parts) continue;
+      check.require(format == first.format && cols == first.cols, "weight ", i, " is ", to_string(format), " with ",
+                    cols, " columns, but weight 0, which it lies below, is ", to_string(first.format), " with ",
+                    first.cols);
+      check.require(i + 1 == parts || rows % kPanelColumns == 0, "weight ", i, " has ", rows,
+                    " rows, not a multiple of ", kPanelColumns, ", and another part below it");
+      rows_of_weight = (Size(rows_of_weight) + rows).value();
     }
     if (!check.ok()) return check.status();
-    const Size bytes = packed_bytes(first.format, first.rows, first.cols);
-    const auto count = static_cast<int64_t>(weights.size());
+    const QuantMatrix first = weights.empty() ? QuantMatrix() : weights[0];
+    const Size bytes = packed_bytes(first.format, rows_of_weight, first.cols);
+    const int64_t count = size / parts;
     Result<Buffer> buffer = allocate_weight(context, bytes * count);
     if (!buffer.ok()) return buffer.status();
-    char* panels = static_cast<char*>(buffer.value().data());
-    for (const QuantMatrix& weight : weights) {
-      pack_matrix(context, weight, panels);
-      panels += bytes.value();
+    char* const panels = static_cast<char*>(buffer.value().data());
+    for (int64_t e = 0; e < count && bytes > 0; ++e) {
+      int64_t row = 0;
+      for (const QuantMatrix& part : weights.subspan(static_cast<size_t>(e * parts), static_cast<size_t>(parts))) {
+        pack_matrix(context, part, panels + e * bytes.value() + row * packed_column_bytes(part.format, part.cols));
+        row += part.rows;
+      }
     }
-    return PackedWeight(first.format, count, first.rows, first.cols, std::move(buffer.value()));
+    return PackedWeight(first.format, count, rows_of_weight, first.cols, std::move(buffer.value()));
   });
 }
 

@@ -101,7 +101,8 @@ using Cut = int64_t(const MatmulProblem& p, const Machine& machine, Plan& plan);
 // Whole rows of x as words: in place, or packed.
 void use_words(const MatmulProblem& p, Plan& plan) {
   plan.run_words = plan.k_block = std::max<int64_t>(1, plan.words);
-  if (p.x_dtype == DType::f32 && (p.unit_stride_x || p.k <= 1) && packed_inputs(p.format, p.k) == p.k) return;
+  const bool floats = p.x_dtype == DType::f32 && packed_inputs(p.format, p.k) == p.k;
+  if (floats && (p.unit_stride_x || p.k <= 1) && !p.gathers_rows) return;
   pack_as(p, XForm::words, 1, plan.k_block, kPackRows, plan);
 }
 
@@ -125,7 +126,7 @@ int64_t cut_many_rows(const MatmulProblem& p, const Machine& machine, Plan& plan
 void use_blocks(const MatmulProblem& p, XForm form, Plan& plan) {
   pack_as(p, form, 1, p.k / kActivationBlock, kQuantiseRows, plan);
   if (p.x_dtype == DType::f32) return;
-  const int64_t rows = p.unit_stride_x ? 1 : std::min(p.m, kQuantiseRows);
+  const int64_t rows = p.unit_stride_x || p.gathers_rows ? 1 : std::min(p.m, kQuantiseRows);
   plan.widened_bytes_per_worker = float_bytes(Size(rows) * p.k);
 }
 

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "opst/moe.h"
+#include "opst/moe_layer.h"
 #include "testing/contexts.h"
 
 namespace opst {
@@ -85,6 +85,34 @@ TEST_F(MoeExtremes, Rows) {
     if (gradients.expanded && random_.chance(0.5)) gradients.topk_weights = draw.output(type, {tokens, top_k});
     if (random_.chance(0.3)) gradients.bias = draw.output(type, {experts, features});
     return moe_finalize_backward(context_, draw.input(type, {tokens, features}), in, gradients);
+  });
+}
+
+TEST_F(MoeExtremes, Layer) {
+  rounds([&](Extremes& draw) {
+    const DType type = float_type();
+    const int64_t tokens = draw.size(), top_k = draw.size(), hidden = draw.size(), size = draw.size(),
+                  experts = draw.size();
+    MoeLayerInputs in = {
+        .x = draw.input(type, {tokens, hidden}),
+        .experts = {.gate_up = draw.input(type, {experts, size, hidden}),
+                    .down = draw.input(type, {experts, hidden, random_.chance(0.5) ? size : size / 2})}};
+    MoeLayerOptions options;
+    options.activation = draw.enumerator({Activation::swiglu, Activation::silu});
+    options.activations = draw.enumerator({ActivationType::exact, ActivationType::int8});
+    if (random_.chance(0.5)) {
+      in.logits = draw.input(type, {tokens, experts});
+      options.top_k = top_k;
+    } else {
+      in.topk_ids = indices(draw, {tokens, top_k});
+      in.topk_weights = draw.input(type, {tokens, top_k});
+    }
+    if (random_.chance(0.2)) options.num_experts = draw.size();
+    if (random_.chance(0.2)) options.expert_begin = draw.size();
+    if (random_.chance(0.2)) options.expert_end = draw.size();
+    const Tensor out = draw.output(type, {tokens, hidden});
+    if (random_.chance(0.7)) return moe_layer_forward(context_, in, {.out = out}, options);
+    return moe_layer_backward(context_, in.x, in, {.x = out}, options);
   });
 }
 

@@ -63,6 +63,8 @@ void for_each_token(Context& context, const MoeGatingProblem& p, const MoeGating
   });
 }
 
+}  // namespace
+
 void check_weights(ShapeCheck& check, const MoeGatingOptions& o) {
   check.require(o.scores == GateScores::softmax || o.scores == GateScores::sigmoid, "scores is ",
                 static_cast<int>(o.scores), ", but must be softmax (0) or sigmoid (1)");
@@ -70,7 +72,8 @@ void check_weights(ShapeCheck& check, const MoeGatingOptions& o) {
                 ", but must be finite");
   check.require(std::isfinite(o.eps) && o.eps >= 0, "eps is ", o.eps, ", but must be finite and at least 0");
 }
-void check_choice(ShapeCheck& check, const MoeGatingOptions& o, int64_t num_experts, int64_t top_k) {
+
+void check_choice(ShapeCheck& check, const MoeGatingOptions& o, int64_t num_experts, int64_t top_k, const char* name) {
   check.require(o.group_score == GroupScore::max || o.group_score == GroupScore::top2_sum, "group_score is ",
                 static_cast<int>(o.group_score), ", but must be max (0) or top2_sum (1)");
   check.require(o.num_groups >= 1, "num_groups is ", o.num_groups, ", but must be at least 1");
@@ -81,10 +84,9 @@ void check_choice(ShapeCheck& check, const MoeGatingOptions& o, int64_t num_expe
                 ", but must be from 1 to num_groups = ", o.num_groups);
   if (!check.ok()) return;
   const int64_t most = num_experts / o.num_groups * o.kept_groups;
-  check.require(top_k <= most, "topk_ids dim 1 (top_k) is ", top_k, ", but the choice is among ", most, " experts");
+  check.require(top_k <= most, name, " is ", top_k, ", but the choice is among ", most, " experts");
 }
 
-// Behind the check of shapes: a pass over all logits.
 void check_numbers(ShapeCheck& check, const ConstTensor& logits) {
   if (!check.ok()) return;
   for (int64_t t = 0; t < distinct(logits, 0) && check.ok(); ++t) {
@@ -93,6 +95,8 @@ void check_numbers(ShapeCheck& check, const ConstTensor& logits) {
     }
   }
 }
+
+namespace {
 
 // In f32, as the kernels read it.
 const float* widened(const ConstTensor& bias, int64_t n, float* to) {
@@ -123,6 +127,21 @@ void gate_token(const GateRules& rules, GateToken kernel, const MoeGatingInputs&
 }
 
 }  // namespace
+
+Status run_gating(Context& context, const MoeGatingProblem& problem, const MoeGatingInputs& in,
+                  const MoeGatingOutputs& out) {
+  const MoeGatingPlan plan = plan_moe_gating(problem);
+  return with_scratch(context, plan.scratch_bytes_shared, plan.scratch_bytes_per_worker, [&](const Scratch& scratch) {
+    float* const copy = scratch.of_call().take<float>(padded(problem.num_experts));
+    const float* const bias = widened(in.bias, problem.num_experts, copy);
+    const GateRules rules = rules_of(problem, plan);
+    const GateToken kernel = kernels_of(context, in.logits.dtype).gate;
+    for_each_token(context, problem, plan, scratch,
+                   [&](int64_t t, const GateMemory& memory) { gate_token(rules, kernel, in, out, bias, t, memory); });
+    return Status();
+  });
+}
+
 }  // namespace moe
 
 using namespace moe;
@@ -162,7 +181,7 @@ Status moe_gating(Context& context, const MoeGatingInputs& in, const MoeGatingOu
     check.output("topk_weights", out.topk_weights).dtype({DType::f32, in.logits.dtype}).dims({"tokens", "top_k"});
     if (out.scores) check.output("scores", out.scores).dtype({DType::f32}).dims({"tokens", "num_experts"});
     const int64_t tokens = check["tokens"], num_experts = check["num_experts"], top_k = check["top_k"];
-    if (check.ok()) check_choice(check, options, num_experts, top_k);
+    if (check.ok()) check_choice(check, options, num_experts, top_k, "topk_ids dim 1 (top_k)");
     check_weights(check, options);
     check_fits(check, "topk_ids", out.topk_ids, num_experts);
     const int64_t wanted = std::max(out.topk_ids.num_elements(), out.scores ? out.scores.num_elements() : 0);
@@ -170,21 +189,14 @@ Status moe_gating(Context& context, const MoeGatingInputs& in, const MoeGatingOu
     if (options.nan_is_error) check_numbers(check, in.logits);
     if (!check.ok()) return check.status();
 
-    const MoeGatingProblem problem = {.tokens = tokens,
-                                      .num_experts = num_experts,
-                                      .top_k = top_k,
-                                      .has_bias = static_cast<bool>(in.bias),
-                                      .wants_scores = static_cast<bool>(out.scores),
-                                      .options = options};
-    const MoeGatingPlan plan = plan_moe_gating(problem);
-    return with_scratch(context, plan.scratch_bytes_shared, plan.scratch_bytes_per_worker, [&](const Scratch& scratch) {
-      const float* const bias = widened(in.bias, num_experts, scratch.of_call().take<float>(padded(num_experts)));
-      const GateRules rules = rules_of(problem, plan);
-      const GateToken kernel = kernels_of(context, in.logits.dtype).gate;
-      for_each_token(context, problem, plan, scratch,
-                     [&](int64_t t, const GateMemory& memory) { gate_token(rules, kernel, in, out, bias, t, memory); });
-      return Status();
-    });
+    return run_gating(context,
+                      {.tokens = tokens,
+                       .num_experts = num_experts,
+                       .top_k = top_k,
+                       .has_bias = static_cast<bool>(in.bias),
+                       .wants_scores = static_cast<bool>(out.scores),
+                       .options = options},
+                      in, out);
   });
 }
 

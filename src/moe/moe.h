@@ -42,6 +42,19 @@ void check_indices(ShapeCheck& check, const char* name, const ConstTensor& tenso
 // Integers up to `largest` fit into an output's dtype.
 void check_fits(ShapeCheck& check, const char* name, const Tensor& tensor, int64_t largest);
 
+// ---- gating.cc
+
+// The checks of a gating's options: of what makes weights, and of the choice of `top_k` among `num_experts`, where `name`
+// says in messages what top_k is.
+void check_weights(ShapeCheck& check, const MoeGatingOptions& options);
+void check_choice(ShapeCheck& check, const MoeGatingOptions& options, int64_t num_experts, int64_t top_k,
+                  const char* name);
+// nan_is_error: a pass over all logits, behind the check of shapes.
+void check_numbers(ShapeCheck& check, const ConstTensor& logits);
+// moe_gating of a call that is checked.
+Status run_gating(Context& context, const MoeGatingProblem& problem, const MoeGatingInputs& in,
+                  const MoeGatingOutputs& out);
+
 // Rows of a tensor [rows, features]; absent without data.
 inline Rows rows_of(const ConstTensor& tensor) { return {tensor.data, tensor.strides[0], tensor.strides[1]}; }
 // Row t of one.

@@ -13,7 +13,7 @@
 #include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
-#include "opst/moe.h"
+#include "opst/moe_layer.h"
 #include "opst/quant.h"
 #include "opst/rowwise.h"
 #include "testing/fail_allocations.h"
@@ -296,6 +296,15 @@ TEST(ExhaustedMemory, Moe) {
     if (s.ok()) s = moe_gating_backward(c, {logits, ids, weights}, scores);
     return s;
   });
+  const Tensor gate_up = t(DType::bf16, {20, 48, 32}), down = t(DType::bf16, {20, 32, 24});
+  const MoeLayerInputs layer{.x = x, .logits = logits, .experts = {.gate_up = gate_up, .down = down}};
+  survives("layer", t, [&](Context& c) {
+    return moe_layer_forward(c, layer, {.out = out, .topk_ids = ids}, {.top_k = 2, .gating = {.renormalise = true}});
+  });
+  survives("layer backward", t, [&, grad = t(DType::f32, {20, 48, 32}), grad_x = t(DType::f32, {9, 32})](Context& c) {
+    return moe_layer_backward(c, out, layer, {.x = grad_x, .logits = scores, .gate_up = grad}, {.top_k = 2});
+  });
+  refuses("layer refused", t, [&](Context& c) { return moe_layer_forward(c, layer, {.out = out}, {.top_k = 21}); });
   refuses("moe refused", t, [&](Context& c) { return moe_routing(c, ids, 1, {rows, slots, counts}); });
 }
 

@@ -9,7 +9,7 @@
 #include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
-#include "opst/moe.h"
+#include "opst/moe_layer.h"
 #include "opst/quant.h"
 #include "opst/rowwise.h"
 #include "testing/attention_fuzz.h"
@@ -424,8 +424,31 @@ FuzzedCall draw_moe_rows(Choices& c, Operands& t) {
   }};
 }
 
+FuzzedCall draw_layer(Choices& c, Operands& t) {
+  const int64_t tokens = c.integer(1, 9), top_k = c.integer(1, 3), experts = c.integer(1, 5), k = c.integer(1, 40);
+  const int64_t n = c.integer(1, 9), begin = c.rarely(8) ? 1 : 0;
+  const DType x = c.pick({DType::f32, DType::bf16, DType::f16});
+  t.input(x, {tokens, k});
+  t.input(c.pick({DType::i32, DType::i64}), {tokens, top_k}, -1, experts - (c.rarely(16) ? 0 : 1));
+  t.input(c.pick({DType::f32, x}), {tokens, top_k});
+  t.input(x, {experts - begin, 2 * n, k});
+  t.input(x, {experts - begin, k, n});
+  t.output(x, {tokens, k});
+  const bool backward = c.coin();
+  if (backward) t.input(x, {tokens, k});
+  const MoeLayerOptions options{.num_experts = c.size(experts), .expert_begin = begin, .expert_end = c.size(experts)};
+  return {[=](Context& context, const Views& v) {
+            const MoeLayerInputs in{
+                .x = v[0], .topk_ids = v[1], .topk_weights = v[2], .experts = {.gate_up = v[3], .down = v[4]}};
+            if (backward) return moe_layer_backward(context, v[6], in, {.x = v[5]}, options);
+            return moe_layer_forward(context, in, {.out = v[5]}, options);
+          },
+          std::numeric_limits<double>::infinity()};  // a sum of any values, rounded on its way through two products
+}
+
 FuzzedCall draw_moe(Choices& c, Operands& t) {
-  const int what = c.pick({0, 1, 2});
+  const int what = c.pick({0, 1, 2, 3});
+  if (what == 3) return draw_layer(c, t);
   return what == 0 ? draw_gating(c, t) : what == 1 ? draw_routing(c, t) : draw_moe_rows(c, t);
 }
 
