@@ -13,9 +13,9 @@ constexpr int64_t kTokens = 7, kWidth = 32, kSize = 16, kExperts = 5, kUsed = 2;
 struct Experts {
   Context context = make_context();
   std::vector<float> gate_up_values = random_floats(kExperts * 2 * kSize * kWidth, 1),
-                     down_values = random_floats(kExperts * kWidth * kSize, 2),
-                     x = random_floats(kTokens * kWidth, 3), logits = random_floats(kTokens * kExperts, 4),
-                     residual = random_floats(kTokens * kWidth, 5), y = std::vector<float>(x.size());
+                     down_values = random_floats(kExperts * kWidth * kSize, 2), x = random_floats(kTokens * kWidth, 3),
+                     logits = random_floats(kTokens * kExperts, 4), residual = random_floats(kTokens * kWidth, 5),
+                     y = std::vector<float>(x.size());
   PackedWeight gate_up = pack(gate_up_values, 2 * kSize, kWidth), down = pack(down_values, kWidth, kSize);
 
   PackedWeight pack(std::vector<float>& values, int64_t n, int64_t k) {

@@ -268,7 +268,7 @@ Status LlamaModel::take_feed_forward(Source& source, const std::string& prefix, 
 template <class Source>
 Status LlamaModel::take_experts(Source& source, const std::string& prefix, Layer& layer) {
   const MixtureConfig& m = config_.mixture;
-  if (source.has(prefix + "ffn_gate.0.weight") && !source.has(prefix + "ffn_gate_exps.weight")) {
+  if (source.has(prefix + "ffn_gate.0.weight")) {
     return source.error("tensor '" + prefix +
                         "ffn_gate.0.weight' is that of one expert, an old form, which is not "
                         "supported: convert the model again");
