@@ -26,7 +26,7 @@ ROOM_LINES = {
     "kv_cache": 2000,
     "machine": 1475,
     "matmul": 4650,
-    "model": 3700,
+    "model": 3800,
     "moe": 1600,
     "quant": 1000,
     "rowwise": 1250,
