@@ -220,12 +220,10 @@ TEST(LlamaLoad, PartsOfModelsAreNamed) {
 }
 
 // A file with any damage is refused or gives a model that runs: never a crash.
-TEST(LlamaLoad, SurvivesMutations) {
+void survive_mutations(const std::string& good, uint32_t count) {
   Context context = make_context(1);
-  const std::string good =
-      make_tiny_model({.num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ffn_size = 32}).writer.bytes();
-  const size_t header = good.find("blk.0.ffn_down.weight") + 60;
-  for (uint32_t seed = 0; seed < 1500; ++seed) {
+  const size_t header = good.find("blk.0.ffn_down") + 60;
+  for (uint32_t seed = 0; seed < count; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
     std::string bytes = good;
@@ -244,6 +242,13 @@ TEST(LlamaLoad, SurvivesMutations) {
     const auto logits = session.value().feed(std::vector<int32_t>{1});
     EXPECT_TRUE(logits.ok()) << logits.status().message();
   }
+}
+
+TEST(LlamaLoad, SurvivesMutations) {
+  TinyModelOptions options = {.num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ffn_size = 32};
+  survive_mutations(make_tiny_model(options).writer.bytes(), 1500);
+  options.num_experts = 3, options.shared_size = 32;
+  survive_mutations(make_tiny_model(options).writer.bytes(), 1000);
 }
 
 // A file whose end has been reserved on the disk and never written, as by a download that broke off.
