@@ -122,7 +122,7 @@ TEST(MoeNodes, ContradictionsAreNamed) {
   };
   EXPECT_EQ(refusal({}), "");
   EXPECT_EQ(refusal({.logits = 4}),
-            "graph test: ffn (moe_layer): weight 'gate_up' dim 0 (num_experts) is 5, but router_logits 'logits' set "
+            "graph test: ffn (moe_layer): gate_up 'gate_up' dim 0 (num_experts) is 5, but router_logits 'logits' set "
             "num_experts = 4");
   EXPECT_EQ(refusal({.gate_up = 2 * kSize - 1}),
             "graph test: ffn (moe_layer): gate_up dim 1 is 31, but must be 2 * ffn_size = 32");
