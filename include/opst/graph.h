@@ -46,8 +46,10 @@
 
 #include "opst/attention.h"
 #include "opst/context.h"
+#include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
+#include "opst/moe.h"
 #include "opst/rowwise.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
@@ -160,6 +162,12 @@ struct MatmulNodeOptions {
   ActivationType activations = ActivationType::exact;
 };
 
+struct MoeLayerNodeOptions {
+  int64_t top_k = 1;  // experts of each token
+  MoeGatingOptions gating = {};
+  ActivationType activations = ActivationType::exact;
+};
+
 struct LayerNormNodeOptions {
   double eps = 1e-5;
   Value weight = {}, bias = {};  // [features], where they are
@@ -212,6 +220,8 @@ class Graph {
   Value cache(std::string name, DType dtype, const Shape& shape);
   // A packed weight [n, k].
   Value weight(std::string name, int64_t n, int64_t k);
+  // A stack of them, [count, n, k].
+  Value weight_stack(std::string name, int64_t count, int64_t n, int64_t k);
   // The first elements of a contiguous tensor in another shape.
   Value view(Value base, const Shape& shape);
   // Columns [first, first + the product of shape's other dimensions) of each row of a contiguous tensor [rows, n]: what
@@ -223,6 +233,15 @@ class Graph {
   // Operators: see their headers for what they compute. `name` is the node's and its result's.
   //   x [rows, k], weight [n, k] -> [rows, n] (swiglu: [rows, n / 2])
   Value matmul(std::string name, Value x, Value weight, const MatmulNodeOptions& options = {});
+  // A mixture of experts, each with a feed-forward of its own: the top_k experts that moe_gating (moe.h) chooses,
+  //   residual + sum over them of weight * (down[e] . (silu(gate[e] . x) * (up[e] . x)))
+  //   x, residual [tokens, width] f32, router_logits [tokens, num_experts] f32; stacks: gate_up [num_experts,
+  //   2 ffn_size, width], the rows of up below those of gate, down [num_experts, width, ffn_size] -> as x
+  struct MoeLayer {
+    Value x, router_logits, gate_up, down;
+    Value residual = {};
+  };
+  Value moe_layer(std::string name, const MoeLayer& layer, const MoeLayerNodeOptions& options = {});
   //   weight [n, k], rows [count] i64 -> [count, k] f32
   Value lookup_rows(std::string name, Value weight, Value rows);
   //   x [.., features], weight [features] -> as x

@@ -89,7 +89,8 @@ class NewNode : public NodeSpec, private ShapeCheck::SizeNames {
   std::function<NodeCost(const NodeTensors&)> also_costs;
 };
 
-// Adds the node that `describe` makes; its results, of which no operator has more than two.
+// Adds the node that `describe` makes; the first of its results. No operator has more than two, others are memory that a
+// node needs while it runs.
 template <class Describe>
 std::array<Value, 2> made(GraphImpl& graph, const std::string& name, const char* op, Describe&& describe) {
   return building(graph, [&] {

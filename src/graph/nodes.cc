@@ -138,7 +138,7 @@ std::array<Value, 2> NewNode::add() && {
     return total;
   };
   const std::vector<Value> all = graph_.add_node(std::move(*this));
-  std::copy(all.begin(), all.end(), results.begin());
+  std::copy_n(all.begin(), std::min(all.size(), results.size()), results.begin());
   return results;
 }
 

@@ -124,10 +124,15 @@ Status Graph::bind(Value value, const PackedWeight& weight) {
     if (!impl_->has(value)) return impl_->error("what is bound to a weight is no value of this graph");
     ValueData& data = impl_->at(value);
     if (data.kind != Kind::weight) return impl_->error("tensor ", quoted(data.name), " is not a packed weight");
-    const int64_t sizes[] = {weight.n(), weight.k()};
-    for (int i = 0; i < 2; ++i) {
-      if (const int64_t expected = data.shape.dims[i].bound(); sizes[i] != expected) {
-        return impl_->error("weight ", quoted(data.name), " dim ", i, i == 0 ? " (n)" : " (k)", " is ", sizes[i],
+    const int64_t sizes[] = {weight.count(), weight.n(), weight.k()};
+    const char* const names[] = {"count", "n", "k"};
+    const int first = 3 - data.shape.rank;  // of one matrix there is no count
+    if (first > 0 && weight.count() != 1) {
+      return impl_->error("weight ", quoted(data.name), " is a stack of ", weight.count(), ", expected one matrix");
+    }
+    for (int i = first; i < 3; ++i) {
+      if (const int64_t expected = data.shape.dims[i - first].bound(); sizes[i] != expected) {
+        return impl_->error("weight ", quoted(data.name), " dim ", i - first, " (", names[i], ") is ", sizes[i],
                             ", expected ", expected);
       }
     }

@@ -63,11 +63,10 @@ class DoubleLlama {
       }
       for (size_t t = 0; t < tokens.size(); ++t) {
         const auto x = norm(hidden[t], prefix + "ffn_norm.weight");
-        auto gate = times(prefix + "ffn_gate.weight", x);
-        const auto up = times(prefix + "ffn_up.weight", x);
-        for (size_t i = 0; i < gate.size(); ++i) gate[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
-        const auto down = times(prefix + "ffn_down.weight", gate);
-        for (size_t i = 0; i < width; ++i) hidden[t][i] += down[i];
+        std::vector<double> added(width);
+        if (o.num_experts == 0) add_feed_forward(prefix, ".weight", 0, x, 1, added);
+        if (o.num_experts > 0) add_experts(prefix, x, added);
+        for (size_t i = 0; i < width; ++i) hidden[t][i] += added[i];
       }
     }
     std::vector<std::vector<double>> result;
@@ -82,11 +81,37 @@ class DoubleLlama {
  private:
   const std::vector<float>& weight(const std::string& name) const { return model_.weights.at(name); }
 
-  std::vector<double> times(const std::string& name, const std::vector<double>& x) const {
+  // The product with a matrix, or with one of a stack of matrices of `rows` rows.
+  std::vector<double> times(const std::string& name, const std::vector<double>& x, size_t rows = 0,
+                            size_t index = 0) const {
     const std::vector<float>& matrix = weight(name);
-    std::vector<double> out(matrix.size() / x.size());
-    for (size_t i = 0; i < matrix.size(); ++i) out[i / x.size()] += matrix[i] * x[i % x.size()];
+    const size_t first = index * rows * x.size(), size = rows > 0 ? rows * x.size() : matrix.size();
+    std::vector<double> out(size / x.size());
+    for (size_t i = 0; i < size; ++i) out[i / x.size()] += matrix[first + i] * x[i % x.size()];
     return out;
+  }
+  // added += weight * feed-forward of x, of the expert `index` where there are several.
+  void add_feed_forward(const std::string& prefix, const std::string& suffix, size_t index,
+                        const std::vector<double>& x, double weight, std::vector<double>& added) const {
+    const auto size = static_cast<size_t>(suffix == "_exps.weight" ? model_.options.ffn_size : 0);
+    auto gate = times(prefix + "ffn_gate" + suffix, x, size, index);
+    const auto up = times(prefix + "ffn_up" + suffix, x, size, index);
+    for (size_t i = 0; i < gate.size(); ++i) gate[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+    const auto down = times(prefix + "ffn_down" + suffix, gate, size > 0 ? x.size() : 0, index);
+    for (size_t i = 0; i < down.size(); ++i) added[i] += weight * down[i];
+  }
+  // The experts with the largest scores, weighted by the softmax of these.
+  void add_experts(const std::string& prefix, const std::vector<double>& x, std::vector<double>& added) const {
+    const TinyModelOptions& o = model_.options;
+    const auto scores = times(prefix + "ffn_gate_inp.weight", x);
+    std::vector<size_t> order(scores.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return scores[a] > scores[b]; });
+    order.resize(static_cast<size_t>(o.experts_used));
+    double sum = 0;
+    for (const size_t e : order) sum += std::exp(scores[e]);
+    for (const size_t e : order) add_feed_forward(prefix, "_exps.weight", e, x, std::exp(scores[e]) / sum, added);
+    if (o.shared_size > 0) add_feed_forward(prefix, "_shexp.weight", 0, x, 1, added);
   }
   std::vector<double> norm(const std::vector<double>& x, const std::string& name) const {
     double sum = 0;

@@ -177,12 +177,22 @@ Status GgufFile::read(const GgufTensor& tensor, std::span<std::byte> out) const 
     return error("tensor " + quoted(tensor.name) + ": " + str(tensor.size_bytes) + " bytes of data, but room for " +
                  str(out.size()));
   }
+  return read_part(tensor, 0, out);
+} catch (...) {
+  return status_of_exception();
+}
+
+Status GgufFile::read_part(const GgufTensor& tensor, uint64_t first, std::span<std::byte> out) const try {
+  if (first > tensor.size_bytes || out.size() > tensor.size_bytes - first) {
+    return error("tensor " + quoted(tensor.name) + ": " + str(tensor.size_bytes) + " bytes of data, but " +
+                 str(out.size()) + " are asked for from " + str(first) + " on");
+  }
   if (descriptor_ < 0) {
-    std::memcpy(out.data(), bytes_.data() + tensor.offset, out.size());
+    std::copy_n(bytes_.data() + tensor.offset + first, out.size(), out.data());
     return {};
   }
   for (size_t done = 0; done < out.size();) {
-    const uint64_t position = tensor.offset + done;
+    const uint64_t position = tensor.offset + first + done;
     const ssize_t got = pread(descriptor_, out.data() + done, out.size() - done, static_cast<off_t>(position));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return error("tensor " + quoted(tensor.name) + ": cannot read: " + std::strerror(errno));

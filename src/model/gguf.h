@@ -95,6 +95,8 @@ class GgufFile {
   // Copies a tensor's data into `out`, which has size_bytes of it. Fails where the file has become shorter or cannot be
   // read.
   Status read(const GgufTensor& tensor, std::span<std::byte> out) const;
+  // The same of the bytes [first, first + out.size()) of them: one expert of a stack.
+  Status read_part(const GgufTensor& tensor, uint64_t first, std::span<std::byte> out) const;
 
   // "file: problem"
   Status error(const std::string& problem) const;

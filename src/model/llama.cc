@@ -78,8 +78,10 @@ class Binder {
  public:
   explicit Binder(Graph& graph) : graph_(graph) {}
 
-  Value vector(const std::string& name, const Buffer& buffer, int64_t size) {
-    return bound(graph_.input(name, DType::f32, {size}), ConstTensor(buffer.tensor(DType::f32, {size})));
+  // Elements of a buffer, from `first` on.
+  Value vector(const std::string& name, const Buffer& buffer, int64_t size, int64_t first = 0) {
+    const Tensor all = buffer.tensor(DType::f32, {first + size});
+    return bound(graph_.input(name, DType::f32, {size}), ConstTensor(all.narrowed(0, first, size)));
   }
   Value weight(const std::string& name, const PackedWeight& weight) {
     return bound(graph_.weight(name, weight.n(), weight.k()), weight);
@@ -178,60 +180,125 @@ Status LlamaSession::build_layers() {
   return g.setup(context_->machine());
 }
 
-Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hidden) {
-  const LlamaConfig& c = model_->config();
-  const LlamaModel::Layer& layer = model_->layers_[static_cast<size_t>(index)];
-  const std::string name = "blk." + str(index) + ".";
-  Graph& g = layers_;
-  Binder binder(g);
-  const auto project = [&](const char* what, Value x, const PackedWeight& weight, MatmulNodeOptions options) {
-    options.activations = options_.activations;
+// What is added to the graph for one layer, by the names of its tensors.
+struct LlamaSession::LayerBuilder {
+  LlamaSession& session;
+  const LlamaModel::Layer& layer;
+  const std::string name;  // "blk.3."
+  Graph& g = session.layers_;
+  Binder binder{g};
+  const LlamaConfig& c = session.model_->config();
+
+  Value project(const std::string& what, Value x, const PackedWeight& weight, MatmulNodeOptions options) {
+    options.activations = session.options_.activations;
     return g.matmul(name + what, x, binder.weight(name + what + ".weight", weight), options);
-  };
-  const auto norm = [&](const char* what, Value x, const Buffer& weight) {
+  }
+  Value norm(const char* what, Value x, const Buffer& weight) {
     return g.rms_norm(name + what, x, binder.vector(name + what + ".weight", weight, c.width), {.eps = c.rms_eps});
-  };
-  Value x = norm("attn_norm", hidden, layer.attention_norm);
-  Value query, key, value;
-  if (layer.query_key_value.size() == 1) {
-    const Value all = project("attn_qkv", x, layer.query_key_value[0], {});
-    const auto heads = [&](int64_t first, int64_t num_heads) {
-      return g.columns(all, first * c.head_dim, {rows_, num_heads, c.head_dim});
-    };
-    query = heads(0, c.num_heads);
-    key = heads(c.num_heads, c.num_kv_heads);
-    value = heads(c.num_heads + c.num_kv_heads, c.num_kv_heads);
-  } else {
-    const auto heads = [&](const char* what, size_t i, int64_t num_heads) {
-      return g.view(project(what, x, layer.query_key_value[i], {}), {rows_, num_heads, c.head_dim});
-    };
-    query = heads("attn_q", 0, c.num_heads);
-    key = heads("attn_k", 1, c.num_kv_heads);
-    value = heads("attn_v", 2, c.num_kv_heads);
+  }
+  Value head_norm(const char* what, const Buffer& weight) {
+    return weight.size_bytes() > 0 ? binder.vector(name + what + ".weight", weight, c.head_dim) : Value();
   }
 
+  // [rows, heads, head_dim] each.
+  struct Projections {
+    Value query, key, value;
+  };
+  Projections project_heads(Value x) {
+    const auto bias = [&](const char* what, int64_t first, int64_t num_heads) {
+      return c.projection_biases ? binder.vector(name + what + ".bias", layer.projection_biases, num_heads * c.head_dim,
+                                                 first * c.head_dim)
+                                 : Value();
+    };
+    const int64_t first_value = c.num_heads + c.num_kv_heads, all_heads = first_value + c.num_kv_heads;
+    const Dim rows = session.rows_;
+    if (layer.query_key_value.size() == 1) {
+      const Value all = project("attn_qkv", x, layer.query_key_value[0], {.bias = bias("attn_qkv", 0, all_heads)});
+      const auto heads = [&](int64_t first, int64_t num_heads) {
+        return g.columns(all, first * c.head_dim, {rows, num_heads, c.head_dim});
+      };
+      return {heads(0, c.num_heads), heads(c.num_heads, c.num_kv_heads), heads(first_value, c.num_kv_heads)};
+    }
+    const auto heads = [&](const char* what, size_t i, int64_t first, int64_t num_heads) {
+      const Value all = project(what, x, layer.query_key_value[i], {.bias = bias(what, first, num_heads)});
+      return g.view(all, {rows, num_heads, c.head_dim});
+    };
+    return {heads("attn_q", 0, 0, c.num_heads), heads("attn_k", 1, c.num_heads, c.num_kv_heads),
+            heads("attn_v", 2, first_value, c.num_kv_heads)};
+  }
+
+  // residual + the feed-forward that every token goes through; `suffix` as in the names of its tensors.
+  Value feed_forward(const std::string& suffix, Value x, Value residual) {
+    Value gated;
+    if (const auto& weights = layer.every_token.gate_up; weights.size() == 1) {
+      gated = project("ffn_gate_up" + suffix, x, weights[0], {.activation = Activation::swiglu});
+    } else {
+      const Value gate = project("ffn_gate" + suffix, x, weights[0], {});
+      const Value up = project("ffn_up" + suffix, x, weights[1], {});
+      gated = g.swiglu(name + "swiglu" + suffix, gate, up);
+    }
+    return project("ffn_down" + suffix, gated, layer.every_token.down, {.residual = residual});
+  }
+
+  // residual + those of the experts that each token chooses.
+  Value mixture(const std::string& suffix, const std::string& router, Value x, Value residual,
+                const LlamaModel::Layer::Experts& experts, MoeLayerNodeOptions options) {
+    const auto stack = [&](const std::string& what, const PackedWeight& w) {
+      const std::string full = name + what + suffix + ".weight";
+      return binder.bound(g.weight_stack(full, w.count(), w.n(), w.k()), w);
+    };
+    options.activations = session.options_.activations;
+    return g.moe_layer(name + "ffn" + suffix,
+                       {.x = x,
+                        .router_logits = project(router, x, experts.router, {}),
+                        .gate_up = stack("ffn_gate_up", experts.gate_up),
+                        .down = stack("ffn_down", experts.down),
+                        .residual = residual},
+                       options);
+  }
+
+  Value mixture(Value x, Value residual) {
+    const MixtureConfig& m = c.mixture;
+    if (layer.gated_expert.router.n() > 0) {
+      // One expert, whose score is a sigmoid and is its weight.
+      residual = mixture("_shexp", "ffn_gate_inp_shexp", x, residual, layer.gated_expert,
+                         {.gating = {.scores = GateScores::sigmoid}});
+    } else if (m.shared_ffn_size > 0) {
+      residual = feed_forward("_shexp", x, residual);
+    }
+    return mixture("_exps", "ffn_gate_inp", x, residual, layer.experts,
+                   {.top_k = m.used,
+                    .gating = {.scores = m.scores,
+                               .renormalise = m.renormalise,
+                               .routed_scaling_factor = static_cast<float>(m.weights_scale)}});
+  }
+};
+
+Status LlamaSession::add_layer(int64_t index, const StepValues& step, Value& hidden) {
+  const LlamaModel::Layer& layer = model_->layers_[static_cast<size_t>(index)];
+  const LlamaConfig& c = model_->config();
+  LayerBuilder b{*this, layer, "blk." + str(index) + "."};
+  const auto [query, key, value] = b.project_heads(b.norm("attn_norm", hidden, layer.attention_norm));
   Value caches[2];
   Graph::Pages pages = step.pages;
   OPST_TRY(add_caches(index, caches, pages.scales));
-  query = g.rope_scatter_pa_kv_cache(
-      name + "rope_write", {.query = query, .key = key, .value = value, .table = step.rope, .slots = step.slots},
-      caches[0], caches[1], {.layout = page_layout_, .style = RopeStyle::pairs}, pages.scales);
-  Value attended = g.paged_attention(name + "attention", query, caches[0], caches[1], pages,
-                                     {.causal = true, .page_layout = page_layout_});
-  attended = g.view(attended, {rows_, c.num_heads * c.head_dim});
-  hidden = project("attn_output", attended, layer.attention_output, {.residual = hidden});
-
-  x = norm("ffn_norm", hidden, layer.ffn_norm);
-  Value gated;
-  if (layer.gate_up.size() == 1) {
-    gated = project("ffn_gate_up", x, layer.gate_up[0], {.activation = Activation::swiglu});
-  } else {
-    const Value gate = project("ffn_gate", x, layer.gate_up[0], {});
-    const Value up = project("ffn_up", x, layer.gate_up[1], {});
-    gated = g.swiglu(name + "swiglu", gate, up);
-  }
-  hidden = project("ffn_down", gated, layer.down, {.residual = hidden});
-  return binder.status();
+  const Value turned = layers_.rope_scatter_pa_kv_cache(
+      b.name + "rope_write",
+      {.query = query,
+       .key = key,
+       .value = value,
+       .table = step.rope,
+       .slots = step.slots,
+       .query_weight = b.head_norm("attn_q_norm", layer.query_norm),
+       .key_weight = b.head_norm("attn_k_norm", layer.key_norm)},
+      caches[0], caches[1], {.layout = page_layout_, .style = c.rope_style, .eps = c.rms_eps}, pages.scales);
+  const Value attended = layers_.paged_attention(b.name + "attention", turned, caches[0], caches[1], pages,
+                                                 {.causal = true, .page_layout = page_layout_});
+  hidden = b.project("attn_output", layers_.view(attended, {rows_, c.num_heads * c.head_dim}), layer.attention_output,
+                     {.residual = hidden});
+  const Value x = b.norm("ffn_norm", hidden, layer.ffn_norm);
+  hidden = c.mixture.num_experts > 0 ? b.mixture(x, hidden) : b.feed_forward("", x, hidden);
+  return b.binder.status();
 }
 
 Status LlamaSession::build_head() {

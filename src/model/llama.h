@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "model/gguf.h"
@@ -28,11 +29,28 @@
 #include "opst/graph.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
+#include "opst/moe.h"
 #include "opst/tensor.h"
 
 namespace opst::model {
 
+// The experts that stand in place of each layer's feed-forward.
+struct MixtureConfig {
+  int64_t num_experts = 0;      // 0: the model is dense
+  int64_t used = 0;             // of them by each token
+  int64_t ffn_size = 0;         // of each
+  int64_t shared_ffn_size = 0;  // of the expert that every token goes through; 0: there is none
+  bool shared_gate = false;     // ..whose result each token multiplies with a sigmoid of its own
+  GateScores scores = GateScores::softmax;
+  bool renormalise = true;  // the weights of a token's experts have the sum weights_scale
+  double weights_scale = 1;
+};
+
 struct LlamaConfig {
+  std::string architecture;  // "llama", "qwen2moe", "qwen3moe"
+  RopeStyle rope_style = RopeStyle::pairs;
+  bool projection_biases = false;  // of query, key and value
+  bool head_norms = false;         // of each head of query and key
   int64_t num_layers = 0;
   int64_t width = 0;  // embedding_length
   int64_t num_heads = 0;
@@ -44,11 +62,12 @@ struct LlamaConfig {
   int64_t max_context = 0;
   double rope_theta = 0;
   double rms_eps = 0;
+  MixtureConfig mixture;
 };
 
 // Checks every value. What would change the arithmetic and is not implemented (another architecture, rope scaling,
-// experts, sliding windows, any key of the architecture that is not known here) is refused by name, and so is a file
-// that is a part of a model or an adapter.
+// sliding windows, any key of the architecture that is not known here) is refused by name, and so is a file that is a
+// part of a model or an adapter.
 Result<LlamaConfig> read_llama_config(const GgufFile& file);
 
 class LlamaModel {
@@ -60,19 +79,38 @@ class LlamaModel {
 
   const LlamaConfig& config() const { return config_; }
   int64_t weight_bytes() const;
+  int64_t expert_bytes() const;  // of these, those of the experts among which tokens choose
 
  private:
   friend class LlamaSession;
+  // Matrices that multiply the same x are one weight, their rows one below another, where the file's types allow it;
+  // else each is its own.
+  struct FeedForward {
+    std::vector<PackedWeight> gate_up;
+    PackedWeight down;
+  };
   struct Layer {
     Buffer attention_norm, ffn_norm;  // f32 [width]
-    // Matrices that multiply the same x are one weight, their rows one below another, where the file's types allow it;
-    // else each is its own.
-    std::vector<PackedWeight> query_key_value, gate_up;
-    PackedWeight attention_output, down;
+    std::vector<PackedWeight> query_key_value;
+    Buffer projection_biases;     // f32, as their rows; empty: none
+    Buffer query_norm, key_norm;  // f32 [head_dim]; empty: none
+    PackedWeight attention_output;
+    FeedForward every_token;  // the dense one, or a shared expert without a gate; empty: none
+    // Of a mixture; a shared expert with a gate is one of its own, of one expert.
+    struct Experts {
+      PackedWeight router;         // [experts, width]; empty: there are none
+      PackedWeight gate_up, down;  // stacks [experts, 2 ffn_size, width] and [experts, width, ffn_size]
+    };
+    Experts experts, gated_expert;
   };
   LlamaModel() = default;
   template <class Source>
   Status take_all(Source& source);
+  template <class Source>
+  Status take_feed_forward(Source& source, const std::string& prefix, const std::string& suffix, int64_t size,
+                           FeedForward& out);
+  template <class Source>
+  Status take_experts(Source& source, const std::string& prefix, Layer& layer);
 
   const PackedWeight& output() const { return output_.n() > 0 ? output_ : embedding_; }
 
@@ -158,6 +196,7 @@ class LlamaSession {
       : context_(&context), model_(&model), options_(options), layers_(std::move(layers)), head_(std::move(head)) {}
 
   class Poll;
+  struct LayerBuilder;
 
   Status allocate(DType dtype, std::initializer_list<int64_t> shape, Tensor& tensor);
   Status build_layers();

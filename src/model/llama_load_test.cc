@@ -30,9 +30,9 @@ std::string refusal(const Change& change, const TinyModelOptions& options = {}) 
 }
 
 // The same, with a piece of the file replaced by another one of the same length.
-std::string refusal_with(const std::string& from, const std::string& to) {
+std::string refusal_with(const std::string& from, const std::string& to, const TinyModelOptions& options = {}) {
   Context context = make_context(1);
-  std::string bytes = make_tiny_model().writer.bytes();
+  std::string bytes = make_tiny_model(options).writer.bytes();
   const size_t position = bytes.find(from);
   EXPECT_NE(position, std::string::npos) << from;
   EXPECT_EQ(from.size(), to.size());
@@ -51,14 +51,16 @@ std::string u32_entry(const std::string& key, uint32_t value) {
 
 TEST(LlamaLoad, WhatIsNotImplementedIsRefusedByName) {
   EXPECT_EQ(refusal([](GgufWriter&) {}), "");
-  EXPECT_EQ(refusal_with("llama", "qwen2"), "f.gguf: general.architecture is 'qwen2', but only 'llama' is supported");
+  EXPECT_EQ(refusal_with("llama", "qwen2"),
+            "f.gguf: general.architecture is 'qwen2', but only 'llama', 'qwen2moe', 'qwen3moe' are "
+            "supported");
   EXPECT_EQ(refusal([](GgufWriter& w) { w.string("llama.rope.scaling.type", "yarn"); }),
             "f.gguf: key 'llama.rope.scaling.type' is 'yarn', but only 'none' is supported");
   EXPECT_EQ(refusal([](GgufWriter& w) { w.string("llama.rope.scaling.type", "none"); }), "");
   EXPECT_EQ(refusal([](GgufWriter& w) { w.f32("llama.rope.scaling.factor", 8); }),
             "f.gguf: key 'llama.rope.scaling.factor' is 8.000000, which is not supported");
   EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.expert_count", 4); }),
-            "f.gguf: key 'llama.expert_count' is 4.000000, which is not supported");
+            "f.gguf: key 'llama.expert_used_count' is missing");
   EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.attention.sliding_window", 64); }),
             "f.gguf: key 'llama.attention.sliding_window' is 64.000000, which is not supported");
   EXPECT_EQ(refusal([](GgufWriter& w) { w.boolean("llama.attention.causal", false); }),
@@ -112,6 +114,79 @@ TEST(LlamaLoad, ShapesAreCheckedAgainstTheConfiguration) {
             "f.gguf: key 'llama.attention.layer_norm_rms_epsilon' is missing");
 }
 
+TEST(LlamaLoad, MixturesAreCheckedAgainstTheConfiguration) {
+  const TinyModelOptions mixture = {.num_experts = 4, .shared_size = 32};
+  const auto with_u32 = [&](const std::string& key, uint32_t from, uint32_t to) {
+    return refusal_with(u32_entry(key, from), u32_entry(key, to), mixture);
+  };
+  EXPECT_EQ(refusal([](GgufWriter&) {}, mixture), "");
+  EXPECT_EQ(with_u32("llama.expert_used_count", 2, 5), "f.gguf: llama.expert_used_count is 5, but expert_count is 4");
+  EXPECT_EQ(with_u32("llama.expert_used_count", 2, 0),
+            "f.gguf: key 'llama.expert_used_count' is 0, expected 1 to 16777216");
+  EXPECT_EQ(with_u32("llama.expert_count", 4, 3),
+            "f.gguf: tensor 'blk.0.ffn_gate_inp.weight' is F32 [96, 4], expected shape [96, 3]");
+  EXPECT_EQ(with_u32("llama.expert_count", 4, 0),
+            "f.gguf: key 'llama.expert_shared_feed_forward_length' is given, but 'llama.expert_count' says that there "
+            "are no experts");
+  EXPECT_EQ(with_u32("llama.expert_shared_feed_forward_length", 32, 64),
+            "f.gguf: tensor 'blk.0.ffn_gate_shexp.weight' is F16 [96, 32], expected shape [96, 64]");
+  EXPECT_EQ(with_u32("llama.expert_shared_feed_forward_length", 32, 0),
+            "f.gguf: tensor 'blk.0.ffn_gate_shexp.weight' is not part of a supported llama model");
+  for (const char* name : {"ffn_gate_inp", "ffn_up_exps", "ffn_down_exps", "ffn_up_shexp"}) {
+    const std::string full = std::string("blk.1.") + name + ".weight";
+    EXPECT_EQ(refusal_with(full, "blk.9." + full.substr(6), mixture), "f.gguf: tensor '" + full + "' is missing");
+  }
+  EXPECT_EQ(refusal(
+                [](GgufWriter& w) {
+                  w.tensor("blk.0.ffn_gate.0.weight", {96, 160}, std::vector<float>(96 * 160));
+                },
+                mixture),
+            "f.gguf: tensor 'blk.0.ffn_gate.0.weight' is that of one expert, an old form, which is not supported: "
+            "convert the model again");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.expert_gating_func", 3); }, mixture),
+            "f.gguf: key 'llama.expert_gating_func' is 3, but only 1 (softmax) and 2 (sigmoid) are supported");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.f32("llama.expert_weights_scale", 0); }, mixture),
+            "f.gguf: key 'llama.expert_weights_scale' is 0.000000, expected more than 0");
+  EXPECT_EQ(refusal([](GgufWriter& w) { w.u32("llama.expert_group_count", 2); }, mixture),
+            "f.gguf: key 'llama.expert_group_count' is not supported: it may change what the model computes");
+  EXPECT_EQ(
+      refusal([](GgufWriter& w) { w.f32("llama.expert_weights_scale", 1); }),
+      "f.gguf: key 'llama.expert_weights_scale' is given, but 'llama.expert_count' says that there are no experts");
+  EXPECT_EQ(refusal([](GgufWriter&) {}, {.architecture = "qwen3moe"}),
+            "f.gguf: key 'qwen3moe.expert_count' is missing");
+  EXPECT_EQ(refusal([](GgufWriter&) {}, {.num_experts = 4, .architecture = "qwen2moe"}),
+            "f.gguf: tensor 'blk.0.attn_q.bias' is missing");
+  EXPECT_EQ(refusal([](GgufWriter&) {}, {.num_experts = 4, .architecture = "qwen3moe"}),
+            "f.gguf: tensor 'blk.0.attn_q_norm.weight' is missing");
+}
+
+// The third dimension of a stack, and the types of its parts.
+TEST(LlamaLoad, StacksOfExpertsAreChecked) {
+  const auto message = [](std::vector<int64_t> dims, uint32_t up_type) {
+    Context context = make_context(1);
+    TinyModel tiny = make_tiny_model({.num_layers = 1, .num_experts = 4});
+    GgufWriter& w = tiny.writer;
+    const auto& type = *find_tensor_type(up_type);
+    int64_t size = type.block_bytes;
+    for (const int64_t dim : dims) size *= dim;
+    w.tensor("blk.0.ffn_up_exps.WEIGHT", dims, up_type,
+             std::string(static_cast<size_t>(size / type.block_elements), 0));
+    // The tensor under another name, and one that takes its place.
+    std::string bytes = w.bytes();
+    bytes.replace(bytes.find("blk.0.ffn_up_exps.weight"), 24, "blk.7.ffn_up_exps.weight");
+    bytes.replace(bytes.find("blk.0.ffn_up_exps.WEIGHT"), 24, "blk.0.ffn_up_exps.weight");
+    return LlamaModel::load(context, GgufFile::parse("f.gguf", as_bytes(bytes)).value()).status().message();
+  };
+  EXPECT_EQ(message({96, 160, 3}, 3),
+            "f.gguf: tensor 'blk.0.ffn_up_exps.weight' is Q4_1 [96, 160, 3], expected shape [96, 160, 4]");
+  EXPECT_EQ(message({96, 160}, 3),
+            "f.gguf: tensor 'blk.0.ffn_up_exps.weight' is Q4_1 [96, 160], expected shape [96, 160, 4]");
+  EXPECT_NE(message({96, 160, 4}, 20).find("' is of type IQ4_NL, but only "), std::string::npos);
+  EXPECT_NE(message({96, 160, 4}, 8).find("ffn_gate_exps.weight' is Q4_1 [96, 160, 4]: both must be of one type"),
+            std::string::npos)
+      << message({96, 160, 4}, 8);
+}
+
 // Any key of the architecture that this code does not know may change the arithmetic.
 TEST(LlamaLoad, KeysThatAreNotKnownAreRefused) {
   for (const char* key : {"llama.attention.temperature_scale", "llama.attention.scale",
@@ -145,12 +220,10 @@ TEST(LlamaLoad, PartsOfModelsAreNamed) {
 }
 
 // A file with any damage is refused or gives a model that runs: never a crash.
-TEST(LlamaLoad, SurvivesMutations) {
+void survive_mutations(const std::string& good, uint32_t count) {
   Context context = make_context(1);
-  const std::string good =
-      make_tiny_model({.num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ffn_size = 32}).writer.bytes();
-  const size_t header = good.find("blk.0.ffn_down.weight") + 60;
-  for (uint32_t seed = 0; seed < 1500; ++seed) {
+  const size_t header = good.find("blk.0.ffn_down") + 60;
+  for (uint32_t seed = 0; seed < count; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
     std::string bytes = good;
@@ -169,6 +242,13 @@ TEST(LlamaLoad, SurvivesMutations) {
     const auto logits = session.value().feed(std::vector<int32_t>{1});
     EXPECT_TRUE(logits.ok()) << logits.status().message();
   }
+}
+
+TEST(LlamaLoad, SurvivesMutations) {
+  TinyModelOptions options = {.num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ffn_size = 32};
+  survive_mutations(make_tiny_model(options).writer.bytes(), 1500);
+  options.num_experts = 3, options.shared_size = 32;
+  survive_mutations(make_tiny_model(options).writer.bytes(), 1000);
 }
 
 // A file whose end has been reserved on the disk and never written, as by a download that broke off.

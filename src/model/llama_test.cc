@@ -52,6 +52,30 @@ TEST(Llama, EveryTensorTypeIsReadAtEveryLevel) {
   EXPECT_EQ(found, static_cast<size_t>(kNumQuantFormats));
 }
 
+TEST(Llama, MixturesEqualTheEquationsAtEveryLevel) {
+  for (const int64_t shared_size : {0, 96}) {
+    for (const test::TestContext& t : test::contexts_with_threads(2)) {
+      SCOPED_TRACE(t.name + ", shared " + std::to_string(shared_size));
+      const Loaded loaded = load(t.context, {.num_experts = 5, .experts_used = 2, .shared_size = shared_size});
+      EXPECT_GT(loaded.model.expert_bytes(), loaded.model.weight_bytes() / 4);
+      check_against_double(t.context, loaded, {.context = 64}, kTolerance);
+    }
+  }
+}
+
+TEST(Llama, AMixtureHasTheSameBitsForAnyNumberOfThreads) {
+  std::vector<float> first;
+  for (const int num_threads : {1, 2, 3, 5}) {
+    Context context = make_context(num_threads);
+    const Loaded loaded = load(context, {.num_experts = 5, .shared_size = 32});
+    LlamaSession session = open_session(context, loaded.model, {.context = 64});
+    const auto logits = session.feed(random_tokens(33, loaded.tiny.vocab_size));
+    ASSERT_TRUE(logits.ok()) << logits.status().message();
+    if (first.empty()) first.assign(logits.value().begin(), logits.value().end());
+    EXPECT_TRUE(std::equal(first.begin(), first.end(), logits.value().begin())) << num_threads;
+  }
+}
+
 TEST(Llama, AnyChunkAndAnyCacheIsTheSame) {
   Context context = make_context(2);
   const Loaded loaded = load(context);

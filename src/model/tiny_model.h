@@ -30,6 +30,9 @@ struct TinyModelOptions {
   // TensorType::id of any QuantFormat: Q4_1, Q8_0, F16, F32. Blocks of 256 values need sizes that are multiples of 256.
   std::vector<uint32_t> types = {3, 8, 1, 0};
   uint32_t embedding_type = 8;
+  // A mixture where there are experts, each of ffn_size, and a shared one where it has a size.
+  int64_t num_experts = 0, experts_used = 2, shared_size = 0;
+  std::string architecture = "llama";  // of the keys; the tensors are always those of llama
 };
 
 struct TinyModel {
@@ -147,16 +150,22 @@ inline TinyModel make_tiny_model(const TinyModelOptions& options = {}) {
   TinyModel model;
   model.options = options;
   GgufWriter& writer = model.writer;
-  const auto u32 = [&](const char* key, int64_t value) { writer.u32(key, static_cast<uint32_t>(value)); };
-  writer.string("general.architecture", "llama");
-  u32("llama.block_count", options.num_layers);
-  u32("llama.context_length", options.context);
-  u32("llama.embedding_length", model.width());
-  u32("llama.feed_forward_length", options.ffn_size);
-  u32("llama.attention.head_count", options.num_heads);
-  u32("llama.attention.head_count_kv", options.num_kv_heads);
-  u32("llama.rope.dimension_count", options.head_dim);
-  writer.f32("llama.rope.freq_base", options.rope_base).f32("llama.attention.layer_norm_rms_epsilon", 1e-5f);
+  const std::string arch = options.architecture + ".";
+  const auto u32 = [&](const char* key, int64_t value) { writer.u32(arch + key, static_cast<uint32_t>(value)); };
+  writer.string("general.architecture", options.architecture);
+  u32("block_count", options.num_layers);
+  u32("context_length", options.context);
+  u32("embedding_length", model.width());
+  u32("feed_forward_length", options.ffn_size);
+  u32("attention.head_count", options.num_heads);
+  u32("attention.head_count_kv", options.num_kv_heads);
+  u32("rope.dimension_count", options.head_dim);
+  writer.f32(arch + "rope.freq_base", options.rope_base).f32(arch + "attention.layer_norm_rms_epsilon", 1e-5f);
+  if (options.num_experts > 0) {
+    u32("expert_count", options.num_experts);
+    u32("expert_used_count", options.experts_used);
+  }
+  if (options.shared_size > 0) u32("expert_shared_feed_forward_length", options.shared_size);
   model.vocab_size = write_tiny_tokenizer(writer) + options.extra_rows;
 
   std::mt19937 random(options.seed);
@@ -171,6 +180,24 @@ inline TinyModel make_tiny_model(const TinyModelOptions& options = {}) {
     for (int64_t i = 0; i < model.width(); ++i) values.push_back(0.5f + static_cast<float>(random() % 256) / 256.0f);
     writer.tensor(name, {model.width()}, values);
   };
+  const auto feed_forward = [&](const std::string& prefix, const std::string& suffix, int64_t size) {
+    matrix(prefix + "ffn_gate" + suffix, size, model.width(), next_type());
+    matrix(prefix + "ffn_up" + suffix, size, model.width(), next_type());
+    matrix(prefix + "ffn_down" + suffix, model.width(), size, next_type());
+  };
+  const auto stack = [&](const std::string& name, int64_t rows, int64_t columns, uint32_t type) {
+    const int64_t count = options.num_experts;
+    const std::string bytes = random_matrix(random, type, count * rows, columns, model.weights[name]);
+    writer.tensor(name, {columns, rows, count}, type, bytes);
+  };
+  const auto mixture = [&](const std::string& prefix) {
+    matrix(prefix + "ffn_gate_inp.weight", options.num_experts, model.width(), 0);
+    const uint32_t type = next_type();  // of gate and up
+    stack(prefix + "ffn_gate_exps.weight", options.ffn_size, model.width(), type);
+    stack(prefix + "ffn_up_exps.weight", options.ffn_size, model.width(), type);
+    stack(prefix + "ffn_down_exps.weight", model.width(), options.ffn_size, next_type());
+    if (options.shared_size > 0) feed_forward(prefix, "_shexp.weight", options.shared_size);
+  };
   const int64_t kv_width = options.num_kv_heads * options.head_dim;
   matrix("token_embd.weight", model.vocab_size, model.width(), options.embedding_type);
   if (options.separate_output) matrix("output.weight", model.vocab_size, model.width(), 3);
@@ -183,9 +210,7 @@ inline TinyModel make_tiny_model(const TinyModelOptions& options = {}) {
     matrix(prefix + "attn_v.weight", kv_width, model.width(), next_type());
     matrix(prefix + "attn_output.weight", model.width(), model.width(), next_type());
     norm(prefix + "ffn_norm.weight");
-    matrix(prefix + "ffn_gate.weight", options.ffn_size, model.width(), next_type());
-    matrix(prefix + "ffn_up.weight", options.ffn_size, model.width(), next_type());
-    matrix(prefix + "ffn_down.weight", model.width(), options.ffn_size, next_type());
+    options.num_experts > 0 ? mixture(prefix) : feed_forward(prefix, ".weight", options.ffn_size);
   }
   return model;
 }

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "command.h"
+#include "model/llama.h"
 #include "opst/tensor.h"
 #include "testing/peak.h"
 
@@ -12,6 +13,7 @@ namespace opst::tools {
 namespace {
 
 struct Options {
+  std::string model_path;
   int num_threads = 0;
   bool json = false;
 };
@@ -45,7 +47,48 @@ Rates measure_rates(const Context& context) {
   return rates;
 }
 
+// What a model's file holds: its sizes, and the bytes of its tensors, those of experts apart.
+void describe_model(const Options& options) {
+  const model::GgufFile file = value_or_fail(model::GgufFile::open(options.model_path));
+  const model::LlamaConfig c = value_or_fail(model::read_llama_config(file));
+  uint64_t all = 0, experts = 0;
+  for (const model::GgufTensor& tensor : file.tensors()) {
+    all += tensor.size_bytes;
+    if (tensor.name.find("_exps.") != std::string_view::npos) experts += tensor.size_bytes;
+  }
+  if (options.json) {
+    write_json({{"architecture", c.architecture},
+                {"layers", c.num_layers},
+                {"width", c.width},
+                {"heads", c.num_heads},
+                {"kv_heads", c.num_kv_heads},
+                {"head_dim", c.head_dim},
+                {"vocab_size", c.vocab_size},
+                {"max_context", c.max_context},
+                {"experts", c.mixture.num_experts},
+                {"experts_used", c.mixture.used},
+                {"shared_expert_size", c.mixture.shared_ffn_size},
+                {"tensor_bytes", all},
+                {"expert_bytes", experts}});
+    return;
+  }
+  const auto str = [](int64_t value) { return std::to_string(value); };
+  const auto megabytes = [](uint64_t bytes) { return std::to_string(bytes / 1000000) + " MB"; };
+  const model::MixtureConfig& m = c.mixture;
+  const std::string ffn =
+      m.num_experts == 0 ? "feed-forward  " + str(c.ffn_size) + "\n"
+                         : "experts       " + str(m.num_experts) + " of " + str(m.ffn_size) + ", " + str(m.used) +
+                               " used by each token" +
+                               (m.shared_ffn_size > 0 ? ", and a shared one of " + str(m.shared_ffn_size) : "") + "\n";
+  write_output("architecture  " + c.architecture + "\nlayers        " + str(c.num_layers) + " of width " +
+               str(c.width) + "\nheads         " + str(c.num_heads) + " of " + str(c.head_dim) + ", keys and values " +
+               str(c.num_kv_heads) + "\n" + ffn + "tokens        " + str(c.vocab_size) + ", context " +
+               str(c.max_context) + "\ntensors       " + megabytes(all) +
+               (m.num_experts > 0 ? ", of which " + megabytes(experts) + " are experts'" : "") + "\n");
+}
+
 void run(const Options& options) {
+  if (!options.model_path.empty()) return describe_model(options);
   const Context context = make_context(options.num_threads);
   const Machine& machine = context.machine();
   const Rates rates = measure_rates(context);
@@ -86,6 +129,8 @@ void add_info(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command =
       app.add_subcommand("info", "Show the machine as the library sees it, what it chose, and how fast it is");
+  command->add_option("-m,--model", options->model_path, "A GGUF file: show what it holds, in place of the machine")
+      ->type_name("FILE");
   add_threads_option(*command, options->num_threads);
   command->add_flag("--json", options->json, "Print one JSON object");
   command->callback([options] { run(*options); });

@@ -46,6 +46,31 @@ TEST_F(OpstModel, PlanCountsNodesBytesAndFlops) {
   EXPECT_EQ(plan["bytes_per_token"], (plan["weight_bytes"].get<int64_t>() + plan["cache_bytes"].get<int64_t>()) / 4);
 }
 
+TEST_F(OpstModel, ExpertsAreDescribed) {
+  model_ = folder_.write("mixture.gguf", model::make_tiny_model({.num_experts = 5, .shared_size = 32}).writer.bytes());
+  const nlohmann::json info = json_of({"info"});
+  EXPECT_EQ(info["architecture"], "llama");
+  EXPECT_EQ(info["experts"], 5);
+  EXPECT_EQ(info["experts_used"], 2);
+  EXPECT_EQ(info["shared_expert_size"], 32);
+  EXPECT_LT(info["expert_bytes"], info["tensor_bytes"]);
+  const Outcome text = run_program({"info", "-m", model_});
+  EXPECT_NE(text.out.find("experts       5 of 160, 2 used by each token, and a shared one of 32\n"), std::string::npos)
+      << text.out;
+  const nlohmann::json plan = json_of({"plan", "model", "--context", "100"});
+  EXPECT_EQ(plan["experts"], 5);
+  EXPECT_EQ(plan["experts_used"], 2);
+  int64_t read = 0;  // by one token
+  for (const nlohmann::json& node : plan["graphs"][0]["nodes"]) {
+    if (node["op"] == "moe_layer") read += node["weight_bytes"].get<int64_t>();
+  }
+  EXPECT_EQ(read, plan["expert_bytes"].get<int64_t>() * 2 / 5);
+  const Outcome table = run_program({"plan", "model", "-m", model_, "--context", "100"});
+  EXPECT_NE(table.out.find("5 experts of 160, 2 used by each token: gate and up q4_1, down q8_0"), std::string::npos)
+      << table.out;
+  EXPECT_NE(table.out.find("Each layer has 5 experts, of which a token uses 2"), std::string::npos) << table.out;
+}
+
 // A token of one head: numbers and scales, read and written.
 TEST_F(OpstModel, PlanCountsScales) {
   for (const auto& [dtype, bytes] : {std::pair("int8", 32 + 4), {"int4", 16 + 4}, {"fp8", 32}}) {

@@ -60,6 +60,18 @@ nlohmann::ordered_json to_json(const Graph& graph) {
           {"nodes", nodes}};
 }
 
+// A line about a mixture; nothing of a dense model.
+std::string experts(const model::MixtureConfig& mixture, const model::LlamaModel& model) {
+  if (mixture.num_experts == 0) return "";
+  char line[200];
+  std::snprintf(
+      line, sizeof line,
+      "Each layer has %lld experts, of which a token uses %lld: %.2f of the %.2f MB of all weights are theirs\n",
+      static_cast<long long>(mixture.num_experts), static_cast<long long>(mixture.used),
+      static_cast<double>(model.expert_bytes()) / 1e6, static_cast<double>(model.weight_bytes()) / 1e6);
+  return line;
+}
+
 void run(const Options& options) {
   Context context = make_context(options.num_threads);
   const model::GgufFile file = value_or_fail(model::GgufFile::open(options.model_path));
@@ -86,6 +98,10 @@ void run(const Options& options) {
     json.update(to_json(cost));
     json.update({{"bytes_per_token", per_token},
                  {"kv_cache_bytes", session.kv_cache_bytes()},
+                 {"all_weight_bytes", model.weight_bytes()},
+                 {"experts", config.mixture.num_experts},
+                 {"experts_used", config.mixture.used},
+                 {"expert_bytes", model.expert_bytes()},
                  {"graphs", {to_json(layers), to_json(logits)}}});
     write_json(json);
     return;
@@ -100,7 +116,8 @@ void run(const Options& options) {
       static_cast<double>(cost.weight_bytes) / 1e6, static_cast<double>(cost.cache_bytes) / 1e6,
       static_cast<double>(per_token) / 1e6, cost.flops / 1e6, static_cast<long long>(keys),
       options.session.kv_dtype_name().c_str(), static_cast<double>(session.kv_cache_bytes()) / 1e6);
-  write_output(table(layers, config.num_layers, options.all) + "\n" + table(logits, 1, true) + totals);
+  write_output(table(layers, config.num_layers, options.all) + "\n" + table(logits, 1, true) + totals +
+               experts(config.mixture, model));
 }
 
 }  // namespace
