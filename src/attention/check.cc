@@ -246,7 +246,8 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
 
 namespace {
 
-// Of keys or values: AttentionProblem::token_rows_kv.
+// Of keys or values: AttentionProblem::token_rows_kv. Gaps between heads may be as long as their rows (keys and values of
+// a head side by side), since all of the stretch is fetched.
 int64_t token_rows(const ConstTensor& t, bool paged, bool varlen, PageLayout layout) {
   if (paged && layout != PageLayout::norm) return 0;
   int heads_dim = 1, rows_dim = 2;
@@ -255,6 +256,7 @@ int64_t token_rows(const ConstTensor& t, bool paged, bool varlen, PageLayout lay
   const int64_t head_stride = rows.strides[heads_dim];
   const Size bytes = Size(std::max<int64_t>(head_stride, 0)) * rows.shape[heads_dim] * size_bytes(t.dtype);
   const bool side_by_side =
+      head_stride <= 2 * rows.shape[3] &&
       bytes.value() <= (Size(std::max<int64_t>(rows.strides[rows_dim], 0)) * size_bytes(t.dtype)).value();
   return side_by_side ? bytes.value() : 0;
 }

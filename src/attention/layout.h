@@ -60,6 +60,11 @@ inline bool in_groups(const AttentionProblem& p) {
   return p.kv_dtype == DType::u8 || (p.kv_dtype == DType::i8 && (p.key_groups > 1 || p.value_groups > 1));
 }
 
+// So many numbers of a key or of a value, as they are stored.
+inline int64_t row_bytes(const AttentionProblem& p, int64_t numbers) {
+  return p.kv_dtype == DType::u8 ? ceil_div(numbers, int64_t{2}) : numbers * size_bytes(p.kv_dtype);
+}
+
 // Whether all KV heads of a sequence have the same tiles, read where they are, so that a task may attend several in turn
 // where their rows are neighbours; and how many of them. Wherever the rows lie, keys are split as if they did: the same
 // bits from dense tensors and from pages.
@@ -77,6 +82,7 @@ inline bool has_rules(const AttentionProblem& p) {
 struct Layout {
   // Tiles handed to a kernel in one call; more only cost memory for their descriptions.
   static constexpr int64_t kTilesPerCall = 16;
+  static_assert(2 * kMostInTurn <= kTilesPerCall, "a tile of each head in turn, and the next one");
 
   struct Worker {
     void* query;             // words [heads_in_turn][block_q][query_stride]

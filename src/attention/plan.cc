@@ -101,7 +101,7 @@ int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geome
 // In place a tile is what is fetched ahead: 64 keys of each kind, or half as many where a token's rows of the heads that a
 // task may attend are large, wherever they lie.
 int64_t keys_in_place(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) {
-  const int64_t row_bytes = std::max(p.head_dim, p.value_head_dim) * size_bytes(p.kv_dtype);
+  const int64_t row_bytes = attention::row_bytes(p, std::max(p.head_dim, p.value_head_dim));
   const bool large = attention::may_take_turns(p, plan) && row_bytes * attention::most_in_turn(p) >= kLargeTokenBytes;
   const int64_t most = large ? 32 : 64, read = std::max<int64_t>(attention::keys_read(p), 1);
   return std::min(most, round_up(read, g.panel));
@@ -120,10 +120,12 @@ RowLimits limit_rows(const AttentionProblem& p, const Machine& m, const Geometry
   const int64_t by_l2 = m.cache.l2_bytes / 4 / row_bytes;
   const int64_t most = std::clamp<int64_t>(by_l2 / g.tile_rows * g.tile_rows, g.tile_rows, 120);
   RowLimits rows = {most, most + most / 4, most + most / 4};
-  // Twice as many where heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
   // Latent keys are long and many, and seldom many tasks': several blocks would have all of them packed to memory and read
   // again, so one takes more of L2.
-  if (p.values_of_keys) rows.whole = std::max(rows.whole, std::min<int64_t>(by_l2 * 9 / 4, kMostWholeRows));
+  if (p.values_of_keys) {
+    rows.whole = rows.whole_of_tile = std::max(rows.whole, std::min<int64_t>(by_l2 * 9 / 4, kMostWholeRows));
+  }
+  // Twice as many where heads alone are tasks enough (256 rows and keys, 8 heads, head_dim 128: 73 against 78 % of peak).
   // In one block or in several, a row has the same bits. A tree is the exception: tiles that several blocks share come
   // whole, those of one block begin at the first key that it sees. There the heads of one sequence count, since no other
   // sequence may matter.
@@ -157,7 +159,8 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
 // so batch may count.
 int64_t choose_heads_in_turn(const AttentionProblem& p, const Machine& m, const AttentionPlan& plan) {
   if (!attention::may_take_turns(p, plan) || p.copies_keys || p.token_rows_kv <= 0) return 1;
-  const Size tile = (Size(p.head_dim) + p.value_head_dim) * size_bytes(p.kv_dtype) * plan.block_kv;
+  const Size tile =
+      Size(attention::row_bytes(p, p.head_dim) + attention::row_bytes(p, p.value_head_dim)) * plan.block_kv;
   int64_t heads = attention::most_in_turn(p);
   const auto fits = [&] {
     const Size tasks = Size(attention::heads_of(p)) * plan.kv_splits;

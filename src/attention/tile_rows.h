@@ -19,7 +19,7 @@ struct TileRows : CallMemory {
   const TileScales scales{*this, layout.keys_per_call};
   // Values are the first columns of the keys' rows, in memory or in copies of them: their pointers are one list.
   const bool values_are_keys = plan.kv_access == KvAccess::in_place && p.values_of_keys;
-  const int64_t key_bytes = bytes_of(p.head_dim), value_bytes = bytes_of(p.value_head_dim);  // of a row
+  const int64_t key_bytes = row_bytes(p, p.head_dim), value_bytes = row_bytes(p, p.value_head_dim);
   const bool in_place = plan.kv_access == KvAccess::in_place || plan.kv_access == KvAccess::panel_pages;
   decltype(Kernels::attend) const attend = plan.kv_access == KvAccess::in_place      ? kernels.attend_in_place
                                            : plan.kv_access == KvAccess::panel_pages ? kernels.attend_pages
@@ -191,11 +191,6 @@ struct TileRows : CallMemory {
   void bring_scales(int64_t head, Runs runs, int64_t first, const Worker& w, KvTile& t) const {
     if (layout.scale_lists > 0) scales.copy(head, runs, w.scales + first, t);
     if (layout.group_lists > 0) scales.locate(head, runs, w.groups + first, t);
-  }
-
- private:
-  int64_t bytes_of(int64_t numbers) const {
-    return p.kv_dtype == DType::u8 ? ceil_div(numbers, int64_t{2}) : numbers * size_bytes(p.kv_dtype);
   }
 };
 

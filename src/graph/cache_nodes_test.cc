@@ -419,6 +419,44 @@ TEST(CacheNodes, EquallyManyQueriesOfEachSequence) {
   EXPECT_NE(attend.plan.find("block_kv"), std::string::npos) << attend.plan;
 }
 
+// Decoding from norm pages, where the rows of a token's heads are neighbours: the plan is that of the call.
+TEST(CacheNodes, PlansAreThoseOfTheCalls) {
+  Context context = make_context();
+  for (const PageLayout layout : {PageLayout::norm, PageLayout::panel32}) {
+    const PageSizes sizes = {1, 32, 2, 8, 8};
+    std::vector<float> k(32 * 2 * 8), v(k.size()), q(32 * 4 * 8), out(q.size());
+    const Tensor keys = key_pages(layout, DType::f32, sizes, k.data()),
+                 values = value_pages(layout, DType::f32, sizes, v.data()), query = view(q, {32, 4, 8});
+    const std::vector<int32_t> blocks(32, 0), numbers(32, 20);
+    const AttentionInputs in = {.query = as_batch(query).transposed(0, 2),
+                                .key = keys,
+                                .value = values,
+                                .block_table = ConstTensor::contiguous(DType::i32, {32, 1}, blocks.data()),
+                                .kv_lengths = ConstTensor::contiguous(DType::i32, {32}, numbers.data())};
+    const AttentionOptions options = {.causal = true, .page_layout = layout};
+    Graph graph = make_graph();
+    const Value caches[] = {graph.cache("keys", DType::f32, Shape(keys)),
+                            graph.cache("values", DType::f32, Shape(values))};
+    graph.output("out",
+                 graph.paged_attention("attend", graph.input("query", DType::f32, Shape(query)), caches[0], caches[1],
+                                       {.block_table = graph.input("table", DType::i32, Shape(in.block_table)),
+                                        .kv_lengths = graph.input("lengths", DType::i32, Shape(in.kv_lengths)),
+                                        .kv_len = 20},
+                                       options));
+    ASSERT_OK(graph.bind("keys", keys));
+    ASSERT_OK(graph.bind("values", values));
+    ASSERT_OK(graph.bind("table", in.block_table));
+    ASSERT_OK(graph.bind("lengths", in.kv_lengths));
+    ASSERT_OK(graph.bind("query", query));
+    ASSERT_OK(graph.bind("out", view(out, {32, 4, 8})));
+    ASSERT_OK(graph.setup(context.machine()));
+    const Result<AttentionProblem> problem = attention_problem(in, options);
+    ASSERT_TRUE(problem.ok()) << problem.status().message();
+    EXPECT_EQ(info_of(graph, 0).plan, to_string(plan_attention(problem.value(), context.machine())));
+    EXPECT_EQ(info_of(graph, 0).plan.find("2 heads in turn") != std::string::npos, layout == PageLayout::norm);
+  }
+}
+
 // Without sequences there are no queries; with cu_seqlens_q there may be, which see no key.
 TEST(CacheNodes, NoSequences) {
   Context context = make_context();

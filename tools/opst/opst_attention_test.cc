@@ -72,6 +72,22 @@ TEST(OpstAttention, PlanCountsWhatTheStructureShows) {
   EXPECT_EQ(flops({"--tree", "--query-len", "1", "--window", "9,0"}), per_pair * 10);
 }
 
+// As a call's, whose keys are dense tensors [tokens, heads, dim] or norm pages.
+TEST(OpstAttention, PlanHasHeadsTakeTurns) {
+  const auto takes_turns = [](std::vector<std::string> options) {
+    for (const char* word : {"attention", "plan"}) options.insert(options.begin(), word);
+    for (const char* word : {"--heads", "32", "--kv-heads", "8", "--head-dim", "64"}) options.emplace_back(word);
+    const Outcome outcome = run_program(options);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    return outcome.out.find(" heads in turn") != std::string::npos;
+  };
+  EXPECT_TRUE(takes_turns({"--varlen", "1:8192,1:300,1:64,1:9"}));
+  EXPECT_TRUE(takes_turns({"--varlen", "1:8192,1:300,1:64,1:9", "--pages", "norm"}));
+  EXPECT_TRUE(takes_turns({"--seq", "8192", "--query-len", "1", "--batch", "4", "--pages", "norm"}));
+  EXPECT_FALSE(takes_turns({"--seq", "8192", "--query-len", "1", "--batch", "4", "--pages", "panel32"}));
+  EXPECT_FALSE(takes_turns({"--seq", "8192", "--query-len", "1", "--batch", "4"}));
+}
+
 TEST(OpstAttention, PlanDrawsABlockMask) {
   const std::vector<std::string> plan = {"plan", "attention", "--seq", "250", "--causal", "--draw", "--sparse"};
   const auto run = [&](const std::string& sparse, std::vector<std::string> more = {}) {

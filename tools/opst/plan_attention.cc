@@ -72,7 +72,7 @@ void run(const AttentionArguments& arguments, bool draw) {
     const int64_t word = p.query_dtype == DType::f64 ? 8 : 4;
     const int64_t element = plan.product == AttentionProduct::bf16_dot ? 2 : word;
     const int64_t rows_of_tile = std::min(plan.block_q, plan.tile_rows);
-    const int64_t tile = plan.block_kv * (p.head_dim + p.value_head_dim) * element;
+    const int64_t tile = plan.heads_in_turn * plan.block_kv * (p.head_dim + p.value_head_dim) * element;
     const int64_t scores = rows_of_tile * plan.block_kv * word;
     const int64_t state = plan.block_q * (p.head_dim * element + p.value_head_dim * word);
     if (arguments.json) {

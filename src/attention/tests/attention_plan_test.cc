@@ -202,7 +202,7 @@ TEST(AttentionPlan, AccessFollowsTheRowsThatShareAKvHead) {
   }
 }
 
-// As many as keep their tiles in half of L2, and leave 16 tasks; those of one sequence, in equal parts.
+// As many as keep their tiles in a quarter of L2, and leave 16 tasks; those of one sequence, in equal parts.
 TEST(AttentionPlan, HeadsTakeTurnsWhereTheRowsOfATokenAreNeighbours) {
   for (const Isa isa : kAllLevels) {
     Machine m;
@@ -230,7 +230,7 @@ TEST(AttentionPlan, HeadsTakeTurnsWhereTheRowsOfATokenAreNeighbours) {
     other.num_heads = other.num_kv_heads = 20;  // two parts of 10 are more than 8, 4 of 5 are not
     EXPECT_EQ(heads(other), 5);
     other = p;
-    other.head_dim = other.value_head_dim = 512;  // 64 keys and values of a head: 256 KB
+    other.head_dim = other.value_head_dim = 512;  // 32 keys and values of a head: 128 KB
     EXPECT_EQ(heads(other), 2);
     other = p;
     other.copies_keys = true;
@@ -245,6 +245,46 @@ TEST(AttentionPlan, HeadsTakeTurnsWhereTheRowsOfATokenAreNeighbours) {
     other.query_len = 100;  // packed
     EXPECT_EQ(heads(other), 1);
   }
+}
+
+// Whichever the number of tiles: keys that hold the values have one block of rows, which others do not have here.
+TEST(AttentionPlan, RowsOfLatentKeysAreOneBlock) {
+  for (const Isa isa : kAllLevels) {
+    Machine m;
+    m.isa = isa, m.cache.l2_bytes = 1 << 20;
+    AttentionProblem p;
+    p.num_heads = 128, p.num_kv_heads = 1, p.query_len = 1, p.head_dim = 576, p.value_head_dim = 512;
+    for (const int64_t kv_len : {8, 4096}) {
+      p.kv_len = kv_len;
+      p.values_of_keys = true;
+      EXPECT_EQ(plan_attention(p, m).block_q, 128) << to_string(isa) << " " << kv_len;
+      EXPECT_EQ(plan_attention(p, m).kv_access, KvAccess::packed_per_task);
+      p.values_of_keys = false;
+      EXPECT_LT(plan_attention(p, m).block_q, 128) << to_string(isa) << " " << kv_len;
+    }
+  }
+}
+
+// What is fetched of a token is the stretch from its first head to its last: gaps are no longer than rows.
+TEST(AttentionPlan, TokensRowsLieInOneStretch) {
+  std::vector<float> memory(2 * 5 * 4 * 64);
+  const auto bytes = [&](int64_t head_stride, int64_t row_stride) {
+    AttentionInputs in;
+    in.query = ConstTensor::contiguous(DType::f32, {2, 4, 1, 8}, memory.data());
+    ConstTensor rows = ConstTensor::contiguous(DType::f32, {2, 4, 5, 8}, memory.data());
+    rows.strides[0] = 5 * row_stride, rows.strides[1] = head_stride, rows.strides[2] = row_stride;
+    in.key = in.value = rows;
+    const Result<AttentionProblem> problem = attention_problem(in, {});
+    EXPECT_TRUE(problem.ok()) << problem.status().message();
+    return problem.ok() ? problem.value().token_rows_kv : -1;
+  };
+  EXPECT_EQ(bytes(8, 32), 4 * 8 * 4);
+  EXPECT_EQ(bytes(8, 64), 4 * 8 * 4);
+  EXPECT_EQ(bytes(16, 64), 4 * 16 * 4);  // a head's keys and values side by side
+  EXPECT_EQ(bytes(17, 4 * 17), 0);       // long gaps
+  EXPECT_EQ(bytes(16, 64 - 1), 0);       // the next token begins among the heads
+  EXPECT_EQ(bytes(5 * 8, 8), 0);
+  EXPECT_EQ(bytes(0, 8), 0);
 }
 
 // A window is split as a sequence of its length would be, wherever its keys lie.
