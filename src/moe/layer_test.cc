@@ -185,6 +185,58 @@ TEST(MoeLayer, TakesEveryDistributionOfTokens) {
   EXPECT_EQ(to_doubles(weights.tensor), std::vector<double>(6, 0.5));
 }
 
+// Matrices of experts [n, k] of one format.
+struct Matrices {
+  std::vector<std::vector<unsigned char>> bytes;
+  std::vector<QuantMatrix> each;
+  Matrices(QuantFormat format, int64_t count, int64_t n, int64_t k, Random& random) {
+    for (int64_t e = 0; e < count; ++e) bytes.push_back(random_blocks(format, n, k, random));
+    for (const auto& b : bytes) each.push_back({format, n, k, b.data(), static_cast<int64_t>(b.size())});
+  }
+};
+
+TEST(MoeLayer, TakesGateAndUpInOneStackOrApart) {
+  Random random(seed());
+  for (const TestContext& t : contexts_with_threads(2)) {
+    for (const QuantFormat format : {QuantFormat::q8_0, QuantFormat::q4_k, QuantFormat::f16}) {
+      const Matrices gate(format, 3, 32, 256, random), up(format, 3, 32, 256, random),
+          down(QuantFormat::f32, 3, 256, 32, random);
+      std::vector<QuantMatrix> both;
+      for (size_t e = 0; e < 3; ++e) both.insert(both.end(), {gate.each[e], up.each[e]});
+      const auto packed = [&](const std::vector<QuantMatrix>& weights, int64_t parts) {
+        Result<PackedWeight> stack = PackedWeight::pack_stack(t.context, weights, parts);
+        EXPECT_TRUE(stack.ok()) << stack.status().message();
+        return std::move(stack.value());
+      };
+      const PackedWeight one = packed(both, 2), of_gate = packed(gate.each, 1), of_up = packed(up.each, 1),
+                         narrow = packed(down.each, 1);
+      EXPECT_EQ(one.n(), 64);
+      EXPECT_EQ(one.count(), 3);
+      const Matrix x = drawn_matrix(DType::f32, 9, 256, random), logits = drawn_matrix(DType::f32, 9, 3, random);
+      Owned in_one(DType::f32, {9, 256}), apart(DType::f32, {9, 256});
+      MoeLayerInputs in{.x = x.tensor, .logits = logits.tensor, .experts = {.gate_up = one, .down = narrow}};
+      ASSERT_TRUE(moe_layer_forward(t.context, in, {.out = in_one.tensor}, {.top_k = 2}).ok());
+      in.experts.gate_up = of_gate, in.experts.up = of_up;
+      ASSERT_TRUE(moe_layer_forward(t.context, in, {.out = apart.tensor}, {.top_k = 2}).ok());
+      EXPECT_EQ(in_one.bytes, apart.bytes) << t.name << ", " << to_string(format);
+    }
+  }
+  Context& context = contexts_with_threads(1).back().context;
+  const auto refused = [&](const std::vector<QuantMatrix>& weights, int64_t parts, const std::string& message) {
+    EXPECT_EQ(PackedWeight::pack_stack(context, weights, parts).status().message(),
+              "PackedWeight::pack_stack: " + message);
+  };
+  const Matrices eight(QuantFormat::q8_0, 4, 8, 32, random), wide(QuantFormat::q8_0, 1, 16, 64, random),
+      high(QuantFormat::q8_0, 2, 16, 32, random);
+  refused(eight.each, 3, "parts is 3, but must be at least 1 and divide the 4 matrices");
+  refused(eight.each, 0, "parts is 0, but must be at least 1 and divide the 4 matrices");
+  refused(eight.each, 2, "weight 0 has 8 rows, not a multiple of 16, and another part below it");
+  refused({high.each[0], wide.each[0]}, 2,
+          "weight 1 is q8_0 with 64 columns, but weight 0, which it lies below, is q8_0 with 32");
+  refused({high.each[0], eight.each[0], high.each[1], high.each[0]}, 2,
+          "weight 3 is q8_0 [16, 32], but weight 1 is q8_0 [8, 32]");
+}
+
 TEST(MoeLayer, AllocatesNothingInTheSecondCall) {
   Random random(seed());
   const LayerSizes sizes{.tokens = 30};
