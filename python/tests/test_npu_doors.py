@@ -1,5 +1,6 @@
 """ops_transformer.npu: install(), strict calls, compare, torch.compile, and what is said of what is not implemented."""
 
+import importlib.util
 import subprocess
 import sys
 import types
@@ -81,6 +82,28 @@ def test_a_block_is_undone():
             npu.install()
     finally:
         del sys.modules["torch_npu"]
+
+
+def test_blocks_in_blocks(seeded):
+    with npu.install():
+        with npu.install():
+            pass
+        import torch_npu
+
+        assert torch.zeros(1, device="npu").npu() == 0 and torch_npu.npu_swiglu is npu.npu_swiglu and torch.ops.npu.npu_swiglu
+        assert importlib.util.find_spec("torch_npu") is not None
+    assert "torch_npu" not in sys.modules
+    held = npu.install()
+    with npu.install():
+        pass
+    assert "torch_npu" in sys.modules
+    held.undo()
+    assert "torch_npu" not in sys.modules and not hasattr(torch.Tensor, "npu")
+    with npu.install() as one:
+        one.undo()
+        other = npu.install()
+    assert "torch_npu" in sys.modules  # the end of a block takes back its own alone
+    other.undo()
 
 
 def test_every_function_has_an_operator():
@@ -194,6 +217,45 @@ def test_compare_names_the_convention(seeded):
         assert found.conventions[0].startswith("pse order")
     with pytest.raises(ValueError, match=r"compare: the device's result is \[1\], but npu_fusion_attention gives"):
         npu.compare(case("npu_fusion_attention", q, k, v, 4, "BNSD"), torch.zeros(1))
+
+
+def test_compare_says_no(seeded):
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    case = npu.Case("npu_fusion_attention", q, k, v * 1e-3, 2, "BNSD", scale=0.25)
+    device = attention(q, k, v * 1e-3, None, 0.25).half()
+    assert npu.compare(case, device, 1e-2).agrees and not npu.compare(case, torch.zeros_like(device), 1e-2).agrees
+    holes = device.float()
+    holes[0, 0, 0, 0], holes[0, 0, 0, 1] = torch.inf, torch.nan
+    found = npu.compare(case, holes, 1e-2)
+    assert not found.agrees and found.max_error == torch.inf and found.worst == [0, 0, 0, 0]
+    values = v.clone()
+    values[..., 0] = torch.inf
+    same = npu.Case("npu_fusion_attention", q, k, values, 2, "BNSD", scale=0.25)
+    assert npu.compare(same, same.run()).agrees and npu.compare(same, same.run()).max_error == 0
+    # Indices are equal or not; int8 may be a step off.
+    indices = npu.Case("npu_lightning_indexer", torch.randn(1, 3, 2, 16), torch.randn(1, 9, 1, 16), torch.rand(1, 3, 2), sparse_count=4, sparse_mode=0)
+    assert npu.compare(indices, indices.run()).agrees and not npu.compare(indices, indices.run() + 1).agrees
+    quantised = npu.Case("npu_dynamic_quant", torch.randn(3, 8))
+    off = quantised.run()
+    off[0, 0] -= off[0, 0].sign()
+    assert npu.compare(quantised, off).agrees and not npu.compare(quantised, off // 2).agrees
+    # All groups of a list are looked at.
+    x, w = torch.randn(5, 8), torch.randn(2, 8, 4)
+    groups = npu.Case("npu_grouped_matmul", [x], [w], group_list=torch.tensor([2, 5]), group_type=0)
+    parts = npu.npu_grouped_matmul([x], [w], group_list=torch.tensor([2, 5]), group_type=0)
+    assert npu.compare(groups, parts).agrees
+    assert npu.compare(groups, [parts[0], -parts[1]]).worst[0] >= 2 and not npu.compare(groups, [parts[0], -parts[1]]).agrees
+
+
+def test_a_case_leaves_its_tensors_alone(seeded):
+    q, k, cos, sin = (torch.randn(1, 3, heads, 8) for heads in (2, 2, 1, 1))
+    before, case = q.clone(), npu.Case("npu_apply_rotary_pos_emb", q, k, cos, sin)
+    device = case.run()
+    assert (q == before).all() and npu.compare(case, device).agrees
+    with pytest.raises(ValueError, match="compare: npu_scatter_pa_kv_cache gives no result"):
+        key, cache = torch.ones(1, 2, 4), torch.zeros(2, 4, 2, 4)
+        npu.compare(npu.Case("npu_scatter_pa_kv_cache", key, key, cache, cache, torch.tensor([5]), cache_mode="Norm"), cache)
+    assert (cache == 0).all()
 
 
 def test_what_is_not_implemented_says_so():

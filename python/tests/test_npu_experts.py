@@ -40,6 +40,12 @@ def test_writing_and_reading_caches(seeded, mode, dtype):
     out = npu.npu_gather_pa_kv_cache_functional(*caches, table, torch.tensor([2, 1], dtype=torch.int32), *out,
                                                 seq_offset=torch.tensor([5, 0]))
     assert (out[0][:3] == flat[0][[0, 1, 4]]).all()  # whole blocks of the offset alone
+    if mode != "PA_NZ":
+        one = torch.zeros_like(caches[0])
+        assert npu.npu_scatter_pa_cache(key, slots, key_cache=one) is one and (one == caches[0]).all()
+    else:
+        with pytest.raises(ValueError, match=r"npu_scatter_pa_cache: key_cache is .*, must be \[blocks, block_size, 2, 32\]"):
+            npu.npu_scatter_pa_cache(key, slots, key_cache=caches[0])
     with pytest.raises(ValueError, match="npu_scatter_pa_kv_cache: .*slot_mapping.* 12 slots"):
         npu.npu_scatter_pa_kv_cache(key, value, *caches, slots + 7, cache_mode=mode)
     older = [torch.zeros_like(cache) for cache in caches]

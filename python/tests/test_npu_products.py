@@ -171,6 +171,59 @@ def test_groups(seeded):
         npu.npu_grouped_matmul(x, [w])
 
 
+@pytest.mark.parametrize("form", ["one tensor", "list"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_joins_before_rounding(seeded, form, dtype):
+    """The sum is rounded once: half a step of the result's dtype."""
+    x, w, b = torch.randn(5, 16).to(dtype), torch.randn(3, 16, 64).to(dtype), torch.randn(3, 64)
+    ends, strided = torch.tensor([2, 2, 5]), w.transpose(1, 2).contiguous().transpose(1, 2)
+    want = torch.stack([x[i].double() @ w[g].double() + b[g].double() for i, g in enumerate((0, 0, 2, 2, 2))])
+    step = torch.finfo(dtype).eps * 2 ** want.abs().log2().floor()
+    for weights in ([strided], [w]) if form == "one tensor" else (list(w),):
+        out, = npu.npu_grouped_matmul([x], weights, bias=[b] if form == "one tensor" else list(b), group_list=ends, group_type=0, split_item=3)
+        assert out.dtype == dtype and ((out.double() - want).abs() <= 0.51 * step + 1e-6).all()
+
+
+def test_groups_of_integers_in_one_product(seeded):
+    """One weight tensor and a list of weights have the same bits: each output, rows behind the groups, int4, floats beside."""
+    x, w, scale, token = integers(7, 16), integers(3, 16, 8), torch.rand(3, 8) / 1000, torch.rand(7)
+    sums = torch.stack([x[i].double() @ w[g].double() for i, g in enumerate((0, 0, 2, 2, 2))])
+    out, = npu.npu_grouped_matmul([x], [w], group_list=torch.tensor([2, 2, 5]), group_type=0, split_item=2)
+    assert out.dtype == torch.int32 and (out[:5].double() == sums).all() and (out[5:] == 0).all() and len(out) == 7
+    bias = torch.randint(-99, 99, (3, 8), dtype=torch.int32)
+    for more in ({}, {"bias": bias}, {"bias": bias.float()}):
+        one, many = (npu.npu_grouped_matmul([x], list(w) if each else [w], scale=list(scale) if each else [scale], per_token_scale=[token],
+                                            group_list=torch.tensor([2, 0, 3]), group_list_type=1, group_type=0, act_type=5,
+                                            **{name: list(b) if each else [b] for name, b in more.items()}) for each in (False, True))
+        assert [len(part) for part in one] == [2, 0, 3] and all((a == b).all() for a, b in zip(one, many))
+    small = w.clamp(-8, 7)
+    packed = (small.long() & 15).view(3, 16, 1, 8).mul(16 ** torch.arange(8)).sum(-1)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    out, = npu.npu_grouped_matmul([x], [packed], group_list=torch.tensor([2, 2, 5]), group_type=0, split_item=2)
+    assert (out[:5].double() == torch.stack([x[i].double() @ small[g].double() for i, g in enumerate((0, 0, 2, 2, 2))])).all()
+
+
+REFUSED_GROUPS = [
+    (dict(group_list=torch.tensor([[2, 3], [0, 2]]), group_list_type=2), r"group_list has the pair \(0, 2\) behind group 2, must have ascending"),
+    (dict(group_list=torch.tensor([[-1, 3], [0, 2]]), group_list_type=2), r"group_list has the pair \(-1, 3\)"),
+    (dict(group_list=torch.tensor([[0, 2], [3, 3]]), group_list_type=2), r"group_list has the pair \(3, 3\) behind group 0, .* below 3"),
+    (dict(group_list=torch.tensor([2, 3]), group_list_type=2), r"group_list is \[2\], must be a tensor \[groups, 2\] of pairs"),
+    (dict(group_list_type=3), "group_list_type is 3, must be 0, 1 or 2"),
+    (dict(split_item=4), "split_item is 4, must be 0 to 3"),
+    (dict(group_type=-1), "group_list is given, but group_type is -1"),
+    (dict(scale=[torch.ones(3, 4)]), "scale is given, but x is torch.float32"),
+    (dict(per_token_scale=[torch.ones(5)], act_type=1), "per_token_scale is given, but x is torch.float32"),
+]
+
+
+@pytest.mark.parametrize("more, message", REFUSED_GROUPS)
+def test_groups_that_are_refused(more, message):
+    given = dict(group_list=torch.tensor([2, 2, 5]), group_type=0, split_item=3)
+    given.update(more)
+    with pytest.raises(ValueError, match=f"npu_grouped_matmul: {message}"):
+        npu.npu_grouped_matmul([torch.ones(5, 8)], [torch.ones(3, 8, 4)], **given)
+
+
 def test_groups_with_an_epilogue(seeded):
     x, w, scale, token = integers(6, 16), integers(3, 16, 8), torch.rand(3, 8) / 1000, torch.rand(6)
     group = [0, 0, 2, 2, 2, 2]
@@ -179,6 +232,8 @@ def test_groups_with_an_epilogue(seeded):
     q, out_scale, offset = npu.npu_grouped_matmul_swiglu_quant(x, w, torch.tensor([2, 2, 6]), scale, token)
     near(out_scale, s.abs().amax(-1) / 127, 1e-5)
     assert ((q.double() - s / out_scale.double()[:, None]).abs() <= 0.51).all() and offset.shape == ()
+    cut = npu.npu_grouped_matmul_swiglu_quant(x, w, torch.tensor([2, 2, 5]), scale, token)  # one row behind the groups
+    assert (cut[0][:5] == q[:5]).all() and (cut[0][5:] == 0).all() and (cut[1][5:] == 0).all()
     same = npu.npu_grouped_matmul_swiglu_quant_v2(x, [w], [scale], token, torch.tensor([2, 0, 4]), group_list_type=1)
     assert (same[0] == q).all() and (same[1] == out_scale).all()
     logit, rows, shared = torch.rand(6), torch.tensor([0, 1, 1, 2, 3, 0]), torch.randn(2, 8).bfloat16()

@@ -187,6 +187,11 @@ def eightfold(rows: Tensor) -> Tensor:
     return (rows.unsqueeze(-1) * rows.new_ones(8)).contiguous()  # half the time of copying an expanded view
 
 
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 as it is: what arithmetic is done in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def quantised(x: Tensor, low: int = -128, high: int = 127) -> Tensor:
     """int8, half to even, ends of the range for what is beyond."""
     return x.round().clamp_(low, high).to(torch.int8)

@@ -26,15 +26,34 @@ class Case:
         self.function = function
         self.bound = inspect.signature(FUNCTIONS[function]).bind(*args, **kwargs)
         self.bound.apply_defaults()
+        self.gives_groups = inspect.signature(FUNCTIONS[function]).return_annotation == "List[Tensor]"
 
     def run(self, **changes: Any) -> Tensor:
-        """The first result, with some arguments changed."""
-        arguments = {**self.bound.arguments, **changes}
+        """The first result, or all rows of a list of groups, with some arguments changed. Functions that write in place write copies."""
+        arguments = {name: _copied(value) for name, value in {**self.bound.arguments, **changes}.items()}
         parameters = inspect.signature(FUNCTIONS[self.function]).parameters
         positional = [arguments.pop(name) for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
         with torch.no_grad():
             out = FUNCTIONS[self.function](*positional, strict=False, **arguments)
-        return out[0] if isinstance(out, (tuple, list)) else out
+        if out is None:
+            raise ValueError(f"compare: {self.function} gives no result")
+        return _first(out, self.gives_groups)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _first(results: Any, are_groups: bool) -> Tensor:
+    """The first of several results; of a list of groups all of them, one behind the other."""
+    if not isinstance(results, (tuple, list)):
+        return results
+    if not are_groups or len(results) == 1:
+        return results[0]
+    is_stackable = len({tuple(part.shape[1:]) for part in results}) == 1
+    return torch.cat(list(results) if is_stackable else [part.reshape(-1) for part in results])
 
 
 class Comparison(NamedTuple):
@@ -102,21 +121,30 @@ def _variants(case: Case) -> Dict[str, Callable[[], Tensor]]:
 
 
 def _errors(got: Tensor, wanted: Tensor) -> Tensor:
-    return (got.double() - wanted.double()).abs().nan_to_num(nan=math.inf)
+    """Absolute differences; 0 where both are the same infinity or NaN, infinite where one of them is."""
+    got, wanted = got.double(), wanted.double()
+    same = (got == wanted) | (got.isnan() & wanted.isnan())
+    return (got - wanted).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+
+
+def _bound(out: Tensor, wanted: Tensor, tolerance: Optional[float]) -> float:
+    """The largest error that is none."""
+    if not out.is_floating_point():
+        return 1.0 if out.dtype == torch.int8 else 0.0
+    if tolerance is None:
+        tolerance = {torch.float32: 1e-4, torch.float64: 1e-9}.get(out.dtype, 1e-2)
+    finite = wanted.double()[wanted.isfinite()].abs()
+    return tolerance * float(finite.max()) if finite.numel() else 0.0
 
 
 def compare(case: Case, device_output: Any, tolerance: Optional[float] = None) -> Comparison:
-    """Sets the first result of a Case beside the device's. tolerance: of the largest error, relative to the largest number (default
-    1e-4 for float32, 1e-2 for 16 bits, one step for integers)."""
-    wanted = device_output[0] if isinstance(device_output, (tuple, list)) else device_output
+    """Sets the first result of a Case beside the device's; of a list of groups all. tolerance: of the largest error, relative to the
+    device's largest finite number (default 1e-4 for float32, 1e-2 for 16 bits). Of int8 one step is none, other integers are equal."""
     out = case.run()
+    wanted = _first(device_output, case.gives_groups)
     if out.shape != wanted.shape:
         raise ValueError(f"compare: the device's result is {list(wanted.shape)}, but {case.function} gives {list(out.shape)}")
-    if tolerance is None:
-        tolerance = {torch.float32: 1e-4, torch.float64: 1e-9}.get(out.dtype, 1e-2)
-    bound = tolerance * max(1.0, float(wanted.double().abs().nan_to_num().max())) if wanted.numel() else 0.0
-    if not out.is_floating_point():
-        bound = 1.0
+    bound = _bound(out, wanted, tolerance)
     errors = _errors(out, wanted)
     largest = float(errors.max()) if errors.numel() else 0.0
     worst = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)] if errors.numel() else []

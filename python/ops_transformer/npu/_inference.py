@@ -205,14 +205,18 @@ def result(p: Problem, lse_flag: bool, quant: Tuple[Optional[Tensor], Optional[T
     return in_layout(out, p.out_layout), (lse.transpose(0, 1) if p.varlen else lse).unsqueeze(-1).contiguous()
 
 
+def _check_layout(layout: str) -> None:
+    if layout not in _LAYOUTS:
+        raise ValueError(f'input_layout is "{layout}", must be one of {", ".join(_LAYOUTS)}')
+
+
 def problem(name: str, query: Tensor, key: Union[Tensor, Sequence[Tensor]], value: Union[Tensor, Sequence[Tensor]], *, layout: str,
              heads: int, kv_heads: int, scale: float, pse: Optional[Tensor], mask: Optional[Tensor], mode: int, pre: int, following: int,
              q_lengths: Any, kv_lengths: Any, block_table: Optional[Tensor], block_size: int = 0,
              scales: Tuple[Kv, Kv] = (Kv(None, None, 0), Kv(None, None, 0)), padding: Tuple[Optional[Tensor], Optional[Tensor]] = (None, None),
              shared: Tuple[Optional[Tensor], Optional[Tensor], Any] = (None, None, None), ropes: Tuple[Optional[Tensor], Optional[Tensor]] = (None, None),
              sink: Optional[Tensor] = None) -> Problem:
-    if layout not in _LAYOUTS:
-        raise ValueError(f'input_layout is "{layout}", must be one of {", ".join(_LAYOUTS)}')
+    _check_layout(layout)
     if (ropes[0] is None) != (ropes[1] is None):
         raise ValueError("query_rope and key_rope go together, but one of them is not given")
     given, varlen = layout.partition("_")[0], layout.partition("_")[0] in ("TND", "NTD")
@@ -318,6 +322,7 @@ def no_keys(query: Tensor, key: Any) -> bool:
 
 def of_no_keys(query: Tensor, value: Tensor, layout: str, heads: int, kv_heads: int, lse_flag: bool) -> Tuple[Tensor, Tensor]:
     """Zeros, where there is no query or no key."""
+    _check_layout(layout)
     given = layout.partition("_")[0]
     q = by_heads("query", query, given, heads)
     width = value.shape[-1] // (kv_heads or heads) if "H" in given else value.shape[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -51,18 +52,23 @@ def _device_module() -> types.ModuleType:
 
 
 class Installation:
-    """What install() changed. As a context manager, or by undo(), everything is as it was before."""
+    """What install() changed. By undo(), or at the end of the outermost block, everything is as it was before."""
 
     def __init__(self) -> None:
+        self._blocks = 0  # that have not ended
+        self._is_held = False  # by a call without a block, which undo() alone ends
         self._library: Any = None
         self._names: List[str] = []
         self._before: List[Tuple[Any, str, Any]] = []
 
     def __enter__(self) -> "Installation":
+        self._blocks += 1
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.undo()
+        self._blocks -= 1
+        if self._blocks == 0 and not self._is_held:
+            self.undo()
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._before.append((owner, name, owner.__dict__.get(name, Installation)))
@@ -79,6 +85,7 @@ class Installation:
 
     def _install(self) -> None:
         module = types.ModuleType("torch_npu", "ops_transformer.npu under the device's name: CPU tensors.")
+        module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)  # scripts ask find_spec whether there is one
         module.__dict__.update(FUNCTIONS, __version__="0.0+ops_transformer", npu=_device_module())
         sys.modules["torch_npu"] = module
         self._set(torch, "npu", module.npu)
@@ -116,10 +123,12 @@ def install() -> Installation:
     torch.ops.npu.NAME          are its functions as operators of torch
     .npu(), .to("npu"), device="npu" in torch's factories, torch.npu.is_available() and the like: the CPU
 
-    torch.device("npu") stays an error of torch, as this device is none. A second call while installed gives the first Installation.
+    torch.device("npu") stays an error of torch, as this device is none. A second call while installed gives the first Installation,
+    and the end of an inner block leaves what the outer one, or a call without a block, installed.
     """
     global _installed
     if _installed is not None:
+        _installed._is_held |= _installed._blocks == 0
         return _installed
     if "torch_npu" in sys.modules or importlib.util.find_spec("torch_npu") is not None:
         raise RuntimeError("install: torch_npu can be imported here, so its name is not taken: import ops_transformer.npu")

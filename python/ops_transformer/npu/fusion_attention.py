@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .._layouts import from_heads_first
 from ..flash_attention import flash_attention_grad, flash_attention_score
-from ._arguments import by_heads, eightfold, head_dim_of, integers, kv_heads_of, lengths_of, rule_of, side, totals
+from ._arguments import by_heads, eightfold, head_dim_of, integers, kv_heads_of, lengths_of, rule_of, side, totals, wide
 from ._edge import device_function, is_tensor, missing
 
 _LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
@@ -200,7 +200,7 @@ def _attend(call: _Call) -> Tuple[Tensor, Tensor, Tensor]:
     if call.empty == "mean" and call.layout != "TND":
         values = by_heads("value", call.value, call.layout, call.kv_heads)
         count = float(values.shape[2])
-        mean = values.float().mean(2, keepdim=True).repeat_interleave(call.heads // call.kv_heads, 1).to(out.dtype)
+        mean = wide(values).mean(2, keepdim=True).repeat_interleave(call.heads // call.kv_heads, 1).to(out.dtype)
         rows = by_heads("out", out, call.layout, call.heads)
         out = from_heads_first(torch.where(none.unsqueeze(-1), mean, rows), call.layout).contiguous()
     return out, largest.masked_fill(none, _LOWEST), total.masked_fill(none, count)
@@ -322,9 +322,9 @@ def _gradients_of(call: _Call, dy: Tensor, largest: Tensor, total: Tensor, out: 
     if call.empty == "mean" and call.layout != "TND" and bool(none.any()):
         # A row that sees no key is the mean of all values.
         values = by_heads("dv", gradients["value"], call.layout, call.kv_heads)
-        rows = by_heads("dy", dy, call.layout, call.heads).float().masked_fill(~none.unsqueeze(-1), 0).sum(2, keepdim=True)
+        rows = wide(by_heads("dy", dy, call.layout, call.heads)).masked_fill(~none.unsqueeze(-1), 0).sum(2, keepdim=True)
         rows = rows.unflatten(1, (call.kv_heads, -1)).sum(2) / values.shape[2]
-        gradients["value"] = from_heads_first((values.float() + rows).to(values.dtype), call.layout).contiguous()
+        gradients["value"] = from_heads_first((wide(values) + rows).to(values.dtype), call.layout).contiguous()
     return gradients
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..rowwise import add_rms_norm, rms_norm, rms_norm_backward, rope_cached
-from ._arguments import quantised
+from ._arguments import quantised, wide
 from ._edge import device_function, missing, refuse_given
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
@@ -93,8 +93,9 @@ def _check_rotary(x: Tensor, mode: str, allowed: Sequence[str] = ("half", "inter
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str, rotate: Optional[Tensor] = None) -> Tensor:
-    wide = x.float()
-    return (wide * cos.float() + _turned(wide, mode, None if rotate is None else rotate.float()) * sin.float()).to(x.dtype)
+    numbers = wide(x)
+    turned = _turned(numbers, mode, None if rotate is None else rotate.to(numbers.dtype))
+    return (numbers * wide(cos) + turned * wide(sin)).to(x.dtype)
 
 
 @device_function

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..flash_attention import flash_attention_score, sparse_flash_attention
-from ._arguments import eightfold, integers, lengths_of, starts_tensor, visible
+from ._arguments import eightfold, integers, lengths_of, starts_tensor, visible, wide
 from ._edge import device_function, missing
 
 _INFER = "the paged form is not implemented; the one for tokens is"
@@ -28,7 +28,7 @@ def _windows(input: Tensor, weight: Tensor, block: int, stride: int, ends: Any) 
     for end in ends:
         rows = input[start:end]
         if end - start >= block:
-            parts.append((rows.unfold(0, block, stride).float() * weight.t().float()[None, :, None]).sum(-1))  # [windows, N, D]
+            parts.append((wide(rows.unfold(0, block, stride)) * wide(weight.t())[None, :, None]).sum(-1))  # [windows, N, D]
         start = end
     return torch.cat(parts).to(input.dtype) if parts else input[:0]
 

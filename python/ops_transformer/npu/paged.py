@@ -108,15 +108,6 @@ def npu_scatter_pa_kv_cache_functional(key: Tensor, value: Tensor, key_cache: Te
     return key_cache, value_cache
 
 
-@device_function(fake=lambda key, slot_mapping, *, key_cache, **_: None, mutates=("key_cache",))
-def npu_scatter_pa_cache(key: Tensor, slot_mapping: Tensor, *, compress_lens: Optional[Tensor] = None,
-                         compress_seq_offsets: Optional[Tensor] = None, seq_lens: Optional[Tensor] = None, key_cache: Tensor) -> None:
-    """Writes tokens into their slots of one cache [blocks, rows, heads, D], in place."""
-    refuse_given("npu_scatter_pa_cache", _COMPRESSED, compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets,
-                 seq_lens=seq_lens)
-    _write(key, key_cache, slot_mapping, None, "key")
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +194,18 @@ def _npu_reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_
 def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Tensor, slot_indices: Tensor) -> None:
     """The same of one cache."""
     _write(key, key_cache, slot_indices, "PA_NZ" if _is_nz(key_cache, *key.shape[1:]) else None, "key")
+
+
+@device_function(mutates=("key_cache",))
+def npu_scatter_pa_cache(key: Tensor, slot_mapping: Tensor, *, compress_lens: Optional[Tensor] = None,
+                         compress_seq_offsets: Optional[Tensor] = None, seq_lens: Optional[Tensor] = None, key_cache: Tensor) -> Tensor:
+    """key_cache [blocks, rows, heads, D], into whose slots tokens are written, in place."""
+    refuse_given("npu_scatter_pa_cache", _COMPRESSED, compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets,
+                 seq_lens=seq_lens)
+    if key.dim() == 3 and _is_nz(key_cache, *key.shape[1:]):
+        raise ValueError(f"key_cache is {list(key_cache.shape)}, must be [blocks, block_size, {key.shape[1]}, {key.shape[2]}]")
+    _npu_reshape_and_cache_siso(key, key_cache, slot_mapping)
+    return key_cache
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..moe import moe_finalize, moe_finalize_backward
+from ..moe import moe_finalize, moe_finalize_backward, moe_permute
+from ._arguments import wide
 from ._edge import device_function, missing
-from ._rows import combined, permuted, routing, within
+from ._rows import routing, within
 
 _PADDED = "padded_mode: its meaning is not stated for the device"
 
@@ -40,8 +41,7 @@ def npu_moe_token_permute(tokens: Tensor, indices: Tensor, num_out_tokens: Optio
     if num_out_tokens:
         count = min(num_out_tokens, count) if num_out_tokens > 0 else max(count + num_out_tokens, 0)
     rows = found.row_of_slot
-    out = permuted(tokens, found.slot_of_row[:count], within(rows, count), ids.shape[1])
-    return out, rows.reshape(-1).to(torch.int32)
+    return moe_permute(tokens, found.slot_of_row[:count], ids.shape[1]), rows.reshape(-1).to(torch.int32)
 
 
 def _unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Optional[Tensor], padded_mode: bool, name: str) -> Tensor:
@@ -51,7 +51,7 @@ def _unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Optional[
     rows = _by_token(sorted_indices, sorted_indices.numel() // max(top_k, 1), "sorted_indices")
     if probs is not None and probs.shape != rows.shape:
         raise ValueError(f"probs is {list(probs.shape)}, but sorted_indices has {sorted_indices.numel()} places")
-    return combined(permuted_tokens, within(rows, permuted_tokens.shape[0]), probs)
+    return moe_finalize(permuted_tokens, within(rows, permuted_tokens.shape[0]), probs)
 
 
 @device_function
@@ -161,7 +161,8 @@ def npu_moe_token_permute_with_routing_map_grad(permuted_token_out_grad: Tensor,
     shape = (tokens_num, permuted_token_out_grad.shape[1])
     by_expert = routing_map.bool().t()
     ids = sorted_indices.long() if drop_and_pad else by_expert.nonzero()[:, 1]
-    grad = torch.zeros(shape, dtype=torch.float32).index_add_(0, ids, permuted_token_out_grad.float()).to(permuted_token_out_grad.dtype)
+    rows = wide(permuted_token_out_grad)
+    grad = torch.zeros(shape, dtype=rows.dtype).index_add_(0, ids, rows).to(permuted_token_out_grad.dtype)
     if probs_grad is None:
         return grad, None
     grad_probs = probs_grad.new_zeros((experts_num, tokens_num))
@@ -176,14 +177,14 @@ def _by_map(permuted_tokens: Tensor, sorted_indices: Tensor, restore_shape: Sequ
             routing_map: Optional[Tensor], drop_and_pad: bool) -> Tensor:
     count, width = restore_shape
     if drop_and_pad:
-        ids, rows = sorted_indices.long(), permuted_tokens
+        ids, rows = sorted_indices.long(), wide(permuted_tokens)
         if probs is not None:
-            rows = rows.float() * probs.t().gather(1, ids.view(probs.shape[1], -1)).reshape(-1, 1).float()
-        return torch.zeros((count, width), dtype=torch.float32).index_add(0, ids, rows.float()).to(permuted_tokens.dtype)
+            rows = rows * probs.t().gather(1, ids.view(probs.shape[1], -1)).reshape(-1, 1).to(rows.dtype)
+        return torch.zeros((count, width), dtype=rows.dtype).index_add(0, ids, rows).to(permuted_tokens.dtype)
     if probs is not None and routing_map is None:
         raise ValueError("probs is given, but routing_map is not")
     rows = _by_token(sorted_indices, count, "sorted_indices")
-    return combined(permuted_tokens, rows, None if probs is None else probs[routing_map.bool()].view(rows.shape))
+    return moe_finalize(permuted_tokens, rows, None if probs is None else probs[routing_map.bool()].view(rows.shape))
 
 
 @device_function
@@ -225,7 +226,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(unpermuted_tokens_grad: Tensor
         return rows, rows.new_empty(0)
     if permuted_tokens is None:
         raise ValueError("probs is given, but permuted_tokens, which its gradient needs, is not")
-    products = (rows.float() * permuted_tokens.float()).sum(-1).to(probs.dtype)
+    products = (wide(rows) * wide(permuted_tokens)).sum(-1).to(probs.dtype)
     grad_probs = torch.zeros_like(probs.t().contiguous())
     if drop_and_pad:
         picked = probs.t().gather(1, ids.view(probs.shape[1], -1)).reshape(-1, 1)
@@ -234,4 +235,4 @@ def npu_moe_token_unpermute_with_routing_map_grad(unpermuted_tokens_grad: Tensor
         by_expert = routing_map.bool().t()
         picked = probs.t()[by_expert].unsqueeze(-1)
         grad_probs[by_expert] = products
-    return (rows.float() * picked.float()).to(rows.dtype), grad_probs.t().contiguous()
+    return (wide(rows) * wide(picked)).to(rows.dtype), grad_probs.t().contiguous()

@@ -1,7 +1,7 @@
 """Products with quantised weights, and of groups of rows: npu_quant_matmul, npu_ffn, npu_grouped_matmul and its two epilogues.
 
-Every product is the core's matmul or matmul_int, whose int32 sums are exact; scales, biases and rounding around it are torch's. Groups
-are products one after the other. Rows behind the last group are zeros.
+Every product is the core's matmul, matmul_int or, where one tensor has the weights of all groups, grouped_matmul. Sums of integers are
+exact int32; scales, biases and rounding around them are torch's. Rows behind the last group are zeros.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..matmul import matmul, matmul_int, pack_int
-from ..quant import dynamic_quant
-from ._arguments import dtype_of, integers, lengths_of, quantised, unpack_int4
+from ..matmul import grouped_matmul, grouped_matmul_swiglu_quant, matmul, matmul_int, pack_int, pack_int_stack
+from ._arguments import dtype_of, integers, lengths_of, quantised, unpack_int4, wide
 from ._edge import device_function, missing, refuse_given
 
 _EIGHT_BITS = "dtypes of eight bits other than int8, and of four, are not implemented"
 
 
-def float_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [m, k] times weight [k, n]."""
-    if 0 in (*x.shape, *weight.shape):
-        return x.new_zeros((x.shape[0], weight.shape[1]))
-    return matmul(x, weight.t())
+def _bias_of(bias: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
+    """A bias that the core takes beside x."""
+    return bias.to(x.dtype) if bias is not None and x.dtype == torch.float64 else bias
+
+
+def float_product(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """x [m, k] times weight [k, n], + bias [n]."""
+    return matmul(x, weight.t(), bias=_bias_of(bias, x))
+
+
+def grouped_product(x: Tensor, weight: Tensor, counts: List[int], bias: Optional[Tensor] = None) -> Tensor:
+    """x [m, k] of groups times weight [G, k, n]: floats + bias [G, n], or the int32 sums of int8."""
+    if x.dtype != torch.int8:
+        return grouped_matmul(x, weight.transpose(1, 2), counts=counts, bias=_bias_of(bias, x))
+    ones = weight.new_ones((weight.shape[0], weight.shape[2], 1), dtype=torch.float32)
+    return grouped_matmul(x, pack_int_stack(weight.transpose(1, 2).contiguous(), ones), counts=counts, dtype="i32")
 
 
 def int_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -186,10 +196,8 @@ def npu_ffn(x: Tensor, weight1: Tensor, weight2: Tensor, activation: str, *, exp
             continue
         w1 = _weight_only(w1, _of(antiquant_scale1, e), _of(antiquant_offset1, e), x)
         w2 = _weight_only(w2, _of(antiquant_scale2, e), _of(antiquant_offset2, e), x)
-        hidden = float_product(one, w1).float()
-        hidden = act(hidden if b1 is None else hidden + b1.float()).to(x.dtype)
-        out = float_product(hidden, w2)
-        parts.append(out if b2 is None else (out.float() + b2.float()).to(wanted))
+        hidden = act(wide(float_product(one, w1, b1))).to(x.dtype)
+        parts.append(float_product(hidden, w2, b2))
     return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[-1])
 
 
@@ -199,11 +207,20 @@ def npu_ffn(x: Tensor, weight1: Tensor, weight2: Tensor, activation: str, *, exp
 def group_counts(group_list: Any, kind: int, groups: int, name: str = "group_list") -> List[int]:
     """Rows of each group, of running totals (0), counts (1), or pairs of a group and its rows (2)."""
     if kind == 2:
-        counts = [0] * groups
+        if not isinstance(group_list, Tensor) or group_list.dim() != 2 or group_list.shape[1] != 2:
+            shape = list(group_list.shape) if isinstance(group_list, Tensor) else f"a {type(group_list).__name__}"
+            raise ValueError(f"{name} is {shape}, must be a tensor [groups, 2] of pairs in group_list_type 2")
+        counts, before = [0] * groups, -1
         for group, count in group_list.tolist():
-            if count:
-                counts[group] += count
+            if count == 0:
+                continue
+            if count < 0 or not before < group < groups:
+                raise ValueError(f"{name} has the pair ({group}, {count}) behind group {before}, must have ascending groups below {groups}, "
+                                 "those of weight, with their rows")
+            counts[group], before = count, group
         return counts
+    if kind not in (0, 1):
+        raise ValueError(f"{name.replace('list', 'list_type')} is {kind}, must be 0, 1 or 2")
     numbers = integers(name, group_list)
     counts = lengths_of(numbers) if kind == 0 else numbers
     if min(counts, default=0) < 0:
@@ -233,10 +250,14 @@ def _product(x: Tensor, weight: Tensor, e: _Epilogue, per_token: Optional[Tensor
     if x.shape[1] != weight.shape[0]:
         raise ValueError(f"x has {x.shape[1]} columns, but weight {weight.shape[0]} rows")
     if x.dtype != torch.int8:
-        out = float_product(x, _weight_only(weight, e.antiquant_scale, e.antiquant_offset, x))
-        out = out if e.bias is None else (out.float() + e.bias.float()).to(x.dtype)
+        out = float_product(x, _weight_only(weight, e.antiquant_scale, e.antiquant_offset, x), e.bias)
         return out.to(dtype_of("output_dtype", e.dtype, x.dtype)).view(*shape[:-1], out.shape[-1])
-    sums, bias = int_product(x, as_int8(weight)), e.bias
+    return _dequantised(int_product(x, as_int8(weight)), e, per_token)
+
+
+def _dequantised(sums: Tensor, e: _Epilogue, per_token: Optional[Tensor]) -> Tensor:
+    """int32 sums of one group with its scales, bias and activation."""
+    bias = e.bias
     if bias is not None and bias.dtype == torch.int32:
         sums, bias = sums + bias, None
     if e.scale is None:
@@ -303,13 +324,21 @@ def npu_grouped_matmul(x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: O
         raise ValueError(f"act_type is {act_type}, must be 0, or with per_token_scale 1, 2, 4 or 5")
     if any(w.dim() == 5 for w in weight):
         missing("npu_grouped_matmul", "weight in 5-D form NZ: give [K, N]")
+    if any(tensor.is_floating_point() for tensor in x):
+        for name, given in (("scale", scale), ("per_token_scale", per_token_scale)):
+            if given:
+                raise ValueError(f"{name} is given, but x is {x[0].dtype}: it goes with an x of integers")
+    if group_type == -1 and group_list is not None:
+        raise ValueError("group_list is given, but group_type is -1: every x has a weight of its own")
+    if (split_item or 0) not in (0, 1, 2, 3):
+        raise ValueError(f"split_item is {split_item}, must be 0 to 3")
     if group_type == 2:
         return _by_columns(x, weight, group_list, 0 if is_list else group_list_type or 0)
     weights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
     groups = len(weights)
     biases, scales, anti, anti_offset = (_each(given, groups, name) for name, given in (
         ("bias", bias), ("scale", scale), ("antiquant_scale", antiquant_scale), ("antiquant_offset", antiquant_offset)))
-    rest = 0
+    rest, stack = 0, None
     if group_type == 0 and len(x) == 1:
         if group_list is None:
             raise ValueError("group_type is 0 and x one tensor, but group_list is not given")
@@ -317,14 +346,23 @@ def npu_grouped_matmul(x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: O
         if sum(counts) > x[0].shape[0]:
             raise ValueError(f"group_list counts {sum(counts)} rows, but x has {x[0].shape[0]}")
         rest = x[0].shape[0] - sum(counts)
+        stack = weight[0] if len(weight) == 1 and weight[0].dim() == 3 and x[0].dim() == 2 and not antiquant_scale else None
+        if stack is not None and x[0].is_floating_point():
+            every = None if not bias else bias[0] if len(bias) == 1 and bias[0].dim() == 2 else torch.stack(biases)
+            joined = grouped_product(x[0], stack, counts, every).to(dtype_of("output_dtype", output_dtype, x[0].dtype))
+            return [joined] if (split_item or 0) > 1 else list(joined[:sum(counts)].split(counts))
         parts = list(x[0][:sum(counts)].split(counts))
         tokens = [None] * groups if not per_token_scale else list(per_token_scale[0][:sum(counts)].split(counts))
     else:
         if len(x) != groups:
             raise ValueError(f"x has {len(x)} tensors, but weight {groups}")
         parts, tokens = list(x), _each(per_token_scale, groups, "per_token_scale")
-    out = [_product(part, w, _Epilogue(*each, act, output_dtype), token)
-           for part, w, token, *each in zip(parts, weights, tokens, biases, scales, anti, anti_offset)]
+    epilogues = [_Epilogue(*each, act, output_dtype) for each in zip(biases, scales, anti, anti_offset)]
+    if stack is not None:
+        sums = grouped_product(as_int8(x[0]), as_int8(stack), counts)[:sum(counts)].split(counts)
+        out = [_dequantised(part, e, token) for part, e, token in zip(sums, epilogues, tokens)]
+    else:
+        out = [_product(*each) for each in zip(parts, weights, epilogues, tokens)]
     if (split_item or 0) in (0, 1):
         return out
     joined = torch.cat(out)
@@ -341,15 +379,8 @@ def _by_columns(x: Sequence[Tensor], weight: Sequence[Tensor], group_list: Any, 
 
 
 def _swiglu_quantised(x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor, counts: List[int]) -> Tuple[Tensor, Tensor]:
-    parts = []
-    for i, (part, token) in enumerate(zip(x[:sum(counts)].split(counts), x_scale[:sum(counts)].split(counts))):
-        both = int_product(part, weight[i]).float() * weight_scale[i].float() * token.float()[:, None]
-        gate, up = both.chunk(2, -1)
-        parts.append(torch.nn.functional.silu(gate) * up)
-    hidden = torch.cat(parts)
-    rest = x.shape[0] - hidden.shape[0]
-    hidden = torch.nn.functional.pad(hidden, (0, 0, 0, rest)) if rest else hidden
-    return dynamic_quant(hidden)
+    stack = pack_int_stack(weight.transpose(1, 2).contiguous(), weight_scale.float().unsqueeze(-1).contiguous())
+    return grouped_matmul_swiglu_quant(x, x_scale.float().reshape(-1), stack, counts=counts)
 
 
 @device_function
@@ -404,7 +435,7 @@ def npu_grouped_matmul_finalize_routing(x: Tensor, w: Tensor, group_list: Tensor
         raise ValueError("scale and row_index are needed")
     counts = group_counts(group_list, 1 if group_list_type is None else group_list_type, w.shape[0])
     used = sum(counts)
-    rows = torch.cat([int_product(part, w[i]).float() * scale[i].float() for i, part in enumerate(x[:used].split(counts))])
+    rows = grouped_product(x, w, counts)[:used].float() * scale.float().repeat_interleave(torch.tensor(counts), 0)
     for factor in (pertoken_scale, logit):
         rows = rows if factor is None else rows * factor[:used].float()[:, None]
     out = torch.zeros((output_bs or x.shape[0], rows.shape[1]), dtype=torch.float32)

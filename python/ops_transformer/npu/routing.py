@@ -156,13 +156,7 @@ def npu_moe_init_routing_quant(x: Tensor, expert_idx: Tensor, *, scale: Optional
 # ---- back ------------------------------------------------------------------------------------------------------------
 
 
-def _finalize_shapes(expanded_permuted_rows: Tensor, skip1: Optional[Tensor], skip2: Optional[Tensor], bias: Optional[Tensor],
-                     scales: Optional[Tensor], expanded_src_to_dst_row: Tensor, *_: Any, **__: Any) -> Tensor:
-    top_k = 1 if scales is None else scales.shape[1]
-    return expanded_permuted_rows.new_empty((expanded_src_to_dst_row.shape[0] // top_k, expanded_permuted_rows.shape[-1]))
-
-
-@device_function(fake=_finalize_shapes)
+@device_function
 def npu_moe_finalize_routing(expanded_permuted_rows: Tensor, skip1: Optional[Tensor], skip2: Optional[Tensor], bias: Optional[Tensor],
                              scales: Optional[Tensor], expanded_src_to_dst_row: Tensor, export_for_source_row: Optional[Tensor],
                              drop_pad_mode: Optional[int] = 0, k: Optional[int] = 1) -> Tensor:
@@ -179,8 +173,7 @@ def npu_moe_finalize_routing(expanded_permuted_rows: Tensor, skip1: Optional[Ten
     if expanded_permuted_rows.dim() != wanted:
         raise ValueError(f"expanded_permuted_rows is {list(expanded_permuted_rows.shape)}, must have {wanted} dimensions in "
                          f"drop_pad_mode {mode}")
-    rows = expanded_permuted_rows.detach()
-    rows = rows.flatten(0, 1) if rows.dim() == 3 else rows
+    rows = expanded_permuted_rows.flatten(0, 1) if wanted == 3 else expanded_permuted_rows
     top_k = 1 if scales is None else scales.shape[1]
     places = expanded_src_to_dst_row
     if places.numel() % top_k:

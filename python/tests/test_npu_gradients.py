@@ -1,0 +1,83 @@
+"""ops_transformer.npu: gradients in float64, and of every argument that has one."""
+
+import pytest
+from conftest import import_torch
+
+torch = import_torch()
+
+import ops_transformer.npu as npu  # noqa: E402
+
+IDS = torch.tensor([[1, 0], [0, 2], [2, 1]])
+MAP = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
+
+
+def grouped(x, w, *bias):
+    return npu.npu_grouped_matmul([x], [w], bias=list(bias), group_list=torch.tensor([2, 2, 4]), group_type=0, split_item=3)[0]
+
+
+def by_columns(x, w):
+    return npu.npu_grouped_matmul([x], [w], group_list=torch.tensor([1, 1, 4]), group_type=2, split_item=3)[0]
+
+
+def rotated(mode):
+    return lambda x, cos, sin: npu.npu_rotary_mul(x, cos, sin, mode)
+
+
+def attention_of(layout, mask):
+    """A row of the mask hides every key: it is the mean of the values."""
+    return lambda q, k, v: npu.npu_fusion_attention(q, k, v, 4, layout, atten_mask=mask, scale=0.5)[0]
+
+
+MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0]], dtype=torch.bool)
+PADDED = npu.npu_moe_token_permute_with_routing_map(torch.zeros(3, 4), MAP, num_out_tokens=6, drop_and_pad=True)[2]
+CALLS = {
+    "grouped": (grouped, (5, 4), (3, 4, 2)),
+    "grouped, bias": (grouped, (5, 4), (3, 4, 2), (3, 2)),
+    "grouped, columns": (by_columns, (3, 4), (4, 2)),
+    "ffn": (lambda x, w, v, b, c: npu.npu_ffn(x, w, v, "silu", expert_tokens=[2, 0, 1], bias1=b, bias2=c), (3, 4), (3, 4, 5), (3, 5, 2), (3, 5), (3, 2)),
+    "rotary, half": (rotated("half"), (1, 2, 2, 4), (1, 2, 1, 4), (1, 2, 1, 4)),
+    "rotary, pairs": (rotated("interleave"), (1, 2, 2, 4), (1, 2, 1, 4), (1, 2, 1, 4)),
+    "interleave": (npu.npu_interleave_rope, (1, 2, 2, 4), (1, 1, 2, 4), (1, 1, 2, 4)),
+    "permute": (lambda x: npu.npu_moe_token_permute(x, IDS)[0], (3, 4)),
+    "permute, cut": (lambda x: npu.npu_moe_token_permute(x, IDS, 4)[0], (3, 4)),
+    "permute by a map": (lambda x, p: npu.npu_moe_token_permute_with_routing_map(x, MAP, probs=p)[:2], (3, 4), (3, 3)),
+    "unpermute by a map, padded": (lambda x, p: npu.npu_moe_token_unpermute_with_routing_map(x, PADDED, [3, 4], probs=p, drop_and_pad=True),
+                                   (6, 4), (3, 3)),
+    "compress": (lambda x, w: npu.npu_nsa_compress(x, w, 4, 2, actual_seq_len=[7, 9]), (9, 2, 3), (4, 2)),
+    "attention, BNSD": (attention_of("BNSD", MASK), (1, 4, 3, 2), (1, 2, 5, 2), (1, 2, 5, 3)),
+    "attention, SBH": (attention_of("SBH", MASK), (3, 1, 8), (5, 1, 4), (5, 1, 4)),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_gradients_are_right_in_float64(seeded, what):
+    call, *shapes = CALLS[what]
+    assert torch.autograd.gradcheck(call, [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes])
+
+
+def test_finalize_has_the_gradients_of_all(seeded):
+    rows, skip, bias, scales = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (3, 4), (3, 4), (3, 2)))
+    places = torch.tensor([2, 0, 4, 1, 5, 3], dtype=torch.int32)  # column after column
+    out = npu.npu_moe_finalize_routing(rows, skip, None, bias, scales, places, IDS)
+    by_token = places.long().view(2, 3).t()
+    want = skip + (scales.unsqueeze(-1) * (rows[by_token] + bias[IDS])).sum(1)
+    grad = torch.randn(3, 4)
+    right = torch.autograd.grad(want, (rows, skip, bias, scales), grad)
+    compiled = torch.compile(lambda *x: npu.npu_moe_finalize_routing(x[0], x[1], None, *x[2:], places, IDS), fullgraph=True, backend="aot_eager")
+    for result in (out, compiled(rows, skip, bias, scales)):
+        for got, wanted in zip(torch.autograd.grad(result, (rows, skip, bias, scales), grad), right):
+            assert torch.allclose(got, wanted, atol=1e-5)
+
+
+def test_groups_without_rows_keep_the_graph():
+    x, w = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, 2, requires_grad=True)
+    out, = npu.npu_grouped_matmul([x], [w], group_list=torch.tensor([0, 0]), group_type=0, split_item=3)
+    assert all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), (x, w)))
+
+
+def test_a_second_derivative_is_refused(seeded):
+    rows, probs = torch.randn(6, 4, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    out = npu.npu_moe_token_unpermute(rows, torch.tensor([2, 0, 4, 1, 5, 3]), probs)
+    first, = torch.autograd.grad(out.square().sum(), rows, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
+        first.sum().backward()
