@@ -373,3 +373,16 @@ def test_compiled(seeded):
     assert q.grad is not None and largest.shape == (2, 4, 5, 8)
     fia = lambda q, k, v: npu.npu_fused_infer_attention_score(q, k, v, num_heads=4, num_key_value_heads=2, input_layout="BNSD")[0]  # noqa: E731
     near(torch.compile(fia, fullgraph=True, backend="aot_eager")(q, k, v), attention(q, k, v))
+
+
+@pytest.mark.parametrize("lengths, said", [([4, 2], "4 for sequence 0"), ([2, -1], "-1 for sequence 1")])
+def test_lengths_of_queries_are_checked(lengths, said):
+    q = torch.zeros(2, 3, 4, 8)
+    with pytest.raises(ValueError, match=f"npu_prompt_flash_attention: the lengths of queries have {said}, must be 0 to the 3 of query"):
+        npu.npu_prompt_flash_attention(q, q, q, num_heads=4, input_layout="BSND", actual_seq_lengths=lengths)
+
+
+def test_a_layout_is_checked_without_keys_too():
+    q = torch.zeros(2, 0, 4, 8)
+    with pytest.raises(ValueError, match='npu_fused_infer_attention_score: input_layout is "BXND", must be one of BSH'):
+        npu.npu_fused_infer_attention_score(q, q, q, num_heads=4, input_layout="BXND")

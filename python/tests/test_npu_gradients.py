@@ -69,6 +69,31 @@ def test_finalize_has_the_gradients_of_all(seeded):
             assert torch.allclose(got, wanted, atol=1e-5)
 
 
+GATES = {
+    "softmax": (lambda x: npu.npu_moe_gating_top_k_softmax(x, None, 2)[:2], lambda x, ids: x.softmax(-1).gather(-1, ids)),
+    "softmax of the chosen": (lambda x: npu.npu_moe_gating_top_k_softmax_v2(x, k=2, renorm=1)[:2], lambda x, ids: x.gather(-1, ids).softmax(-1)),
+    "sigmoid": (lambda x: npu.npu_moe_gating_top_k(x, 2, norm_type=1, routed_scaling_factor=2.0, bias=x[0].detach())[:2],
+                lambda x, ids: 2 * x.sigmoid().gather(-1, ids) / x.sigmoid().gather(-1, ids).sum(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_router_is_trained(seeded, gate, compiled):
+    call, equation = GATES[gate]
+    x, grad = torch.randn(5, 6, requires_grad=True), torch.randn(5, 2)
+    y, ids = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(x)
+    want = equation(x, ids.long())
+    assert torch.allclose(y, want, atol=1e-6)
+    assert torch.allclose(*(torch.autograd.grad(result, x, grad)[0] for result in (y, want)), atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)])
+def test_no_tokens_are_permuted(ids):
+    rows, places = npu.npu_moe_token_permute(torch.zeros(0, 4), ids)
+    assert rows.shape == (0, 4) and places.shape == (0,)
+
+
 def test_groups_without_rows_keep_the_graph():
     x, w = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, 2, requires_grad=True)
     out, = npu.npu_grouped_matmul([x], [w], group_list=torch.tensor([0, 0]), group_type=0, split_item=3)

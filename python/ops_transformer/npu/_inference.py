@@ -264,6 +264,9 @@ def problem(name: str, query: Tensor, key: Union[Tensor, Sequence[Tensor]], valu
         query_len = q.shape[2]
         q_list = None if query_len == 1 and padding[0] is None else per_batch("actual_seq_qlen", q_lengths, batch)
         kv_list = kv_lengths if is_list else per_batch("actual_seq_kvlen", kv_lengths, batch)
+        for i, length in enumerate(q_list or ()):
+            if not 0 <= length <= query_len:
+                raise ValueError(f"the lengths of queries have {length} for sequence {i}, must be 0 to the {query_len} of query")
         if padding[0] is not None and q_list is not None:
             q = _moved(q, q_list, padding[0])
         if padding[1] is not None:

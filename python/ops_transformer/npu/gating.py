@@ -1,12 +1,12 @@
 """The experts of each token: npu_moe_gating_top_k_softmax (v1, v2), npu_moe_gating_top_k and npu_moe_compute_expert_tokens.
 
 Experts are chosen by the unrounded softmax of the core: where the device rounds 16-bit softmax first, and so makes ties, the
-choice among those may differ. NaN logits come last.
+choice among those may differ. NaN logits come last. Weights and scores have gradients.
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -21,17 +21,12 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expe
     return moe_compute_expert_tokens(sorted_expert_for_source_row, num_expert)
 
 
-def _gating_shapes(x: Tensor, finished: Optional[Tensor] = None, k: int = 1) -> Tuple[Tensor, Tensor, Tensor]:
-    shape = (*x.shape[:-1], k)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.int32)
-
-
 def _check(x: Tensor, k: int) -> Tensor:
     if is_tensor("x", x).dim() not in (2, 3):
         raise ValueError(f"x is {list(x.shape)}, must be [rows, experts], or have one dimension more in front")
     if not 1 <= k <= x.shape[-1]:
         raise ValueError(f"k is {k}, must be 1 to the {x.shape[-1]} experts of x")
-    return x.detach().reshape(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1])
 
 
 def _finished(ids: Tensor, finished: Optional[Tensor], experts: int) -> Tensor:
@@ -43,7 +38,7 @@ def _finished(ids: Tensor, finished: Optional[Tensor], experts: int) -> Tensor:
     return ids.masked_fill(finished.reshape(-1, 1).bool(), experts)
 
 
-@device_function(fake=_gating_shapes)
+@device_function
 def npu_moe_gating_top_k_softmax(x: Tensor, finished: Optional[Tensor] = None, k: int = 1) -> Tuple[Tensor, Tensor, Tensor]:
     """(y, expert_idx, row_idx): the k largest of the softmax, best first. row_idx[t, k] = k * rows + t, column after column."""
     rows = _check(x, k)
@@ -53,12 +48,7 @@ def npu_moe_gating_top_k_softmax(x: Tensor, finished: Optional[Tensor] = None, k
     return weights.to(x.dtype).view(shape), _finished(ids, finished, x.shape[-1]).view(shape), row_idx.view(shape)
 
 
-def _v2_shapes(x: Tensor, *, k: int = 1, finished: Any = None, renorm: Optional[int] = 0, output_softmax: Optional[bool] = False):
-    y, ids, _ = _gating_shapes(x, finished, k)
-    return y, ids, x.new_empty(x.shape if output_softmax and not renorm else (0,), dtype=torch.float32)
-
-
-@device_function(fake=_v2_shapes)
+@device_function
 def npu_moe_gating_top_k_softmax_v2(x: Tensor, *, k: int = 1, finished: Optional[Tensor] = None, renorm: Optional[int] = 0,
                                     output_softmax: Optional[bool] = False) -> Tuple[Tensor, Tensor, Tensor]:
     """(y, expert_idx, softmax): renorm 0 is softmax, then the k largest; 1 is the k largest, then their softmax. The third is float32
@@ -76,11 +66,7 @@ def npu_moe_gating_top_k_softmax_v2(x: Tensor, *, k: int = 1, finished: Optional
 _SCORES = {0: "softmax", 1: "sigmoid"}
 
 
-def _choice_shapes(x: Tensor, k: int, **_: Any) -> Tuple[Tensor, Tensor, Tensor]:
-    return (x.new_empty((x.shape[0], k)), x.new_empty((x.shape[0], k), dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32))
-
-
-@device_function(fake=_choice_shapes)
+@device_function
 def npu_moe_gating_top_k(x: Tensor, k: int, *, bias: Optional[Tensor] = None, input_ids: Optional[Tensor] = None,
                          tid2eid: Optional[Tensor] = None, k_group: int = 1, group_count: int = 1, group_select_mode: int = 0,
                          renorm: int = 0, norm_type: int = 0, out_flag: bool = False, routed_scaling_factor: float = 1.0,

@@ -35,7 +35,7 @@ def npu_moe_token_permute(tokens: Tensor, indices: Tensor, num_out_tokens: Optio
         missing("npu_moe_token_permute", _PADDED)
     if indices.dim() not in (1, 2) or indices.shape[0] != tokens.shape[0]:
         raise ValueError(f"indices is {list(indices.shape)}, must be [{tokens.shape[0]}] or [{tokens.shape[0]}, K]")
-    ids = indices.reshape(tokens.shape[0], -1)
+    ids = indices if indices.dim() == 2 else indices.unsqueeze(1)
     found = routing(ids)
     count = ids.numel()
     if num_out_tokens:

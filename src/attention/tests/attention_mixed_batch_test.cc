@@ -2,6 +2,7 @@
 // tokens. Each is attended as it would be alone, to the bit, and whatever its neighbours are.
 #include <gtest/gtest.h>
 
+#include "attention/layout.h"
 #include "attention/tests/drawn_call.h"
 
 namespace opst::test {
