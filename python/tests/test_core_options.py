@@ -34,6 +34,8 @@ def named(name, *functions):
 EVERYWHERE = by_name(SCORE, GRAD, PLAIN, PAGED)
 RESULT = "a result: the function gives all of them back"
 GRAPH = "graphs of operators are not in Python"
+LAYER = "the layer of experts in one call is not in Python yet: the functions of moe and grouped_matmul compute it in steps"
+RANKS = "operators between ranks are not in Python yet"
 
 
 def each(names, where):
@@ -128,6 +130,13 @@ LIST = {
                        **each("cache bf16_product", "for tests and benches; OPST_BF16 sets the product for a process"),
                        **each("interrupted", "every Context asks Python for signals")},
     "MatmulNodeOptions": each("bias activation residual dtype activations", GRAPH),
+    "MoeLayerNodeOptions": each("top_k gating activations", GRAPH),
+    "MoeLayerInputs": each("x logits gate_bias finished topk_ids topk_weights experts shared residual", LAYER),
+    "MoeLayerOutputs": each("out topk_ids topk_weights expert_tokens", LAYER),
+    "MoeLayerOptions": each("top_k gating activation activations batch_invariant num_experts expert_begin expert_end", LAYER),
+    "MoeLayerGradients": each("x logits topk_weights gate_up down gate_up_bias down_bias shared_gate_up shared_down shared_gate", LAYER),
+    "CommunicatorOptions": each("timeout_seconds staging_bytes shared_bytes direct_stores", RANKS),
+    "Mc2Options": each("bias x_scales residual activations rows inputs exchanged tile_rows", RANKS),
     "LayerNormNodeOptions": each("eps weight bias", GRAPH),
 }
 
