@@ -301,8 +301,7 @@ Status read_mixture(const GgufFile& file, const std::string& prefix, const Archi
                         str(kLargestSize) + " is supported");
     }
   }
-  mixture.shared_gate =
-      architecture.shared_expert || file.find_tensor("blk.0.ffn_gate_inp_shexp.weight") != nullptr;
+  mixture.shared_gate = architecture.shared_expert || file.find_tensor("blk.0.ffn_gate_inp_shexp.weight") != nullptr;
   mixture.renormalise = architecture.renormalise;
   return read_gating(file, prefix, mixture);
 }
