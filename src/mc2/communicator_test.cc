@@ -210,6 +210,34 @@ TEST(Communicator, ARankMayLeaveAfterItsLastCall) {
   }
 }
 
+// Rank 2 has sent all, ends its part and leaves, or fails in its next call, while rank 0 waits for rank 1 to read both
+// messages at once, as the operators do that sum: rank 0's call goes on.
+void expect_no_loss(bool leaves) {
+  auto ranks = world(3);
+  const auto statuses = on_threads(3, [&](int r) {
+    Communicator own = std::move(ranks[static_cast<size_t>(r)]);
+    mc2::Exchange exchange(own.impl(), "test_operator");
+    if (r == 0) {
+      for (const int peer : {1, 2}) exchange.expect(peer, 0, 1);
+    } else {
+      exchange.expect(0, 1, 0);
+    }
+    Status status = exchange.run({}, [&] {
+      if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (r == 0 && exchange.can_receive(1) && exchange.can_receive(2)) {
+        for (const int peer : {1, 2}) exchange.release(peer);
+      }
+      if (r != 0 && exchange.can_send(0)) exchange.send(0, 64);
+      return Status();
+    });
+    if (r == 2 && status.ok() && !leaves) static_cast<void>(own.impl().poison(Status::invalid_argument("next")));
+    return status;
+  });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.message();
+}
+TEST(Communicator, ARankMayLeaveWhenAllItSentHasArrived) { expect_no_loss(true); }
+TEST(Communicator, ARankMayFailInItsNextCallWhenAllItSentHasArrived) { expect_no_loss(false); }
+
 // A rank without rows takes part all the same; shapes that differ between ranks are stated by all of them.
 TEST(Communicator, RanksWithoutRowsTakePart) {
   auto ranks = world(3);

@@ -100,6 +100,9 @@ class Exchange {
   Status compare_signatures() const;
   Status lost_peer() const;
   bool done_with(int peer) const;
+  // That rank must still begin the call, send or take a message. It need not if all that it sends has arrived, read or
+  // not: it may have ended its part, and left or failed in its next call, while this one waits for a third.
+  bool owes(int peer) const;
   std::string awaited() const;
 
   using Clock = std::chrono::steady_clock;
