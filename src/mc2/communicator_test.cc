@@ -251,6 +251,25 @@ TEST(Communicator, RanksWithoutRowsTakePart) {
   for (int64_t i = 0; i < 6 * 6; ++i) EXPECT_EQ(tensors[0].out_values[static_cast<size_t>(i)], 8);
 }
 
+// A second thread's call on the same communicator is refused; the first one's goes on.
+TEST(Communicator, ASecondThreadIsRefused) {
+  auto ranks = world(2);
+  Tensors first(2), second(2), other(2);
+  const auto statuses = on_threads(3, [&](int t) {
+    if (t == 0) return first.gather(0, ranks[0]);
+    while (ranks[1].impl().transport->entry(0, 0) == nullptr) std::this_thread::yield();
+    if (t == 1) {
+      const Status status = second.gather(2, ranks[0]);
+      EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+      EXPECT_EQ(status.message(), "all_gather_matmul: the communicator of rank 0 is in a call of another thread");
+      return other.gather(1, ranks[1]);
+    }
+    return Status();
+  });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_TRUE(ranks[0].status().ok());
+}
+
 // Two communicators of the same ranks at once.
 TEST(Communicator, TwoMayBeUsedAtOnce) {
   auto first = world(2), second = world(2);

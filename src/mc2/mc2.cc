@@ -1,8 +1,11 @@
 // The public functions: each checks its call, plans it, runs it. A call that fails in any way ends the communicator.
 #include "opst/mc2.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
+#include "core/guarded.h"
 #include "matmul/call.h"
 #include "mc2/call.h"
 
@@ -199,12 +202,11 @@ Status run(Call& call, ShapeCheck& check) {
   }
 }
 
-Status call_operator(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
-                     const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
-  if (!communicator.status().ok()) return communicator.status();
+Status checked_call(Mc2Operator op, Context& context, Communicator::Impl& communicator, const ConstTensor& x,
+                    const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
   Status status = checked(to_string(op), [&](ShapeCheck& check) -> Status {
     Call call{.context = context,
-              .communicator = communicator.impl(),
+              .communicator = communicator,
               .op = op,
               .x = x,
               .weight = weight,
@@ -213,7 +215,25 @@ Status call_operator(Mc2Operator op, Context& context, Communicator& communicato
               .product = TileProduct(context, weight, options)};
     return run(call, check);
   });
-  return status.ok() ? status : communicator.impl().poison(std::move(status));
+  return status.ok() ? status : communicator.poison(std::move(status));
+}
+
+Status call_operator(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
+                     const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
+  Communicator::Impl& own = communicator.impl();
+  const bool forked = own.process != getpid();
+  if (forked || own.busy.exchange(true, std::memory_order_acquire)) {
+    // No failure of the rank itself, whose other call goes on.
+    return guarded([&] {
+      return Status::invalid_argument(
+          text(to_string(op), ": the communicator of rank ", communicator.rank(),
+               forked ? " belongs to the process that forked this one" : " is in a call of another thread"));
+    });
+  }
+  Status status = own.status;
+  if (status.ok()) status = checked_call(op, context, own, x, weight, out, options);
+  own.busy.store(false, std::memory_order_release);
+  return status;
 }
 
 }  // namespace

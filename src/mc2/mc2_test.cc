@@ -459,6 +459,12 @@ TEST(Mc2Plan, BoundsTilesBySlotAndRows) {
 }
 
 TEST(Mc2Plan, IsDefinedForAnyNumbers) {
+  EXPECT_EQ(share_of(7, 3, 0), 3);
+  EXPECT_EQ(share_of(7, 3, 2), 2);
+  EXPECT_EQ(share_of(7, 0, 0), 0);
+  Mc2Plan none;
+  none.world_size = 0;
+  EXPECT_FALSE(to_string(none).empty());
   Random random(test::seed());
   const auto any = [&] { return random.pick<int64_t>({INT64_MIN, -1, 0, 1, 63, 64, 1000, 1 << 30, INT64_MAX}); };
   for (int i = 0; i < 10000; ++i) {
