@@ -1,9 +1,9 @@
 // Splits, the product of a tile, signatures, division of weights over ranks.
 #include "mc2/call.h"
 
-#include <algorithm>
-#include <cstring>
-#include <numeric>
+#include <charconv>
+#include <string_view>
+#include <vector>
 
 #include "core/guarded.h"
 
@@ -11,26 +11,28 @@ namespace opst {
 
 namespace mc2 {
 
+void Split::add(int64_t size) {
+  const auto i = static_cast<size_t>(parts++);
+  sizes[i] = size;
+  offsets[i + 1] = (Size(offsets[i]) + size).value();
+}
+
 Split given_split(std::span<const int64_t> sizes) {
-  Split split{.sizes = {sizes.begin(), sizes.end()}, .offsets = {0}};
-  for (const int64_t size : sizes) split.offsets.push_back((Size(split.total()) + size).value());
+  Split split;
+  for (const int64_t size : sizes) split.add(size);
   return split;
 }
 
 Split equal_split(int parts, int64_t each) {
-  return given_split(std::vector<int64_t>(static_cast<size_t>(parts), each));
+  Split split;
+  for (int i = 0; i < parts; ++i) split.add(each);
+  return split;
 }
 
 Split divided(int parts, int64_t total) {
-  std::vector<int64_t> sizes;
-  for (int i = 0; i < parts; ++i) sizes.push_back(share_of(total, parts, i));
-  return given_split(sizes);
-}
-
-int64_t Split::most() const { return *std::max_element(sizes.begin(), sizes.end()); }
-
-std::string Split::text() const {
-  return opst::text("[", joined(sizes.size(), [&](size_t i) { return std::to_string(sizes[i]); }), "]");
+  Split split;
+  for (int i = 0; i < parts; ++i) split.add(share_of(total, parts, i));
+  return split;
 }
 
 int64_t TileProduct::n(int64_t index) const {
@@ -43,9 +45,9 @@ int64_t TileProduct::k(int64_t index) const {
   return weight_.kind() == MatmulWeight::integers ? weight_.integers()[i].k() : weight_.packed()[i].k();
 }
 
-std::string TileProduct::format() const {
-  return weight_.kind() == MatmulWeight::integers ? opst::text("int", weight_.integers()[0].bits())
-                                                  : std::string(to_string(weight_.packed()[0].format()));
+const char* TileProduct::format() const {
+  if (weight_.kind() != MatmulWeight::integers) return to_string(weight_.packed()[0].format());
+  return weight_.integers()[0].bits() == 4 ? "int4" : "int8";
 }
 
 // batch_invariant: the bits of a row do not depend on the tile that it lies in.
@@ -59,26 +61,63 @@ Status TileProduct::operator()(const ConstTensor& x, const ConstTensor& x_scales
                 {.bias = bias, .activations = options_.activations, .batch_invariant = true});
 }
 
-Entry make_entry(const Call& call, bool shares_out) {
+namespace {
+
+// The text of an entry's signature as it grows: all of it is hashed, and its beginning kept.
+class SignatureText {
+ public:
+  explicit SignatureText(Entry& entry) : entry_(entry) {}
+
+  void add(std::string_view part) {
+    for (const char c : part) {  // FNV-1a: the same in every process
+      entry_.signature_hash = (entry_.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+      if (length_ < kSignatureBytes - 1) entry_.signature[length_++] = c;
+    }
+  }
+  void add(int64_t number) {
+    char digits[24];
+    add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
+  }
+  void add(const Split& split) {
+    add("[");
+    for (int i = 0; i < split.parts; ++i) write(i == 0 ? "" : ", ", split.size(i));
+    add("]");
+  }
+  template <class... Parts>
+  void write(const Parts&... parts) {
+    (add(parts), ...);
+  }
+
+ private:
+  Entry& entry_;
+  int length_ = 0;
+};
+
+void write_signature(const Call& call, SignatureText& text) {
   const Mc2Options& o = call.options;
-  std::string columns = call.op == Mc2Operator::matmul_all_to_all ? "[" : std::to_string(call.product.n());
-  if (call.op == Mc2Operator::matmul_all_to_all) {
-    columns += joined(call.ranks(), [&](int d) { return std::to_string(call.product.n(d)); }) + "]";
-  }
+  text.write(call.name(), "(x ", to_string(call.x.dtype), ", rows ", call.rows);
   const bool sums = call.op == Mc2Operator::matmul_reduce_scatter || call.op == Mc2Operator::matmul_all_reduce;
-  const std::string depth = sums ? std::string() : text(", k ", call.product.k());
-  const std::string signature =
-      text(call.name(), "(x ", to_string(call.x.dtype), ", rows ", call.rows.text(), depth,
-           call.inputs.sizes.empty() ? std::string() : text(" = ", call.inputs.text()), ", weight ",
-           call.product.format(), ", n ", columns, ", out ", to_string(call.out.dtype), o.bias ? ", bias" : "",
-           o.x_scales ? ", x_scales" : "", o.residual ? ", residual" : "",
-           o.activations == ActivationType::int8 ? ", int8 activations" : "", ", tile ", call.plan.tile_rows, " rows)");
-  Entry entry;
-  const size_t length = std::min<size_t>(signature.size(), kSignatureBytes - 1);
-  std::memcpy(entry.signature, signature.data(), length);
-  for (const char c : signature) {  // FNV-1a: the same in every process
-    entry.signature_hash = (entry.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  if (!sums) text.write(", k ", call.product.k());
+  if (call.inputs.parts > 0) text.write(" = ", call.inputs);
+  text.write(", weight ", call.product.format(), ", n ");
+  if (call.op == Mc2Operator::matmul_all_to_all) {
+    Split columns;
+    for (int d = 0; d < call.ranks(); ++d) columns.add(call.product.n(d));
+    text.add(columns);
+  } else {
+    text.add(call.product.n());
   }
+  text.write(", out ", to_string(call.out.dtype), o.bias ? ", bias" : "", o.x_scales ? ", x_scales" : "",
+             o.residual ? ", residual" : "", o.activations == ActivationType::int8 ? ", int8 activations" : "",
+             ", tile ", call.plan.tile_rows, " rows)");
+}
+
+}  // namespace
+
+Entry make_entry(const Call& call, bool shares_out) {
+  Entry entry;
+  SignatureText text(entry);
+  write_signature(call, text);
   if (shares_out && call.communicator.options.direct_stores) {
     entry.out = call.communicator.transport->address_for_others(call.out.data);
     entry.row_stride = call.out.strides[0];

@@ -270,6 +270,23 @@ TEST(Communicator, ASecondThreadIsRefused) {
   EXPECT_TRUE(ranks[0].status().ok());
 }
 
+// Lists of many ranks are cut: a difference behind the cut is found, and said to lie there.
+TEST(Communicator, AMismatchBehindTheCutSignatureIsFound) {
+  constexpr int kRanks = 2;
+  auto ranks = world(kRanks);
+  const auto statuses = on_threads(kRanks, [&](int r) {
+    mc2::Entry entry;
+    entry.signature_hash = static_cast<uint64_t>(r);
+    std::fill_n(entry.signature, mc2::kSignatureBytes - 1, 'x');
+    mc2::Exchange exchange(ranks[static_cast<size_t>(r)].impl(), "test_operator");
+    return exchange.run(entry, [] { return Status(); });
+  });
+  for (const Status& status : statuses) {
+    EXPECT_EQ(status.code(), StatusCode::communication);
+    EXPECT_TRUE(contains(status.message(), "x.., which differs further on")) << status.message();
+  }
+}
+
 // Two communicators of the same ranks at once.
 TEST(Communicator, TwoMayBeUsedAtOnce) {
   auto first = world(2), second = world(2);

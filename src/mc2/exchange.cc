@@ -94,8 +94,9 @@ Status Exchange::compare_signatures() const {
   for (int i = 0; i < world_size(); ++i) {
     const Entry* const other = transport_.entry(i, call);
     if (other == nullptr || other->signature_hash == own->signature_hash) continue;
-    return {StatusCode::communication,
-            text(name_, ": rank ", rank(), " calls ", own->signature, ", but rank ", i, " calls ", other->signature)};
+    const bool behind = std::strcmp(own->signature, other->signature) == 0;  // both are cut
+    return {StatusCode::communication, text(name_, ": rank ", rank(), " calls ", own->signature, ", but rank ", i,
+                                            " calls ", other->signature, behind ? ".., which differs further on" : "")};
   }
   return {};
 }

@@ -98,7 +98,7 @@ void check_splits(ShapeCheck& check, Call& call) {
   const bool own_rows = call.op == Mc2Operator::matmul_all_to_all || call.op == Mc2Operator::all_gather_matmul;
   if (call.op == Mc2Operator::matmul_all_reduce) {
     check.require(o.rows.empty(), "rows are given, but every rank has all rows");
-    call.rows = given_split(std::span(&m, 1));
+    call.rows = equal_split(1, m);
     agree(check, "out dim 0 (rows)", out_rows, "x has m =", m);
   } else {
     call.rows = split_of(check, "rows", o.rows, ranks, own_rows ? equal_split(ranks, m) : divided(ranks, m));
