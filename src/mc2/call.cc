@@ -107,9 +107,10 @@ void write_signature(const Call& call, SignatureText& text) {
   } else {
     text.add(call.product.n());
   }
-  text.write(", out ", to_string(call.out.dtype), o.bias ? ", bias" : "", o.x_scales ? ", x_scales" : "",
-             o.residual ? ", residual" : "", o.activations == ActivationType::int8 ? ", int8 activations" : "",
-             ", tile ", call.plan.tile_rows, " rows)");
+  text.write(", out ", to_string(call.out.dtype), is_given(o.bias) ? ", bias" : "",
+             is_given(o.x_scales) ? ", x_scales" : "", is_given(o.residual) ? ", residual" : "",
+             o.activations == ActivationType::int8 ? ", int8 activations" : "", ", tile ", call.plan.tile_rows,
+             " rows)");
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ struct Call {
     return staging + (int64_t{slot} * ranks() + from) * plan.tile_bytes;
   }
   ConstTensor scales(int64_t first, int64_t count) const {
-    return options.x_scales ? options.x_scales.narrowed(0, first, count) : ConstTensor();
+    return is_given(options.x_scales) ? options.x_scales.narrowed(0, first, count) : ConstTensor();
   }
 };
 

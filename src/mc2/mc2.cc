@@ -127,6 +127,8 @@ void check_options(ShapeCheck& check, const Call& call) {
   check.require(sums(call.op) || !is_given(o.residual), "residual is given, but nothing is summed over ranks");
   check.require(call.op != Mc2Operator::all_to_all_matmul || !is_given(o.x_scales),
                 "x_scales is given, but a row comes from several ranks");
+  check.require(call.x.dtype == DType::i8 || !is_given(o.x_scales), "x_scales belong to an x of i8, but x is ",
+                to_string(call.x.dtype));
 }
 
 // What a row of a tile has at most, of what any rank sends another.
@@ -138,7 +140,8 @@ int64_t row_bytes_of(const Call& call) {
   } else if (call.op == Mc2Operator::all_to_all_matmul) {
     bytes = Size(call.inputs.most()) * x_bytes;
   } else if (call.op == Mc2Operator::all_gather_matmul) {
-    bytes = Size(call.x.shape[1]) * x_bytes + (call.options.x_scales ? 8 : 0);  // 8: its own, and up to 4 to align
+    bytes = Size(call.x.shape[1]) * x_bytes +
+            (is_given(call.options.x_scales) ? 8 : 0);  // 8: its own, and up to 4 to align
   } else {
     bytes = Size(call.product.n()) * 4;
   }
