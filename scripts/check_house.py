@@ -26,7 +26,7 @@ ROOM_LINES = {
     "kv_cache": 2000,
     "machine": 1475,
     "matmul": 4650,
-    "mc2": 2200,
+    "mc2": 2300,
     "model": 3450,
     "moe": 1600,
     "quant": 1000,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/guarded.h"
+#include "quant/matrices.h"
 
 namespace opst {
 
@@ -157,9 +158,12 @@ Result<std::vector<Weight>> pack_parts(Context& context, int64_t n, int parts, c
   });
 }
 
-Status check_rank(const ConstTensor& weight) {
-  if (weight.rank == 2 && weight.shape[0] >= 0) return {};
-  return Status::invalid_argument(text("pack_columns: weight is ", to_string(weight), ", but must be [n, k]"));
+// The whole, before parts of it are looked at: a part of a tensor with fewer rows lies outside of it.
+Status check_whole(const ConstTensor& weight) {
+  return checked("pack_columns", [&](ShapeCheck& check) { check.tensor("weight", weight).dims({"n", "k"}); });
+}
+Status check_whole(const IntMatrix& weight) {
+  return checked("pack_columns", [&](ShapeCheck& check) { check_int_matrix(check, weight); });
 }
 
 }  // namespace
@@ -167,32 +171,28 @@ Status check_rank(const ConstTensor& weight) {
 }  // namespace mc2
 
 Result<std::vector<PackedWeight>> pack_columns(Context& context, const ConstTensor& weight, int parts) {
-  Status status = mc2::check_rank(weight);
+  Status status = mc2::check_whole(weight);
   if (!status.ok()) return status;
   return mc2::pack_parts<PackedWeight>(context, weight.shape[0], parts,
                                        [&](int64_t first, int64_t count) { return weight.narrowed(0, first, count); });
 }
 
 Result<std::vector<PackedWeight>> pack_columns(Context& context, const QuantMatrix& weight, int parts) {
-  const Result<int64_t> row = row_bytes(weight.format, weight.cols);
-  if (!row.ok()) return row.status();
-  if (weight.rows < 0 || (Size(weight.rows) * row.value()).value() > weight.size_bytes) {
-    return Status::invalid_argument(text("pack_columns: weight has ", weight.size_bytes, " bytes, but ", weight.rows,
-                                         " rows of ", row.value(), " bytes each"));
-  }
+  Status status = checked("pack_columns", [&](ShapeCheck& check) { check_quant_matrix(check, "weight", weight); });
+  if (!status.ok()) return status;
+  const int64_t row = row_bytes(weight.format, weight.cols).value();
   return mc2::pack_parts<PackedWeight>(context, weight.rows, parts, [&](int64_t first, int64_t count) {
-    const auto* const data = static_cast<const char*>(weight.data) + first * row.value();
-    return QuantMatrix{weight.format, count, weight.cols, data, count * row.value()};
+    const auto* const data = static_cast<const char*>(weight.data) + first * row;
+    return QuantMatrix{weight.format, count, weight.cols, data, count * row};
   });
 }
 
 Result<std::vector<PackedIntWeight>> pack_columns(Context& context, const IntMatrix& weight, int parts) {
-  Status status = mc2::check_rank(weight.q);
-  if (status.ok()) status = mc2::check_rank(weight.scales);
+  Status status = mc2::check_whole(weight);
   if (!status.ok()) return status;
   return mc2::pack_parts<PackedIntWeight>(context, weight.q.shape[0], parts, [&](int64_t first, int64_t count) {
     IntMatrix part{weight.q.narrowed(0, first, count), weight.scales.narrowed(0, first, count)};
-    if (weight.zeros) part.zeros = weight.zeros.narrowed(0, first, count);
+    if (is_given(weight.zeros)) part.zeros = weight.zeros.narrowed(0, first, count);
     return part;
   });
 }

@@ -474,6 +474,35 @@ TEST(Mc2, RefusesTensorsThatDisagree) {
             "all_gather_matmul: a row of a tile has 128 bytes, but a slot of staging_bytes = 0 has 0");
 }
 
+TEST(PackColumns, RefusesWhatIsNoWholeMatrix) {
+  Context& context = test::rank_context(0);
+  std::vector<float> values(64);
+  std::vector<int8_t> q(64);
+  const auto floats = [&](std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::f32, shape, values.data());
+  };
+  const auto ints = [&](std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::i8, shape, q.data());
+  };
+  const auto message = [&](const auto& weight, int parts = 2) {
+    const auto packed = pack_columns(context, weight, parts);
+    EXPECT_EQ(packed.status().code(), StatusCode::invalid_argument);
+    return packed.status().message();
+  };
+  EXPECT_EQ(message(floats({8, 4}), 0), "pack_columns: parts is 0, but must be from 1 to 256");
+  EXPECT_EQ(message(floats({8, 4}), 257), "pack_columns: parts is 257, but must be from 1 to 256");
+  EXPECT_EQ(message(floats({8})), "pack_columns: weight has rank 1, but [n, k] has rank 2");
+  EXPECT_EQ(message(IntMatrix{ints({8, 4}), floats({1, 1})}),
+            "pack_columns: scales dim 0 (rows) is 1, but q set rows = 8");
+  EXPECT_EQ(message(IntMatrix{ints({8, 4}), floats({8, 1}), ints({8, 2})}),
+            "pack_columns: zeros dim 1 (groups) is 2, but scales set groups = 1");
+  ConstTensor far = floats({2, 4});
+  far.strides[0] = int64_t{1} << 62;
+  EXPECT_EQ(message(far).find("pack_columns: weight"), 0u);
+  EXPECT_EQ(message(QuantMatrix{QuantFormat::q8_0, 2, 32, values.data(), 40}),
+            "pack_columns: weight has 40 bytes, but q8_0 [2, 32] needs 68");
+}
+
 TEST(Mc2Plan, BoundsTilesBySlotAndRows) {
   const Mc2Plan by_rows = plan_mc2({.world_size = 2, .rows = 1000, .row_bytes = 100, .slot_bytes = 1 << 20});
   EXPECT_EQ(by_rows.tile_rows, 250);
