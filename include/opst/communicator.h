@@ -93,7 +93,8 @@ class Communicator {
   // The Status that poisoned it; ok while it is sound.
   Status status() const;
 
-  // One call at a time; calls on different communicators may run concurrently.
+  // One call at a time: a second thread's is refused, and the first one's goes on. Calls on different communicators may
+  // run concurrently. In a forked child every call is refused, and the copy's end is not the rank's.
   struct Impl;
   Impl& impl() const { return *impl_; }
 

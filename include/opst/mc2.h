@@ -86,7 +86,7 @@ Status matmul_all_reduce(Context& context, Communicator& communicator, const Con
 Result<std::vector<PackedWeight>> pack_columns(Context& context, const ConstTensor& weight, int parts);
 Result<std::vector<PackedWeight>> pack_columns(Context& context, const QuantMatrix& weight, int parts);
 Result<std::vector<PackedIntWeight>> pack_columns(Context& context, const IntMatrix& weight, int parts);
-// The part of `index` in such a division of n.
+// The part of `index` in such a division of n; 0 for parts < 1.
 int64_t share_of(int64_t n, int parts, int index);
 
 enum class Mc2Operator : uint8_t {

@@ -1,36 +1,39 @@
 // Splits, the product of a tile, signatures, division of weights over ranks.
 #include "mc2/call.h"
 
-#include <algorithm>
-#include <cstring>
-#include <numeric>
+#include <charconv>
+#include <string_view>
+#include <vector>
 
 #include "core/guarded.h"
+#include "quant/matrices.h"
 
 namespace opst {
 
 namespace mc2 {
 
+void Split::add(int64_t size) {
+  const auto i = static_cast<size_t>(parts++);
+  sizes[i] = size;
+  offsets[i + 1] = (Size(offsets[i]) + size).value();
+}
+
 Split given_split(std::span<const int64_t> sizes) {
-  Split split{.sizes = {sizes.begin(), sizes.end()}, .offsets = {0}};
-  for (const int64_t size : sizes) split.offsets.push_back((Size(split.total()) + size).value());
+  Split split;
+  for (const int64_t size : sizes) split.add(size);
   return split;
 }
 
 Split equal_split(int parts, int64_t each) {
-  return given_split(std::vector<int64_t>(static_cast<size_t>(parts), each));
+  Split split;
+  for (int i = 0; i < parts; ++i) split.add(each);
+  return split;
 }
 
 Split divided(int parts, int64_t total) {
-  std::vector<int64_t> sizes;
-  for (int i = 0; i < parts; ++i) sizes.push_back(share_of(total, parts, i));
-  return given_split(sizes);
-}
-
-int64_t Split::most() const { return *std::max_element(sizes.begin(), sizes.end()); }
-
-std::string Split::text() const {
-  return opst::text("[", joined(sizes.size(), [&](size_t i) { return std::to_string(sizes[i]); }), "]");
+  Split split;
+  for (int i = 0; i < parts; ++i) split.add(share_of(total, parts, i));
+  return split;
 }
 
 int64_t TileProduct::n(int64_t index) const {
@@ -43,9 +46,9 @@ int64_t TileProduct::k(int64_t index) const {
   return weight_.kind() == MatmulWeight::integers ? weight_.integers()[i].k() : weight_.packed()[i].k();
 }
 
-std::string TileProduct::format() const {
-  return weight_.kind() == MatmulWeight::integers ? opst::text("int", weight_.integers()[0].bits())
-                                                  : std::string(to_string(weight_.packed()[0].format()));
+const char* TileProduct::format() const {
+  if (weight_.kind() != MatmulWeight::integers) return to_string(weight_.packed()[0].format());
+  return weight_.integers()[0].bits() == 4 ? "int4" : "int8";
 }
 
 // batch_invariant: the bits of a row do not depend on the tile that it lies in.
@@ -59,26 +62,64 @@ Status TileProduct::operator()(const ConstTensor& x, const ConstTensor& x_scales
                 {.bias = bias, .activations = options_.activations, .batch_invariant = true});
 }
 
-Entry make_entry(const Call& call, bool shares_out) {
+namespace {
+
+// The text of an entry's signature as it grows: all of it is hashed, and its beginning kept.
+class SignatureText {
+ public:
+  explicit SignatureText(Entry& entry) : entry_(entry) {}
+
+  void add(std::string_view part) {
+    for (const char c : part) {  // FNV-1a: the same in every process
+      entry_.signature_hash = (entry_.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+      if (length_ < kSignatureBytes - 1) entry_.signature[length_++] = c;
+    }
+  }
+  void add(int64_t number) {
+    char digits[24];
+    add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
+  }
+  void add(const Split& split) {
+    add("[");
+    for (int i = 0; i < split.parts; ++i) write(i == 0 ? "" : ", ", split.size(i));
+    add("]");
+  }
+  template <class... Parts>
+  void write(const Parts&... parts) {
+    (add(parts), ...);
+  }
+
+ private:
+  Entry& entry_;
+  int length_ = 0;
+};
+
+void write_signature(const Call& call, SignatureText& text) {
   const Mc2Options& o = call.options;
-  std::string columns = call.op == Mc2Operator::matmul_all_to_all ? "[" : std::to_string(call.product.n());
-  if (call.op == Mc2Operator::matmul_all_to_all) {
-    columns += joined(call.ranks(), [&](int d) { return std::to_string(call.product.n(d)); }) + "]";
-  }
+  text.write(call.name(), "(x ", to_string(call.x.dtype), ", rows ", call.rows);
   const bool sums = call.op == Mc2Operator::matmul_reduce_scatter || call.op == Mc2Operator::matmul_all_reduce;
-  const std::string depth = sums ? std::string() : text(", k ", call.product.k());
-  const std::string signature =
-      text(call.name(), "(x ", to_string(call.x.dtype), ", rows ", call.rows.text(), depth,
-           call.inputs.sizes.empty() ? std::string() : text(" = ", call.inputs.text()), ", weight ",
-           call.product.format(), ", n ", columns, ", out ", to_string(call.out.dtype), o.bias ? ", bias" : "",
-           o.x_scales ? ", x_scales" : "", o.residual ? ", residual" : "",
-           o.activations == ActivationType::int8 ? ", int8 activations" : "", ", tile ", call.plan.tile_rows, " rows)");
-  Entry entry;
-  const size_t length = std::min<size_t>(signature.size(), kSignatureBytes - 1);
-  std::memcpy(entry.signature, signature.data(), length);
-  for (const char c : signature) {  // FNV-1a: the same in every process
-    entry.signature_hash = (entry.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  if (!sums) text.write(", k ", call.product.k());
+  if (call.inputs.parts > 0) text.write(" = ", call.inputs);
+  text.write(", weight ", call.product.format(), ", n ");
+  if (call.op == Mc2Operator::matmul_all_to_all) {
+    Split columns;
+    for (int d = 0; d < call.ranks(); ++d) columns.add(call.product.n(d));
+    text.add(columns);
+  } else {
+    text.add(call.product.n());
   }
+  text.write(", out ", to_string(call.out.dtype), is_given(o.bias) ? ", bias" : "",
+             is_given(o.x_scales) ? ", x_scales" : "", is_given(o.residual) ? ", residual" : "",
+             o.activations == ActivationType::int8 ? ", int8 activations" : "", ", tile ", call.plan.tile_rows,
+             " rows)");
+}
+
+}  // namespace
+
+Entry make_entry(const Call& call, bool shares_out) {
+  Entry entry;
+  SignatureText text(entry);
+  write_signature(call, text);
   if (shares_out && call.communicator.options.direct_stores) {
     entry.out = call.communicator.transport->address_for_others(call.out.data);
     entry.row_stride = call.out.strides[0];
@@ -117,9 +158,12 @@ Result<std::vector<Weight>> pack_parts(Context& context, int64_t n, int parts, c
   });
 }
 
-Status check_rank(const ConstTensor& weight) {
-  if (weight.rank == 2 && weight.shape[0] >= 0) return {};
-  return Status::invalid_argument(text("pack_columns: weight is ", to_string(weight), ", but must be [n, k]"));
+// The whole, before parts of it are looked at: a part of a tensor with fewer rows lies outside of it.
+Status check_whole(const ConstTensor& weight) {
+  return checked("pack_columns", [&](ShapeCheck& check) { check.tensor("weight", weight).dims({"n", "k"}); });
+}
+Status check_whole(const IntMatrix& weight) {
+  return checked("pack_columns", [&](ShapeCheck& check) { check_int_matrix(check, weight); });
 }
 
 }  // namespace
@@ -127,32 +171,28 @@ Status check_rank(const ConstTensor& weight) {
 }  // namespace mc2
 
 Result<std::vector<PackedWeight>> pack_columns(Context& context, const ConstTensor& weight, int parts) {
-  Status status = mc2::check_rank(weight);
+  Status status = mc2::check_whole(weight);
   if (!status.ok()) return status;
   return mc2::pack_parts<PackedWeight>(context, weight.shape[0], parts,
                                        [&](int64_t first, int64_t count) { return weight.narrowed(0, first, count); });
 }
 
 Result<std::vector<PackedWeight>> pack_columns(Context& context, const QuantMatrix& weight, int parts) {
-  const Result<int64_t> row = row_bytes(weight.format, weight.cols);
-  if (!row.ok()) return row.status();
-  if (weight.rows < 0 || (Size(weight.rows) * row.value()).value() > weight.size_bytes) {
-    return Status::invalid_argument(text("pack_columns: weight has ", weight.size_bytes, " bytes, but ", weight.rows,
-                                         " rows of ", row.value(), " bytes each"));
-  }
+  Status status = checked("pack_columns", [&](ShapeCheck& check) { check_quant_matrix(check, "weight", weight); });
+  if (!status.ok()) return status;
+  const int64_t row = row_bytes(weight.format, weight.cols).value();
   return mc2::pack_parts<PackedWeight>(context, weight.rows, parts, [&](int64_t first, int64_t count) {
-    const auto* const data = static_cast<const char*>(weight.data) + first * row.value();
-    return QuantMatrix{weight.format, count, weight.cols, data, count * row.value()};
+    const auto* const data = static_cast<const char*>(weight.data) + first * row;
+    return QuantMatrix{weight.format, count, weight.cols, data, count * row};
   });
 }
 
 Result<std::vector<PackedIntWeight>> pack_columns(Context& context, const IntMatrix& weight, int parts) {
-  Status status = mc2::check_rank(weight.q);
-  if (status.ok()) status = mc2::check_rank(weight.scales);
+  Status status = mc2::check_whole(weight);
   if (!status.ok()) return status;
   return mc2::pack_parts<PackedIntWeight>(context, weight.q.shape[0], parts, [&](int64_t first, int64_t count) {
     IntMatrix part{weight.q.narrowed(0, first, count), weight.scales.narrowed(0, first, count)};
-    if (weight.zeros) part.zeros = weight.zeros.narrowed(0, first, count);
+    if (is_given(weight.zeros)) part.zeros = weight.zeros.narrowed(0, first, count);
     return part;
   });
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <string>
+#include <array>
 
 #include "core/elements.h"
 #include "core/int_math.h"
@@ -14,14 +14,16 @@
 
 namespace opst::mc2 {
 
-// Of each rank.
+// Of each rank. Arrays, since a call allocates nothing.
 struct Split {
-  std::vector<int64_t> sizes, offsets;  // offsets: [P + 1]
-  int64_t total() const { return offsets.back(); }
+  std::array<int64_t, kMaxRanks> sizes = {};
+  std::array<int64_t, kMaxRanks + 1> offsets = {};
+  int parts = 0;
+  void add(int64_t size);
+  int64_t total() const { return offset(parts); }
   int64_t size(int rank) const { return sizes[static_cast<size_t>(rank)]; }
   int64_t offset(int rank) const { return offsets[static_cast<size_t>(rank)]; }
-  int64_t most() const;
-  std::string text() const;
+  int64_t most() const { return *std::max_element(sizes.begin(), sizes.begin() + parts); }
 };
 Split equal_split(int parts, int64_t each);
 Split divided(int parts, int64_t total);
@@ -34,7 +36,7 @@ class TileProduct {
       : context_(context), weight_(weight), options_(options) {}
   int64_t n(int64_t index = 0) const;
   int64_t k(int64_t index = 0) const;
-  std::string format() const;
+  const char* format() const;
   // x_scales: of these rows.
   Status operator()(const ConstTensor& x, const ConstTensor& x_scales, int64_t index, const ConstTensor& bias,
                     const Tensor& out) const;
@@ -70,7 +72,7 @@ struct Call {
     return staging + (int64_t{slot} * ranks() + from) * plan.tile_bytes;
   }
   ConstTensor scales(int64_t first, int64_t count) const {
-    return options.x_scales ? options.x_scales.narrowed(0, first, count) : ConstTensor();
+    return is_given(options.x_scales) ? options.x_scales.narrowed(0, first, count) : ConstTensor();
   }
 };
 

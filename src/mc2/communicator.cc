@@ -1,6 +1,8 @@
 // Communicator: options, ranks as threads.
 #include "opst/communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -18,6 +20,7 @@ Communicator CommunicatorFactory::make(std::unique_ptr<mc2::Transport> transport
   impl->peers.resize(static_cast<size_t>(transport->world_size()));
   impl->transport = std::move(transport);
   impl->options = options;
+  impl->process = getpid();
   impl->shared = std::move(shared);
   return Communicator(std::move(impl));
 }
@@ -70,8 +73,9 @@ Communicator& Communicator::operator=(Communicator&& other) noexcept {
   return *this;
 }
 
+// A copy that fork() made is not the rank.
 Communicator::~Communicator() {
-  if (impl_ != nullptr && impl_->status.ok()) {
+  if (impl_ != nullptr && impl_->status.ok() && impl_->process == getpid()) {
     impl_->transport->leave(mc2::PeerState::gone, "its communicator was destroyed");
   }
 }

@@ -210,6 +210,34 @@ TEST(Communicator, ARankMayLeaveAfterItsLastCall) {
   }
 }
 
+// Rank 2 has sent all, ends its part and leaves, or fails in its next call, while rank 0 waits for rank 1 to read both
+// messages at once, as the operators do that sum: rank 0's call goes on.
+void expect_no_loss(bool leaves) {
+  auto ranks = world(3);
+  const auto statuses = on_threads(3, [&](int r) {
+    Communicator own = std::move(ranks[static_cast<size_t>(r)]);
+    mc2::Exchange exchange(own.impl(), "test_operator");
+    if (r == 0) {
+      for (const int peer : {1, 2}) exchange.expect(peer, 0, 1);
+    } else {
+      exchange.expect(0, 1, 0);
+    }
+    Status status = exchange.run({}, [&] {
+      if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (r == 0 && exchange.can_receive(1) && exchange.can_receive(2)) {
+        for (const int peer : {1, 2}) exchange.release(peer);
+      }
+      if (r != 0 && exchange.can_send(0)) exchange.send(0, 64);
+      return Status();
+    });
+    if (r == 2 && status.ok() && !leaves) static_cast<void>(own.impl().poison(Status::invalid_argument("next")));
+    return status;
+  });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.message();
+}
+TEST(Communicator, ARankMayLeaveWhenAllItSentHasArrived) { expect_no_loss(true); }
+TEST(Communicator, ARankMayFailInItsNextCallWhenAllItSentHasArrived) { expect_no_loss(false); }
+
 // A rank without rows takes part all the same; shapes that differ between ranks are stated by all of them.
 TEST(Communicator, RanksWithoutRowsTakePart) {
   auto ranks = world(3);
@@ -221,6 +249,42 @@ TEST(Communicator, RanksWithoutRowsTakePart) {
     EXPECT_TRUE(statuses[static_cast<size_t>(r)].ok()) << statuses[static_cast<size_t>(r)].message();
   }
   for (int64_t i = 0; i < 6 * 6; ++i) EXPECT_EQ(tensors[0].out_values[static_cast<size_t>(i)], 8);
+}
+
+// A second thread's call on the same communicator is refused; the first one's goes on.
+TEST(Communicator, ASecondThreadIsRefused) {
+  auto ranks = world(2);
+  Tensors first(2), second(2), other(2);
+  const auto statuses = on_threads(3, [&](int t) {
+    if (t == 0) return first.gather(0, ranks[0]);
+    while (ranks[1].impl().transport->entry(0, 0) == nullptr) std::this_thread::yield();
+    if (t == 1) {
+      const Status status = second.gather(2, ranks[0]);
+      EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+      EXPECT_EQ(status.message(), "all_gather_matmul: the communicator of rank 0 is in a call of another thread");
+      return other.gather(1, ranks[1]);
+    }
+    return Status();
+  });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_TRUE(ranks[0].status().ok());
+}
+
+// Lists of many ranks are cut: a difference behind the cut is found, and said to lie there.
+TEST(Communicator, AMismatchBehindTheCutSignatureIsFound) {
+  constexpr int kRanks = 2;
+  auto ranks = world(kRanks);
+  const auto statuses = on_threads(kRanks, [&](int r) {
+    mc2::Entry entry;
+    entry.signature_hash = static_cast<uint64_t>(r);
+    std::fill_n(entry.signature, mc2::kSignatureBytes - 1, 'x');
+    mc2::Exchange exchange(ranks[static_cast<size_t>(r)].impl(), "test_operator");
+    return exchange.run(entry, [] { return Status(); });
+  });
+  for (const Status& status : statuses) {
+    EXPECT_EQ(status.code(), StatusCode::communication);
+    EXPECT_TRUE(contains(status.message(), "x.., which differs further on")) << status.message();
+  }
 }
 
 // Two communicators of the same ranks at once.

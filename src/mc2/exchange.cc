@@ -62,7 +62,7 @@ void Exchange::send(int to, int64_t bytes, bool direct) {
 
 bool Exchange::can_receive(int from) {
   const PeerProgress& p = peer(from);
-  return p.received < p.to_receive && met(from) && transport_.arrived(from);
+  return p.received < p.to_receive && met(from) && transport_.arrived(from) > 0;
 }
 
 void Exchange::release(int from) {
@@ -83,14 +83,20 @@ bool Exchange::finished() const {
   return true;
 }
 
+bool Exchange::owes(int index) const {
+  const PeerProgress& p = peer(index);
+  return p.entry == nullptr || p.sent < p.to_send || p.received + transport_.arrived(index) < p.to_receive;
+}
+
 Status Exchange::compare_signatures() const {
   const uint32_t call = communicator_.call - 1;
   const Entry* const own = transport_.entry(rank(), call);
   for (int i = 0; i < world_size(); ++i) {
     const Entry* const other = transport_.entry(i, call);
     if (other == nullptr || other->signature_hash == own->signature_hash) continue;
-    return {StatusCode::communication,
-            text(name_, ": rank ", rank(), " calls ", own->signature, ", but rank ", i, " calls ", other->signature)};
+    const bool behind = std::strcmp(own->signature, other->signature) == 0;  // both are cut
+    return {StatusCode::communication, text(name_, ": rank ", rank(), " calls ", own->signature, ", but rank ", i,
+                                            " calls ", other->signature, behind ? ".., which differs further on" : "")};
   }
   return {};
 }
@@ -98,7 +104,7 @@ Status Exchange::compare_signatures() const {
 Status Exchange::lost_peer() const {
   for (int i = 0; i < world_size(); ++i) {
     const PeerState state = transport_.state(i);
-    if (state == PeerState::sound || done_with(i)) continue;
+    if (state == PeerState::sound || !owes(i)) continue;
     if (state == PeerState::failed) {
       return {StatusCode::communication, text(name_, ": rank ", i, " failed: ", transport_.failure(i))};
     }
@@ -116,7 +122,7 @@ std::string Exchange::awaited() const {
     if (p.entry == nullptr) {
       return text("rank ", rank(), " waits for rank ", i, " to begin call ", communicator_.call - 1);
     }
-    if (p.received < p.to_receive && !transport_.arrived(i)) {
+    if (p.received < p.to_receive && transport_.arrived(i) == 0) {
       return text("rank ", rank(), " waits for tile ", p.received, " of ", p.to_receive, " from rank ", i);
     }
   }

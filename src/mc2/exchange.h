@@ -9,6 +9,7 @@
 // emptying its own, and no order of messages can block all ranks for want of that.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <string>
 #include <vector>
@@ -33,7 +34,9 @@ struct Communicator::Impl {
   CommunicatorStats stats = {};
   Status status = {};
   uint32_t call = 0;
-  Buffer shared = {};  // of allocate_shared
+  int process = 0;                // that made it
+  std::atomic<bool> busy{false};  // in a call
+  Buffer shared = {};             // of allocate_shared
   int64_t shared_used = 0;
 
   // Ends the communicator, and tells the others.
@@ -100,6 +103,9 @@ class Exchange {
   Status compare_signatures() const;
   Status lost_peer() const;
   bool done_with(int peer) const;
+  // That rank must still begin the call, send or take a message. It need not if all that it sends has arrived, read or
+  // not: it may have ended its part, and left or failed in its next call, while this one waits for a third.
+  bool owes(int peer) const;
   std::string awaited() const;
 
   using Clock = std::chrono::steady_clock;

@@ -47,7 +47,7 @@ class Gather {
   int64_t scales_offset() const { return call_.plan.tile_rows * k() * size_bytes(call_.x.dtype); }
   Tensor slot_rows(char* slot, int64_t rows) const { return Tensor::contiguous(call_.x.dtype, {rows, k()}, slot); }
   Tensor slot_scales(char* slot, int64_t rows) const {
-    if (!call_.options.x_scales) return {};
+    if (!is_given(call_.options.x_scales)) return {};
     return Tensor::contiguous(DType::f32, {rows}, slot + round_up(scales_offset(), 4));
   }
 
@@ -57,7 +57,7 @@ class Gather {
     char* const slot = call_.slot(exchange_.staging(d), exchange_.send_slot(d), call_.rank());
     copy_rows(call_.x.narrowed(0, first, rows), slot_rows(slot, rows));
     int64_t bytes = rows * k() * size_bytes(call_.x.dtype);
-    if (call_.options.x_scales) {
+    if (is_given(call_.options.x_scales)) {
       const ConstTensor from = call_.scales(first, rows);
       copy_elements(from.data, from.strides[0], slot_scales(slot, rows).data, 1, rows, 4);
       bytes += rows * 4;

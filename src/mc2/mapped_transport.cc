@@ -95,9 +95,10 @@ void MappedTransport::send(int to) {
   ring(to);
 }
 
-bool MappedTransport::arrived(int from) const {
+int64_t MappedTransport::arrived(int from) const {
   const Channel& channel = shared_.channel(from, rank());
-  return channel.sent.load(std::memory_order_acquire) != channel.released.load(std::memory_order_relaxed);
+  const uint32_t sent = channel.sent.load(std::memory_order_acquire);
+  return static_cast<uint32_t>(sent - channel.released.load(std::memory_order_relaxed));
 }
 
 void MappedTransport::release(int from) {

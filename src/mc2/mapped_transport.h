@@ -64,7 +64,7 @@ class MappedTransport : public Transport {
   int64_t staging_bytes() const override { return shared_.staging_bytes(); }
   int64_t in_flight(int to) const override;
   void send(int to) override;
-  bool arrived(int from) const override;
+  int64_t arrived(int from) const override;
   void release(int from) override;
   uint64_t address_for_others(const void* data) const override { return reinterpret_cast<uintptr_t>(data); }
   void* address_from_others(uint64_t address) const override { return reinterpret_cast<void*>(address); }

@@ -1,8 +1,11 @@
 // The public functions: each checks its call, plans it, runs it. A call that fails in any way ends the communicator.
 #include "opst/mc2.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
+#include "core/guarded.h"
 #include "matmul/call.h"
 #include "mc2/call.h"
 
@@ -95,7 +98,7 @@ void check_splits(ShapeCheck& check, Call& call) {
   const bool own_rows = call.op == Mc2Operator::matmul_all_to_all || call.op == Mc2Operator::all_gather_matmul;
   if (call.op == Mc2Operator::matmul_all_reduce) {
     check.require(o.rows.empty(), "rows are given, but every rank has all rows");
-    call.rows = given_split(std::span(&m, 1));
+    call.rows = equal_split(1, m);
     agree(check, "out dim 0 (rows)", out_rows, "x has m =", m);
   } else {
     call.rows = split_of(check, "rows", o.rows, ranks, own_rows ? equal_split(ranks, m) : divided(ranks, m));
@@ -124,6 +127,8 @@ void check_options(ShapeCheck& check, const Call& call) {
   check.require(sums(call.op) || !is_given(o.residual), "residual is given, but nothing is summed over ranks");
   check.require(call.op != Mc2Operator::all_to_all_matmul || !is_given(o.x_scales),
                 "x_scales is given, but a row comes from several ranks");
+  check.require(call.x.dtype == DType::i8 || !is_given(o.x_scales), "x_scales belong to an x of i8, but x is ",
+                to_string(call.x.dtype));
 }
 
 // What a row of a tile has at most, of what any rank sends another.
@@ -135,7 +140,8 @@ int64_t row_bytes_of(const Call& call) {
   } else if (call.op == Mc2Operator::all_to_all_matmul) {
     bytes = Size(call.inputs.most()) * x_bytes;
   } else if (call.op == Mc2Operator::all_gather_matmul) {
-    bytes = Size(call.x.shape[1]) * x_bytes + (call.options.x_scales ? 8 : 0);  // 8: its own, and up to 4 to align
+    bytes = Size(call.x.shape[1]) * x_bytes +
+            (is_given(call.options.x_scales) ? 8 : 0);  // 8: its own, and up to 4 to align
   } else {
     bytes = Size(call.product.n()) * 4;
   }
@@ -199,12 +205,11 @@ Status run(Call& call, ShapeCheck& check) {
   }
 }
 
-Status call_operator(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
-                     const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
-  if (!communicator.status().ok()) return communicator.status();
+Status checked_call(Mc2Operator op, Context& context, Communicator::Impl& communicator, const ConstTensor& x,
+                    const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
   Status status = checked(to_string(op), [&](ShapeCheck& check) -> Status {
     Call call{.context = context,
-              .communicator = communicator.impl(),
+              .communicator = communicator,
               .op = op,
               .x = x,
               .weight = weight,
@@ -213,7 +218,25 @@ Status call_operator(Mc2Operator op, Context& context, Communicator& communicato
               .product = TileProduct(context, weight, options)};
     return run(call, check);
   });
-  return status.ok() ? status : communicator.impl().poison(std::move(status));
+  return status.ok() ? status : communicator.poison(std::move(status));
+}
+
+Status call_operator(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
+                     const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
+  Communicator::Impl& own = communicator.impl();
+  const bool forked = own.process != getpid();
+  if (forked || own.busy.exchange(true, std::memory_order_acquire)) {
+    // No failure of the rank itself, whose other call goes on.
+    return guarded([&] {
+      return Status::invalid_argument(
+          text(to_string(op), ": the communicator of rank ", communicator.rank(),
+               forked ? " belongs to the process that forked this one" : " is in a call of another thread"));
+    });
+  }
+  Status status = own.status;
+  if (status.ok()) status = checked_call(op, context, own, x, weight, out, options);
+  own.busy.store(false, std::memory_order_release);
+  return status;
 }
 
 }  // namespace

@@ -34,6 +34,13 @@ struct Owned {
   Tensor tensor;
 };
 
+// A tensor without elements, as a rank without rows has them: of an empty std::vector, which is no memory.
+template <class T>
+T without_memory_if_empty(T tensor) {
+  if (tensor.num_elements() == 0) tensor.data = nullptr;
+  return tensor;
+}
+
 // [rows, columns], or its transposed storage: NaN everywhere.
 Owned owned(DType dtype, int64_t rows, int64_t columns, bool transposed = false) {
   Owned o{std::make_unique<GuardedBuffer>(std::max<int64_t>(1, rows * columns) * size_bytes(dtype)), {}};
@@ -163,16 +170,17 @@ class AllRanks {
   Status fused(int rank, Communicator& communicator) {
     const auto r = static_cast<size_t>(rank);
     Mc2Options options{.tile_rows = c_.tile_rows};
-    if (c_.bias) options.bias = bias_.tensor.selected(1, 0);
+    if (c_.bias) options.bias = without_memory_if_empty(bias_.tensor.selected(1, 0));
     if (c_.kind == Kind::int8 && c_.op != Mc2Operator::all_to_all_matmul) {
-      options.x_scales = scales_[r].tensor.selected(1, 0);
+      options.x_scales = without_memory_if_empty(scales_[r].tensor.selected(1, 0));
     }
-    if (c_.residual) options.residual = residual_of(rank);
+    if (c_.residual) options.residual = without_memory_if_empty(residual_of(rank));
     if (c_.op != Mc2Operator::matmul_all_reduce) options.rows = c_.rows;
-    if (c_.exchanged) options.exchanged = exchanged_[r].tensor;
+    if (c_.exchanged) options.exchanged = without_memory_if_empty(exchanged_[r].tensor);
     const Weights& weight = c_.op == Mc2Operator::matmul_all_to_all ? parts_ : whole_[c_.sums() ? r : 0];
-    return kFunctions[static_cast<int>(c_.op)](test::rank_context(rank), communicator, x_[r].tensor, weight.view(),
-                                               out_[r].tensor, options);
+    return kFunctions[static_cast<int>(c_.op)](test::rank_context(rank), communicator,
+                                               without_memory_if_empty(x_[r].tensor), weight.view(),
+                                               without_memory_if_empty(out_[r].tensor), options);
   }
 
   void expect_equal(int rank) const {
@@ -322,6 +330,27 @@ TEST_P(Operators, EqualTheirUnfusedFormsBitForBit) {
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, Operators, testing::Values(1, 2, 3, 4, 5, 7, 8));
 
+// A rank without rows has optional tensors without memory, which the others' have: one signature all the same.
+TEST(Mc2, RanksWithoutRowsGiveTheirOptions) {
+  Random random(test::seed());
+  for (int op = 0; op < 5; ++op) {
+    for (const bool direct : {false, true}) {
+      Case c = random_case(static_cast<Mc2Operator>(op), 3, 3, 2, random);
+      c.kind = Kind::int8, c.rows = {3, 0, 1}, c.bias = true, c.residual = c.sums(), c.direct = direct;
+      SCOPED_TRACE(c.text());
+      AllRanks run(c, random);
+      auto world = std::move(
+          Communicator::create_threads(3, {.timeout_seconds = 20, .staging_bytes = 1 << 16, .direct_stores = direct})
+              .value());
+      const auto statuses = test::on_threads(3, [&](int r) { return run.fused(r, world[static_cast<size_t>(r)]); });
+      for (int r = 0; r < 3; ++r) {
+        ASSERT_TRUE(statuses[static_cast<size_t>(r)].ok()) << statuses[static_cast<size_t>(r)].message();
+        run.expect_equal(r);
+      }
+    }
+  }
+}
+
 // The same bits whatever the timing: ranks begin late, in another order each time.
 TEST(Mc2, BitsDoNotDependOnTiming) {
   Random random(test::seed());
@@ -413,6 +442,8 @@ TEST(Mc2, RefusesWhatDisagrees) {
             "matmul_all_to_all: exchanged is given, but x is not exchanged");
   EXPECT_EQ(Sound().refusal(all_to_all_matmul, {.x_scales = s.x.tensor}),
             "all_to_all_matmul: x_scales is given, but a row comes from several ranks");
+  EXPECT_EQ(Sound().refusal(all_gather_matmul, {.x_scales = s.x.tensor.selected(1, 0)}),
+            "all_gather_matmul: x_scales belong to an x of i8, but x is f32");
 }
 
 TEST(Mc2, RefusesTensorsThatDisagree) {
@@ -443,6 +474,35 @@ TEST(Mc2, RefusesTensorsThatDisagree) {
             "all_gather_matmul: a row of a tile has 128 bytes, but a slot of staging_bytes = 0 has 0");
 }
 
+TEST(PackColumns, RefusesWhatIsNoWholeMatrix) {
+  Context& context = test::rank_context(0);
+  std::vector<float> values(64);
+  std::vector<int8_t> q(64);
+  const auto floats = [&](std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::f32, shape, values.data());
+  };
+  const auto ints = [&](std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(DType::i8, shape, q.data());
+  };
+  const auto message = [&](const auto& weight, int parts = 2) {
+    const auto packed = pack_columns(context, weight, parts);
+    EXPECT_EQ(packed.status().code(), StatusCode::invalid_argument);
+    return packed.status().message();
+  };
+  EXPECT_EQ(message(floats({8, 4}), 0), "pack_columns: parts is 0, but must be from 1 to 256");
+  EXPECT_EQ(message(floats({8, 4}), 257), "pack_columns: parts is 257, but must be from 1 to 256");
+  EXPECT_EQ(message(floats({8})), "pack_columns: weight has rank 1, but [n, k] has rank 2");
+  EXPECT_EQ(message(IntMatrix{ints({8, 4}), floats({1, 1})}),
+            "pack_columns: scales dim 0 (rows) is 1, but q set rows = 8");
+  EXPECT_EQ(message(IntMatrix{ints({8, 4}), floats({8, 1}), ints({8, 2})}),
+            "pack_columns: zeros dim 1 (groups) is 2, but scales set groups = 1");
+  ConstTensor far = floats({2, 4});
+  far.strides[0] = int64_t{1} << 62;
+  EXPECT_EQ(message(far).find("pack_columns: weight"), 0u);
+  EXPECT_EQ(message(QuantMatrix{QuantFormat::q8_0, 2, 32, values.data(), 40}),
+            "pack_columns: weight has 40 bytes, but q8_0 [2, 32] needs 68");
+}
+
 TEST(Mc2Plan, BoundsTilesBySlotAndRows) {
   const Mc2Plan by_rows = plan_mc2({.world_size = 2, .rows = 1000, .row_bytes = 100, .slot_bytes = 1 << 20});
   EXPECT_EQ(by_rows.tile_rows, 250);
@@ -459,6 +519,12 @@ TEST(Mc2Plan, BoundsTilesBySlotAndRows) {
 }
 
 TEST(Mc2Plan, IsDefinedForAnyNumbers) {
+  EXPECT_EQ(share_of(7, 3, 0), 3);
+  EXPECT_EQ(share_of(7, 3, 2), 2);
+  EXPECT_EQ(share_of(7, 0, 0), 0);
+  Mc2Plan none;
+  none.world_size = 0;
+  EXPECT_FALSE(to_string(none).empty());
   Random random(test::seed());
   const auto any = [&] { return random.pick<int64_t>({INT64_MIN, -1, 0, 1, 63, 64, 1000, 1 << 30, INT64_MAX}); };
   for (int i = 0; i < 10000; ++i) {

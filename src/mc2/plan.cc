@@ -21,7 +21,7 @@ const char* to_string(Mc2Operator op) {
                       "matmul_all_reduce"});
 }
 
-int64_t share_of(int64_t n, int parts, int index) { return n / parts + (index < n % parts ? 1 : 0); }
+int64_t share_of(int64_t n, int parts, int index) { return parts < 1 ? 0 : n / parts + (index < n % parts ? 1 : 0); }
 
 Mc2Plan plan_mc2(const Mc2Problem& problem) {
   Mc2Plan plan{.op = problem.op, .world_size = std::max(1, problem.world_size)};
@@ -44,7 +44,8 @@ std::string to_string(const Mc2Plan& plan, int rank) {
       text(to_string(plan.op), ": ", plan.world_size, " ranks, ", plan.tiles, " tiles of ", plan.tile_rows, " rows, ",
            plan.tile_bytes, " bytes; at most ", plan.staging_bytes, " bytes in flight to a rank\n");
   const auto ring = [&](int first) {
-    return joined(plan.world_size, [&](int i) { return std::to_string((rank + first + i) % plan.world_size); });
+    const int ranks = std::max(1, plan.world_size);
+    return joined(ranks, [&](int i) { return std::to_string((rank + first + i) % ranks); });
   };
   switch (plan.op) {
     case Mc2Operator::matmul_all_to_all:

@@ -21,15 +21,10 @@ class Reduce {
   explicit Reduce(Call& call) : call_(call), exchange_(call.communicator, call.name()) {
     all_ = call.op == Mc2Operator::matmul_all_reduce;
     all_tiles_ = call.tiles(call.out.shape[0]);
-    streams_.resize(static_cast<size_t>(call.ranks()));
     for (int peer = 0; peer < call.ranks(); ++peer) {
       const bool results = all_ && peer != call.rank();
       exchange_.expect(peer, tiles_of(peer) + (results ? tiles_of(call.rank()) : 0),
                        tiles_of(call.rank()) + (results ? tiles_of(peer) : 0));
-    }
-    if (call.options.bias) {
-      for (int64_t j = 0; j < call.out.shape[1]; ++j)
-        bias_.push_back(value(call.options.bias, j * call.options.bias.strides[0]));
     }
   }
 
@@ -107,14 +102,14 @@ class Reduce {
   Status sum_tile() {
     const int64_t i = summed_, rows = num_rows(call_.rank(), i), n = call_.out.shape[1];
     const int64_t first = all_ ? first_row(call_.rank(), i) : i * call_.plan.tile_rows;
-    std::vector<float*> partials;
-    for (int s = 0; s < call_.ranks(); ++s) {
-      partials.push_back(reinterpret_cast<float*>(call_.slot(exchange_.own_staging(), exchange_.receive_slot(s), s)));
-    }
+    const auto partial = [&](int s) {
+      return reinterpret_cast<float*>(call_.slot(exchange_.own_staging(), exchange_.receive_slot(s), s));
+    };
     call_.context.impl().pool.for_each(rows, rows_per_task(n), [&](int64_t row, int) {
-      float* const sum = partials[0] + row * n;
-      for (size_t s = 1; s < partials.size(); ++s) {
-        for (int64_t j = 0; j < n; ++j) sum[j] += partials[s][row * n + j];
+      float* const sum = partial(0) + row * n;
+      for (int s = 1; s < call_.ranks(); ++s) {
+        const float* const more = partial(s) + row * n;
+        for (int64_t j = 0; j < n; ++j) sum[j] += more[j];
       }
       finish_row(sum, first + row);
     });
@@ -129,9 +124,9 @@ class Reduce {
   // A row of out from its sums.
   void finish_row(float* sum, int64_t row) const {
     const Tensor& out = call_.out;
-    const ConstTensor& residual = call_.options.residual;
-    for (size_t j = 0; j < bias_.size(); ++j) sum[j] += bias_[j];
+    const ConstTensor &bias = call_.options.bias, &residual = call_.options.residual;
     for (int64_t j = 0; j < out.shape[1]; ++j) {
+      if (bias) sum[j] += value(bias, j * bias.strides[0]);
       if (residual) sum[j] += value(residual, row * residual.strides[0] + j * residual.strides[1]);
       store_element(out, row * out.strides[0] + j * out.strides[1], sum[j]);
     }
@@ -172,8 +167,7 @@ class Reduce {
   Exchange exchange_;
   bool all_ = false;
   int64_t all_tiles_ = 0, summed_ = 0;
-  std::vector<Stream> streams_;
-  std::vector<float> bias_;
+  std::array<Stream, kMaxRanks> streams_ = {};
 };
 
 }  // namespace

@@ -19,9 +19,7 @@ class Scatter {
     for (int peer = 0; peer < call.ranks(); ++peer) {
       if (peer != call.rank()) exchange_.expect(peer, own_tiles_, call.tiles(call.rows.size(peer)));
     }
-    std::vector<int64_t> columns;
-    for (int d = 0; d < call.ranks(); ++d) columns.push_back(call.product.n(d));
-    columns_ = given_split(columns);
+    for (int d = 0; d < call.ranks(); ++d) columns_.add(call.product.n(d));
   }
 
   Status run() {

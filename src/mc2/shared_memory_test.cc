@@ -7,11 +7,13 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <set>
 #include <string>
 
 #include "core/sanitizers.h"
 #include "core/text.h"
+#include "mc2/exchange.h"
 #include "mc2/test_ranks.h"
 
 namespace opst {
@@ -180,6 +182,25 @@ TEST(Faults, AStoppedProcessIsATimeout) {
   EXPECT_TRUE(contains(line, "matmul_all_to_all: rank 0 waits for rank 1 to begin call 0, without progress for "))
       << line;
 }
+
+// A forked child has copies of its parent's communicators: their end is not the rank's, and they make no calls.
+TEST(Faults, AForkedCopyIsNotTheRank) {
+  const RankMemory memory = memory_of(2);
+  auto first = std::make_unique<Communicator>(std::move(Communicator::join(memory.ticket(), 0).value()));
+  const Communicator second = std::move(Communicator::join(memory.ticket(), 1).value());
+  const Processes child(1, [&](int) {
+    const Tensor nothing = Tensor::contiguous(DType::f32, {0, 0}, nullptr);
+    const Status status =
+        all_gather_matmul(test::rank_context(0), *first, nothing, std::span<const PackedWeight>(), nothing);
+    first.reset();
+    return status.message();
+  });
+  EXPECT_EQ(child.line(0), "all_gather_matmul: the communicator of rank 0 belongs to the process that forked this one");
+  EXPECT_EQ(second.impl().transport->state(0), mc2::PeerState::sound);
+  first.reset();
+  EXPECT_EQ(second.impl().transport->state(0), mc2::PeerState::gone);
+}
+
 TEST(RankMemory, TicketsAndRanksAreChecked) {
   const RankMemory memory = memory_of(2);
   const auto refusal = [&](const std::string& ticket, int rank) { return Communicator::join(ticket, rank).status(); };

@@ -5,7 +5,7 @@
 // sender stored into the receiver's own tensor (direct). Messages of a pair arrive in order.
 //
 //   if (transport.in_flight(to) < kSlots) { fill the slot in transport.staging(to); transport.send(to); }
-//   if (transport.arrived(from)) { read the slot in transport.staging(transport.rank()); transport.release(from); }
+//   if (transport.arrived(from) > 0) { read the slot in transport.staging(transport.rank()); transport.release(from); }
 //   transport.sleep(seen);                         // until anything above may have changed
 //
 // Nothing here blocks but sleep(), and nothing allocates.
@@ -46,7 +46,7 @@ class Transport {
   virtual int64_t staging_bytes() const = 0;
   virtual int64_t in_flight(int to) const = 0;  // messages sent and not released
   virtual void send(int to) = 0;
-  virtual bool arrived(int from) const = 0;
+  virtual int64_t arrived(int from) const = 0;  // messages sent to this rank and not released
   virtual void release(int from) = 0;
 
   // Memory of this rank as others are told of it; 0: they cannot reach it. And what they make of it.

@@ -379,11 +379,15 @@ class Operands {
     for (int i = rank - 1; i >= 0; --i) {
       o.view.strides[order[i]] = stride;
       if (__builtin_mul_overflow(stride, std::max<int64_t>(o.view.shape[order[i]], 1), &stride)) stride = 1;
-      if (kind == 1) stride += choose_.integer(0, 3);
+      if (kind == 1 && __builtin_add_overflow(stride, choose_.integer(0, 3), &stride)) stride = 1;
     }
     if (rank == 0) return;
     if (kind == 3) o.view.strides[choose_.integer(0, rank - 1)] = 0;
-    if (kind == 4) o.view.strides[choose_.integer(0, rank - 1)] *= choose_.pick({2, -1, 3});
+    if (kind == 4) {
+      const int times = choose_.pick({2, -1, 3});
+      int64_t& chosen = o.view.strides[choose_.integer(0, rank - 1)];
+      if (__builtin_mul_overflow(chosen, times, &chosen)) chosen = 1;
+    }
     if (kind == 5 && choose_.rarely(4)) {
       o.view.strides[choose_.integer(0, rank - 1)] =
           choose_.pick<int64_t>({1, 2, std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min(), -7});

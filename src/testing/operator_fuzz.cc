@@ -13,6 +13,7 @@
 #include "opst/quant.h"
 #include "opst/rowwise.h"
 #include "testing/attention_fuzz.h"
+#include "testing/mc2_fuzz.h"
 
 namespace opst::test {
 namespace {
@@ -474,7 +475,7 @@ FuzzedCall draw_call(Choices& c, Operands& t) {
     case 10:
       return draw_indexer(c, t);
     case 11:
-      return draw_moe(c, t);
+      return c.rarely(3) ? draw_mc2(c, t) : draw_moe(c, t);
     default:
       return draw_cache(c, t);
   }
