@@ -96,10 +96,11 @@ struct TensorLayer {
   }
 };
 
-// Of all elements together: rounding of rows between is relative to the largest of them.
+// Of all elements together: rounding of rows between is relative to the largest of them, and where sums cancel to the
+// size of their terms.
 void expect_all_near(const Doubles& got, const Doubles& expected, double tolerance, const std::string& about) {
   ASSERT_EQ(got.size(), expected.size()) << about;
-  double largest = 1e-3;
+  double largest = 0.1;
   for (double v : expected) largest = std::max(largest, std::abs(v));
   for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], expected[i], tolerance * largest) << about << ", " << i;
 }
