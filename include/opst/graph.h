@@ -46,7 +46,6 @@
 
 #include "opst/attention.h"
 #include "opst/context.h"
-#include "opst/grouped_matmul.h"
 #include "opst/kv_cache.h"
 #include "opst/matmul.h"
 #include "opst/moe.h"

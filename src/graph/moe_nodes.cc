@@ -1,47 +1,22 @@
 // The node of a mixture's experts.
 #include "graph/new_node.h"
+#include "opst/moe_layer.h"
 
 namespace opst {
 
 namespace {
 
-// Outputs of the node: its result, and what its steps leave to one another. These have no reader behind the node, so
-// that other nodes' results lie where they were.
-enum Output : int { kOut, kIds, kWeights, kRowOfSlot, kSlotOfRow, kCounts, kExpanded, kHidden, kDown };
-
-// The rows of all slots, [tokens, top_k, ..] as [tokens * top_k, ..].
-Tensor by_slots(const Tensor& t) {
-  const int64_t slots = t.shape[0] * t.shape[1];
-  return t.rank == 2 ? Tensor::contiguous(t.dtype, {slots}, t.data)
-                     : Tensor::contiguous(t.dtype, {slots, t.shape[2]}, t.data);
-}
-
 struct MoeLayerCall {
-  int64_t num_experts = 0;
-  MoeGatingOptions gating;
-  ActivationType activations;
+  MoeLayerOptions options;
   int8_t residual = -1;  // of the inputs; -1: none
 
   Status operator()(Context& context, const NodeTensors& t) const {
-    const Tensor &x = t.input(0), &ids = t.output(kIds), &weights = t.output(kWeights), &rows = t.output(kRowOfSlot);
-    const Tensor slots = by_slots(t.output(kSlotOfRow)), expanded = by_slots(t.output(kExpanded)),
-                 hidden = by_slots(t.output(kHidden)), down = by_slots(t.output(kDown));
-    const GroupList groups = {t.output(kCounts), GroupListType::counts};
-    Status status = moe_gating(context, {.logits = t.input(1)}, {.topk_ids = ids, .topk_weights = weights}, gating);
-    if (status.ok()) {
-      status = moe_routing(context, ids, num_experts,
-                           {.row_of_slot = rows, .slot_of_row = slots, .expert_tokens = t.output(kCounts)});
-    }
-    if (status.ok()) status = moe_permute(context, x, slots, ids.shape[1], expanded);
-    if (status.ok()) {
-      status = grouped_matmul(context, expanded, t.weight(2), groups, hidden,
-                              {.activation = Activation::swiglu, .activations = activations});
-    }
-    if (status.ok()) status = grouped_matmul(context, hidden, t.weight(3), groups, down, {.activations = activations});
-    if (!status.ok()) return status;
-    return moe_finalize(context,
-                        {.expanded = down, .row_of_slot = rows, .topk_weights = weights, .skip1 = t.input(residual)},
-                        t.output(kOut));
+    return moe_layer_forward(context,
+                             {.x = t.input(0),
+                              .logits = t.input(1),
+                              .experts = {.gate_up = t.weight(2), .down = t.weight(3)},
+                              .residual = t.input(residual)},
+                             {.out = t.output(0)}, options);
   }
 };
 
@@ -71,19 +46,10 @@ Value Graph::moe_layer(std::string name, const MoeLayer& layer, const MoeLayerNo
                        ", but must be 2 * ffn_size = ", 2 * ffn_size);
     node.check.require(top_k >= 1 && top_k <= experts, "top_k is ", top_k, ", must be 1 to num_experts = ", experts);
     if (!node.check.ok()) return;
-    const Dim tokens = node.dim("tokens");
-    const Shape slots = {tokens, top_k}, wide = {tokens, top_k, node.dim("width")};
-    node.result(DType::f32, {tokens, node.dim("width")});
-    node.result(DType::i64, slots, ".ids");
-    node.result(DType::f32, slots, ".weights");
-    node.result(DType::i64, slots, ".row_of_slot");
-    node.result(DType::i64, slots, ".slot_of_row");
-    node.result(DType::i64, {experts}, ".counts");
-    node.result(DType::f32, wide, ".expanded");
-    node.result(DType::f32, {tokens, top_k, ffn_size}, ".hidden");
-    node.result(DType::f32, wide, ".down");
-    const auto call =
-        std::make_shared<MoeLayerCall>(MoeLayerCall{experts, options.gating, options.activations, residual});
+    node.result(DType::f32, {node.dim("tokens"), node.dim("width")});
+    if (residual >= 0) node.in_place = {{residual, 0}};
+    const auto call = std::make_shared<MoeLayerCall>(
+        MoeLayerCall{{.top_k = top_k, .gating = options.gating, .activations = options.activations}, residual});
     node.run = [call](Context& context, const NodeTensors& t) { return (*call)(context, t); };
     node.also_costs = [top_k](const NodeTensors& t) -> NodeCost {
       const int64_t rows = t.input(0).shape[0] * top_k;
