@@ -136,8 +136,7 @@ class InPlaceSource {
     tile::with_rows<kMaxGroup>(rows < kMaxGroup ? rows : kMaxGroup, visit);
   }
 
-  // Fetches memory that is read later, a share of it at each row of the tile. To L2: lines fetched to L1 wait for its few
-  // fill buffers, and so do loads (Zen 4, plain sums of rows: 14 GB/s by way of L1, 20 by L2).
+  // Fetches memory that is read later, a share of it at each row of the tile.
   class Fetching {
    public:
     OPST_INLINE Fetching(const RowsToFetch& what, int64_t tile_rows) : row_(what.rows), bytes_(what.bytes) {

@@ -55,7 +55,7 @@ OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_s
   const char* next = block.next;
   int64_t k = 0;
   for (; k + 4 <= block.fours; k += 4, next += 64) {
-    __builtin_prefetch(next, 0, 2);
+    simd::fetch_into_l2(next);
     step(k);
     step(k + 1);
     step(k + 2);

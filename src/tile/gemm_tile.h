@@ -14,8 +14,7 @@
 //            C: MR * NV accumulators                                                             registers
 //            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to kStreamRows, bound by the
 //            stream of B) the lines at the same offsets of `ahead`, the piece of the stream that is read next but one
-//            or two: the caller knows its address, while the hardware's prefetchers stop at the end of a page. These go
-//            to L2: on their way to L1 lines would wait for its few fill buffers, and so would loads
+//            or two, into L2: the caller knows its address, while the hardware's prefetchers stop at the end of a page
 // Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A. C is the first
 //            summand, so that splitting the depth over several calls adds in the same order
 //
