@@ -120,7 +120,8 @@ TEST(AttentionBackwardLists, RowsOfAnEmptyListHaveNoGradient) {
     d.sinks = sinks;
     DrawnCall call(d, random);
     std::vector<int32_t> lists(5 * 3, -1);
-    for (const size_t i : {1, 3}) lists[i * 3] = 2, lists[i * 3 + 1] = 7;  // queries 0, 2 and 4 read nothing
+    for (const size_t i : {size_t{1}, size_t{3}})
+      lists[i * 3] = 2, lists[i * 3 + 1] = 7;  // queries 0, 2 and 4 read nothing
     call.inputs.sparse_indices = {ConstTensor::contiguous(DType::i32, {1, 5, 1, 3}, lists.data()), 4};
     BackwardCallData data(call, {}, random);
     for (const int64_t i : {0, 2, 4}) fill(data.grad_out().narrowed(2, i, 1), Fill::nan, random);
