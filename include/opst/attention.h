@@ -245,9 +245,9 @@ struct AttentionProblem {
   // Scales of a row of integers, 0 where there are none.
   int64_t key_groups = 0, value_groups = 0;
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
-  // Bytes of a token's rows of all KV heads, of keys or of values, whichever are fewer, where they lie in one stretch
-  // (norm pages, [batch, seq, heads, dim]); 0 where rows of other tokens lie between them.
-  int64_t token_rows_kv = 0;
+  // A token's rows of all KV heads lie in one stretch, of keys and of values (norm pages, [batch, seq, heads, dim]): no
+  // rows of other tokens between them.
+  bool heads_side_by_side_kv = false;
   AttentionOptions options = {};
   // Varlen: the longest sequences count as query_len and kv_len above.
   bool varlen_q = false, varlen_k = false;

@@ -246,19 +246,16 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
 
 namespace {
 
-// Of keys or values: AttentionProblem::token_rows_kv. Gaps between heads may be as long as their rows (keys and values of
-// a head side by side), since all of the stretch is fetched.
-int64_t token_rows(const ConstTensor& t, bool paged, bool varlen, PageLayout layout) {
-  if (paged && layout != PageLayout::norm) return 0;
+// Of keys or values: AttentionProblem::heads_side_by_side_kv. Gaps between heads may be as long as their rows (keys and
+// values of a head side by side), since all of the stretch is fetched.
+bool heads_side_by_side(const ConstTensor& t, bool paged, bool varlen, PageLayout layout) {
+  if (paged && layout != PageLayout::norm) return false;
   int heads_dim = 1, rows_dim = 2;
   if (paged) heads_dim = page_format(layout, t.dtype, PageSide::value).heads_dim, rows_dim = 3 - heads_dim;
   const ConstTensor rows = paged ? t : uniform_shape(t, varlen);
   const int64_t head_stride = rows.strides[heads_dim];
-  const Size bytes = Size(std::max<int64_t>(head_stride, 0)) * rows.shape[heads_dim] * size_bytes(t.dtype);
-  const bool side_by_side =
-      head_stride <= 2 * rows.shape[3] &&
-      bytes.value() <= (Size(std::max<int64_t>(rows.strides[rows_dim], 0)) * size_bytes(t.dtype)).value();
-  return side_by_side ? bytes.value() : 0;
+  const int64_t stretch = (Size(std::max<int64_t>(head_stride, 0)) * rows.shape[heads_dim]).value();
+  return stretch > 0 && head_stride <= 2 * rows.shape[3] && stretch <= rows.strides[rows_dim];
 }
 
 // What shapes, strides, options and the presence of tensors say of a call; the longest sequences come later.
@@ -279,8 +276,8 @@ AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& i
           .key_groups = check["key_groups"],
           .value_groups = check["value_groups"],
           .unit_stride_kv = unit_stride(in.key) && unit_stride(in.value),
-          .token_rows_kv = std::min(token_rows(in.key, paged, varlen_k, options.page_layout),
-                                    token_rows(in.value, paged, varlen_k, options.page_layout)),
+          .heads_side_by_side_kv = heads_side_by_side(in.key, paged, varlen_k, options.page_layout) &&
+                                   heads_side_by_side(in.value, paged, varlen_k, options.page_layout),
           .options = options,
           .varlen_q = varlen_q,
           .varlen_k = varlen_k,

@@ -101,8 +101,9 @@ int64_t choose_block_kv(const AttentionProblem& p, const Machine& m, const Geome
 // In place a tile is what is fetched ahead: 64 keys of each kind, or half as many where a token's rows of the heads that a
 // task may attend are large, wherever they lie.
 int64_t keys_in_place(const AttentionProblem& p, const AttentionPlan& plan, const Geometry& g) {
-  const int64_t row_bytes = attention::row_bytes(p, std::max(p.head_dim, p.value_head_dim));
-  const bool large = attention::may_take_turns(p, plan) && row_bytes * attention::most_in_turn(p) >= kLargeTokenBytes;
+  const int64_t token_bytes =
+      attention::row_bytes(p, std::max(p.head_dim, p.value_head_dim)) * attention::most_in_turn(p);
+  const bool large = attention::may_take_turns(p, plan) && token_bytes >= kLargeTokenBytes;
   const int64_t most = large ? 32 : 64, read = std::max<int64_t>(attention::keys_read(p), 1);
   return std::min(most, round_up(read, g.panel));
 }
@@ -158,7 +159,7 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
 // their tiles in a quarter of L2 (the next ones are fetched meanwhile), and than leave tasks enough. No bit depends on it,
 // so batch may count.
 int64_t choose_heads_in_turn(const AttentionProblem& p, const Machine& m, const AttentionPlan& plan) {
-  if (!attention::may_take_turns(p, plan) || p.copies_keys || p.token_rows_kv <= 0) return 1;
+  if (!attention::may_take_turns(p, plan) || p.copies_keys || !p.heads_side_by_side_kv) return 1;
   const Size tile =
       Size(attention::row_bytes(p, p.head_dim) + attention::row_bytes(p, p.value_head_dim)) * plan.block_kv;
   int64_t heads = attention::most_in_turn(p);

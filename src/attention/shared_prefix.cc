@@ -42,7 +42,7 @@ AttentionProblem prefix_problem(const AttentionProblem& problem) {
   p.query_len = problem.shared_prefix.queries;
   p.kv_len = problem.shared_prefix.keys;
   p.shared_prefix = {};
-  p.token_rows_kv = 0;  // head after head
+  p.heads_side_by_side_kv = false;  // head after head
   p.varlen_q = p.has_tree_mask = false;
   p.options.causal = false;
   p.options.window_left = p.options.window_right = kUnbounded;

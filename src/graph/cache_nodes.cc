@@ -95,9 +95,6 @@ void plan_as(NewNode& node, const AttentionOptions& options, Dim kv_len, const C
   const auto problem = [=](const NodeTensors& t) -> AttentionProblem {
     const Tensor& query = t.input(0);
     const int64_t batch = paged ? t.input(table).shape[0] : 1;
-    const int64_t head_dim = query.shape[2], value_head_dim = t.output(0).shape[2];
-    const bool side_by_side = !paged || options.page_layout == PageLayout::norm;  // a token's rows of all heads
-    const int64_t token_numbers = side_by_side ? t.size(kv_heads) * std::min(head_dim, value_head_dim) : 0;
     return {.query_dtype = query.dtype,
             .kv_dtype = t.input(1).dtype,
             .batch = batch,
@@ -105,13 +102,13 @@ void plan_as(NewNode& node, const AttentionOptions& options, Dim kv_len, const C
             .num_kv_heads = t.size(kv_heads),
             .query_len = batch > 0 ? ceil_div(query.shape[0], batch) : 0,
             .kv_len = t.size(kv_len),
-            .head_dim = head_dim,
-            .value_head_dim = value_head_dim,
+            .head_dim = query.shape[2],
+            .value_head_dim = t.output(0).shape[2],
             .paged = paged,
             .block_size = t.size(block_size),
             .key_groups = key_groups,
             .value_groups = value_groups,
-            .token_rows_kv = token_numbers * size_bytes(t.input(1).dtype),
+            .heads_side_by_side_kv = !paged || options.page_layout == PageLayout::norm,
             .options = options,
             .varlen_q = varlen_q};
   };

@@ -170,7 +170,7 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
   }
   p.head_dim = a.head_dim;
   p.value_head_dim = a.value_head_dim > 0 ? a.value_head_dim : a.head_dim;
-  if (p.varlen_k) p.token_rows_kv = token_rows(p);
+  p.heads_side_by_side_kv = p.varlen_k;  // [tokens, heads, dim]; of pages set_pages tells
   if (paged && p.query_dtype == DType::f64) {
     usage_error("keys and values in pages (--pages, --kv-dtype) do not go with --dtype f64, which no cache holds");
   }
@@ -252,7 +252,7 @@ std::vector<AttentionSetup> AttentionSetup::baseline() const {
     std::vector<AttentionSetup> parts;
     plain.problem.varlen_q = plain.problem.varlen_k = false;  // in pages, where they were
     plain.problem.batch = 1;
-    if (!plain.problem.paged) plain.problem.token_rows_kv = 0;  // head after head
+    if (!plain.problem.paged) plain.problem.heads_side_by_side_kv = false;  // head after head
     plain.sequences.clear();
     for (const Sequence& s : sequences) {
       plain.problem.query_len = s.query_len, plain.problem.kv_len = s.kv_len;

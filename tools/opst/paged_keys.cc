@@ -35,16 +35,11 @@ void set_pages(const std::string& layout, const std::string& kv_format_name, Att
   p.key_groups = format.key_groups;
   p.value_groups = format.value_groups;
   p.options.page_layout = layout == "panel32" ? PageLayout::panel32 : PageLayout::norm;
-  if (p.options.page_layout == PageLayout::norm) p.token_rows_kv = token_rows(p);
+  p.heads_side_by_side_kv = p.options.page_layout == PageLayout::norm;
   for (const int64_t dim : {p.head_dim, p.value_head_dim}) {
     const Status status = supports(p.options.page_layout, p.kv_dtype, p.block_size, dim);
     if (!status.ok()) usage_error("--pages, --kv-dtype: " + status.message());
   }
-}
-
-int64_t token_rows(const AttentionProblem& p) {
-  const int64_t numbers = p.num_kv_heads * std::min(p.head_dim, p.value_head_dim);
-  return p.kv_dtype == DType::u8 ? numbers / 2 : numbers * size_bytes(p.kv_dtype);
 }
 
 BlockTable::BlockTable(const AttentionProblem& p, std::vector<int64_t> of_sequences)

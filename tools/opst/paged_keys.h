@@ -18,9 +18,6 @@ bool is_byte_format(const std::string& name);
 // the layout cannot hold them.
 void set_pages(const std::string& layout, const std::string& kv_format, AttentionProblem& problem);
 
-// AttentionProblem::token_rows_kv of norm pages, and of dense keys [tokens, heads, dim].
-int64_t token_rows(const AttentionProblem& problem);
-
 // Says that all sequences hold their first `keys` keys in the same pages, for a problem that set_pages() has seen; a
 // CommandError where that does not go with --batch or --seq.
 void share_prefix(int64_t keys, AttentionProblem& problem);

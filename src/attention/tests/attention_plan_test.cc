@@ -28,7 +28,7 @@ AttentionProblem draw_problem(Random& random) {
   p.value_head_dim = random.integer(1, 768);
   p.paged = random.chance(0.3);
   p.unit_stride_kv = random.chance(0.8);
-  if (random.chance(0.5)) p.token_rows_kv = p.num_kv_heads * p.head_dim * size_bytes(p.kv_dtype);
+  p.heads_side_by_side_kv = random.chance(0.5);
   p.options.causal = random.chance(0.5);
   p.options.path = random.pick({AttentionPath::automatic, AttentionPath::flash, AttentionPath::standard});
   if (random.chance(0.3)) p.options.block_q = size(random, 4096);
@@ -128,12 +128,12 @@ TEST(AttentionPlan, InvariantsHoldForRandomProblemsAndMachines) {
     EXPECT_EQ(plan.num_tasks, heads / plan.heads_in_turn * ceil_div(rows, plan.block_q) * plan.kv_splits);
     if (plan.heads_in_turn > 1) {
       EXPECT_EQ(plan.kv_access, KvAccess::in_place);
-      EXPECT_GT(p.token_rows_kv, 0);
+      EXPECT_TRUE(p.heads_side_by_side_kv);
       EXPECT_EQ(p.num_kv_heads % plan.heads_in_turn, 0);
       EXPECT_GE(plan.num_tasks, 16);
       // All that bits depend on is as where heads lie apart.
       AttentionProblem apart = p;
-      apart.token_rows_kv = 0;
+      apart.heads_side_by_side_kv = false;
       AttentionPlan other = plan_attention(apart, m);
       EXPECT_EQ(other.heads_in_turn, 1);
       other.heads_in_turn = plan.heads_in_turn, other.num_tasks /= plan.heads_in_turn;
@@ -210,7 +210,7 @@ TEST(AttentionPlan, HeadsTakeTurnsWhereTheRowsOfATokenAreNeighbours) {
     AttentionProblem p;
     p.num_heads = 32, p.num_kv_heads = 8, p.query_len = 1, p.kv_len = 32768, p.head_dim = p.value_head_dim = 128;
     EXPECT_EQ(plan_attention(p, m).heads_in_turn, 1) << to_string(isa);
-    p.token_rows_kv = 8 * 128 * 4;
+    p.heads_side_by_side_kv = true;
     const AttentionPlan plan = plan_attention(p, m);
     EXPECT_EQ(plan.heads_in_turn, 8) << to_string(isa);
     EXPECT_EQ(plan.kv_splits, 16);
@@ -268,7 +268,7 @@ TEST(AttentionPlan, RowsOfLatentKeysAreOneBlock) {
 // What is fetched of a token is the stretch from its first head to its last: gaps are no longer than rows.
 TEST(AttentionPlan, TokensRowsLieInOneStretch) {
   std::vector<float> memory(2 * 5 * 4 * 64);
-  const auto bytes = [&](int64_t head_stride, int64_t row_stride) {
+  const auto side_by_side = [&](int64_t head_stride, int64_t row_stride) {
     AttentionInputs in;
     in.query = ConstTensor::contiguous(DType::f32, {2, 4, 1, 8}, memory.data());
     ConstTensor rows = ConstTensor::contiguous(DType::f32, {2, 4, 5, 8}, memory.data());
@@ -276,15 +276,15 @@ TEST(AttentionPlan, TokensRowsLieInOneStretch) {
     in.key = in.value = rows;
     const Result<AttentionProblem> problem = attention_problem(in, {});
     EXPECT_TRUE(problem.ok()) << problem.status().message();
-    return problem.ok() ? problem.value().token_rows_kv : -1;
+    return problem.ok() && problem.value().heads_side_by_side_kv;
   };
-  EXPECT_EQ(bytes(8, 32), 4 * 8 * 4);
-  EXPECT_EQ(bytes(8, 64), 4 * 8 * 4);
-  EXPECT_EQ(bytes(16, 64), 4 * 16 * 4);  // a head's keys and values side by side
-  EXPECT_EQ(bytes(17, 4 * 17), 0);       // long gaps
-  EXPECT_EQ(bytes(16, 64 - 1), 0);       // the next token begins among the heads
-  EXPECT_EQ(bytes(5 * 8, 8), 0);
-  EXPECT_EQ(bytes(0, 8), 0);
+  EXPECT_TRUE(side_by_side(8, 32));
+  EXPECT_TRUE(side_by_side(8, 64));
+  EXPECT_TRUE(side_by_side(16, 64));       // a head's keys and values side by side
+  EXPECT_FALSE(side_by_side(17, 4 * 17));  // long gaps
+  EXPECT_FALSE(side_by_side(16, 64 - 1));  // the next token begins among the heads
+  EXPECT_FALSE(side_by_side(5 * 8, 8));
+  EXPECT_FALSE(side_by_side(0, 8));
 }
 
 // A window is split as a sequence of its length would be, wherever its keys lie.
