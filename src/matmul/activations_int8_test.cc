@@ -29,12 +29,11 @@ using test::Fill;
 using test::Guard;
 using test::GuardedBuffer;
 using test::kQuantFormats;
+using test::one_context;
 using test::Random;
 using test::TestContext;
 
 constexpr MatmulOptions kInt8{.activations = ActivationType::int8};
-
-Context& one_context() { return contexts_with_threads(1).back().context; }
 
 bool has_integers(QuantFormat format) { return block_values(format) > 1; }
 

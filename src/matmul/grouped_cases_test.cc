@@ -13,10 +13,9 @@ using test::DrawnList;
 using test::Fill;
 using test::Guard;
 using test::Matrix;
+using test::one_context;
 using test::Random;
 using test::TestContext;
-
-Context& one_context() { return contexts_with_threads(1).back().context; }
 
 Tensor stack_of(const Matrix& matrix, int64_t count) {
   const Tensor& t = matrix.tensor;

@@ -16,10 +16,9 @@ using test::Experts;
 using test::Fill;
 using test::Guard;
 using test::Matrix;
+using test::one_context;
 using test::Random;
 using test::TestContext;
-
-Context& one_context() { return contexts_with_threads(1).back().context; }
 
 // The tensors of a grouped call, with every option by chance.
 struct Call {

@@ -16,10 +16,9 @@ using test::Fill;
 using test::Guard;
 using test::IntExperts;
 using test::Matrix;
+using test::one_context;
 using test::Random;
 using test::TestContext;
-
-Context& one_context() { return contexts_with_threads(1).back().context; }
 
 // ---- SwiGLU and quantisation in the epilogue
 

@@ -33,14 +33,13 @@ using test::Form;
 using test::Guard;
 using test::GuardedBuffer;
 using test::kQuantFormats;
+using test::one_context;
 using test::Random;
 using test::Shape;
 using test::TestContext;
 
 // k, rounded up to whole blocks.
 int64_t inputs(QuantFormat format, int64_t k) { return round_up(k, block_values(format)); }
-
-Context& one_context() { return contexts_with_threads(1).back().context; }
 
 // A quantised weight in its three forms.
 struct Weight {

@@ -25,13 +25,12 @@ using test::Fill;
 using test::Guard;
 using test::integers;
 using test::Matrix;
+using test::one_context;
 using test::put_i8;
 using test::Random;
 using test::Shape;
 using test::TestContext;
 using Weight = test::IntWeight;
-
-Context& one_context() { return contexts_with_threads(1).back().context; }
 
 float element(const ConstTensor& tensor, int64_t i, int64_t j) {
   const int64_t at = i * tensor.strides[0] + j * tensor.strides[1];

@@ -23,13 +23,12 @@ using test::contexts_with_threads;
 using test::Fill;
 using test::Guard;
 using test::GuardedBuffer;
+using test::one_context;
 using test::Random;
 using test::TestContext;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-Context& one_context() { return contexts_with_threads(1).back().context; }
 
 bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 

@@ -29,4 +29,7 @@ const std::vector<TestContext>& contexts();
 // One per level (and bf16 product), with the given number of threads and real caches.
 const std::vector<TestContext>& contexts_with_threads(int num_threads);
 
+// The one of this machine's level, with one thread.
+inline Context& one_context() { return contexts_with_threads(1).back().context; }
+
 }  // namespace opst::test
