@@ -20,7 +20,7 @@ FUNCTION_LINES = 80
 # Lines of each room, headers in include/opst among them. A room may grow by what a new family of operators needs: whoever
 # raises a bound says in the commit what the lines buy, and why the room's furniture did not hold it already.
 ROOM_LINES = {
-    "attention": 10790,
+    "attention": 10960,
     "core": 1350,
     "graph": 2080,
     "kv_cache": 2000,
@@ -31,7 +31,7 @@ ROOM_LINES = {
     "moe": 2950,
     "quant": 1000,
     "rowwise": 1250,
-    "simd": 1500,
+    "simd": 1510,
     "tile": 625,
 }
 # The examples in src/extending: how their files begin, and what each costs its author, without its tests.

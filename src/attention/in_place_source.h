@@ -23,6 +23,7 @@
 
 #include <type_traits>
 
+#include "attention/few_rows.h"
 #include "attention/online_softmax.h"
 #include "simd/float8.h"
 #include "tile/pack.h"
@@ -36,8 +37,6 @@ class InPlaceSource {
   using V = typename P::V;
   using S = typename V::Scalar;
   static constexpr int kLanes = V::kLanes;
-  // Rows that share one read of a key.
-  static constexpr int kMaxGroup = kLanes >= 16 ? 8 : kLanes >= 8 ? 4 : kLanes >= 4 ? 2 : 1;
   // Vectors of O per row held in registers: of few rows more, or each sum would wait for the one before.
   static constexpr int columns(int rows) { return rows > 4 ? 2 : rows > 2 || kLanes < 16 ? 4 : 8; }
   static constexpr bool kScaled = __is_same(T, int8_t) && !kGroups;  // a scale for each row
@@ -45,16 +44,13 @@ class InPlaceSource {
   OPST_INLINE InPlaceSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t) : q_(q), tile_(tiles[t]) {}
 
   // All of the tile.
-  OPST_INLINE KeySpan span(RowTile) const {
-    const int64_t width = (tile_.count + kLanes - 1) / kLanes * kLanes;
-    return {.end = tile_.count, .width = width, .whole_end = tile_.partial || tile_.count < width ? 0 : width};
-  }
+  OPST_INLINE KeySpan span(RowTile) const { return whole_tile<V>(tile_); }
 
   template <bool kRules>
   OPST_INLINE void score(const Scores<S>& s, S* row_max) const {
-    for (int i = 0; i < s.rt.rows; i += kMaxGroup) {
-      for_group(s.rt.rows - i,
-                [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
+    for (int i = 0; i < s.rt.rows; i += kMostSharing<V>) {
+      for_group<V>(s.rt.rows - i,
+                   [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
     }
     if constexpr (kScaled) OnlineSoftmax<P>::scale_columns(s, tile_.key_scales, tile_.count);
     if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max);
@@ -65,9 +61,9 @@ class InPlaceSource {
     static_assert(!Sink::kOnly, "adds to what is there");
     if constexpr (kScaled) OnlineSoftmax<P>::scale_columns(s, tile_.value_scales, tile_.count);
     const bool by_row = tile_.partial && q_.rules == nullptr;
-    for (int i = 0; i < s.rt.rows; i += by_row ? 1 : kMaxGroup) {
+    for (int i = 0; i < s.rt.rows; i += by_row ? 1 : kMostSharing<V>) {
       const RowKeys keys = by_row ? keys_of(q_, tile_).of_row(s.rt.first + i) : RowKeys{0, tile_.count};
-      for_group(by_row ? 1 : s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA {
+      for_group<V>(by_row ? 1 : s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA {
         weigh_rows<rows>(s.row(i), s.stride, alpha + i, keys, out + i * out_stride, out_stride,
                          s.rt.first == 0 && i == 0);
       });
@@ -130,54 +126,12 @@ class InPlaceSource {
     return simd::hsum(not_finite) == 0;
   }
 
-  // visit(R), R = min(rows, kMaxGroup) as a constant: rows for which each key and value is read once.
-  template <class Visit>
-  static OPST_INLINE void for_group(int rows, const Visit& visit) {
-    tile::with_rows<kMaxGroup>(rows < kMaxGroup ? rows : kMaxGroup, visit);
-  }
-
-  // Fetches memory that is read later, a share of it at each row of the tile.
-  class Fetching {
-   public:
-    OPST_INLINE Fetching(const RowsToFetch& what, int64_t tile_rows) : row_(what.rows), bytes_(what.bytes) {
-      end_ = row_ + what.count;
-      const int64_t lines = what.count * ((bytes_ + 63) / 64);
-      lines_ = static_cast<int>((lines + tile_rows - 1) / tile_rows);
-    }
-    OPST_INLINE void after_row() {
-      for (int line = 0; line < lines_ && row_ < end_; ++line) {
-        simd::fetch_into_l2(static_cast<const char*>(*row_) + at_);
-        if ((at_ += 64) >= bytes_) at_ = 0, ++row_;
-      }
-    }
-
-   private:
-    const void* const* row_;
-    const void* const* end_;
-    int64_t bytes_, at_ = 0;
-    int lines_;
-  };
-
   // scores[i][j] = q_i . k_j for R rows from `first` on and all keys of the tile.
   template <int R>
   OPST_NOINLINE void score_rows(int64_t first, S* scores, int64_t stride) const {
-    constexpr int kKeys = kLanes / (R > 4 ? 8 : R == 3 ? 4 : R);
     const S* q = static_cast<const S*>(q_.query) + first * q_.query_stride;
-    Fetching fetching(first == 0 ? tile_.with_keys : RowsToFetch(), tile_.count);
-    for (int64_t j = 0; j < tile_.count; j += kKeys) {
-      // Beyond the last key its row is read again; the columns are padding.
-      int64_t keys[kKeys];
-      OPST_UNROLL for (int c = 0; c < kKeys; ++c) keys[c] = j + c < tile_.count ? j + c : tile_.count - 1;
-      V acc[kLanes];
-      OPST_UNROLL for (int a = 0; a < kLanes; ++a) acc[a] = V::zero();
-      OPST_UNROLL for (int c = 0; c < kKeys; ++c) fetching.after_row();
-      add_products<R>(q, keys, acc);
-      S dots[kLanes];
-      simd::hsum_each(acc).store(dots);
-      OPST_UNROLL for (int i = 0; i < R; ++i) {
-        __builtin_memcpy(scores + i * stride + j, dots + i * kKeys, kKeys * sizeof(S));
-      }
-    }
+    score_few_rows<V, R>(tile_, first == 0, scores, stride,
+                         [&](const auto& keys, auto& acc) OPST_INLINE_LAMBDA { add_products<R>(q, keys, acc); });
   }
   // acc[i * kKeys + c] += q_i . k_c, in one partial sum per lane.
   template <int R, int kKeys>

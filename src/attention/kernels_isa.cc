@@ -7,6 +7,7 @@
 #include "attention/in_place_source.h"
 #include "attention/packed_source.h"
 #include "attention/pages_source.h"
+#include "attention/pairs_in_place_source.h"
 #include "attention/widen_rows.h"
 #include "tile/pack.h"
 
@@ -42,6 +43,9 @@ constexpr Kernels kernels() {
     k.attend_in_place = attend<InPlaceSource<P, T>>;
     k.attend_at_once = attend_at_once<PackedSource<P>>;
   }
+#if defined(__AVX512BF16__)
+  if constexpr (P::kStep == 2) k.attend_in_place = attend<PairsInPlaceSource<P>>;
+#endif
   if constexpr (!std::is_void<Pages>::value) k.attend_pages = attend<PagesSource<Pages>>;
   return k;
 }

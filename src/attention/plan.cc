@@ -239,7 +239,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   }
 
   // Access: packing a key costs about as much as multiplying it with a dozen rows.
-  Geometry g = geometry_of(machine.isa, plan.product);
+  const Geometry& g = geometry_of(machine.isa, plan.product);
   const bool pages = p.paged && p.options.page_layout == PageLayout::panel32;
   // Rows that see the same keys: with a list for each query, its group.
   const bool lists(p.sparse_indices);
@@ -247,10 +247,6 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   const bool few_rows = !pages && rows_of_list <= rows_in_place(p, g) && p.unit_stride_kv &&
                         p.options.path != AttentionPath::standard &&
                         (p.options.block_q == 0 || p.options.block_q >= rows_of_list);
-  if (few_rows) {
-    if (plan.product == AttentionProduct::bf16_dot) plan.product = AttentionProduct::f32;  // bound by memory anyway
-    g = geometry_of(machine.isa, plan.product);
-  }
 
   plan.block_kv = p.options.block_kv > 0 ? p.options.block_kv : choose_block_kv(p, machine, g);
   plan.block_q =
