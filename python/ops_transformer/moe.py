@@ -1,7 +1,7 @@
 """Mixture of experts: the whole layer in one call, and its steps around the products: which experts a token goes to, where
 its rows lie, and the ways there and back.
 
-    out = moe_layer(x, gate_up, down, logits=logits, top_k=2, renormalise=True)
+    out = moe_layer(x, gate_up, down, logits, 2, renormalise=True)
 
     ids, weights = moe_gating(logits, 2, renormalise=True)
     rows, slots, counts = moe_routing(ids, num_experts)
@@ -226,7 +226,7 @@ def _layer_call(given: Dict[str, Any]) -> Any:
 
 
 @public(torch=_torch_forms)
-def moe_layer(x: Any, gate_up: Any, down: Any, *, logits: Any = None, top_k: Optional[int] = None, topk_ids: Any = None,
+def moe_layer(x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Optional[int] = None, *, topk_ids: Any = None,
               topk_weights: Any = None, up: Any = None, gate_up_bias: Any = None, down_bias: Any = None,
               activation: str = "swiglu", scores: str = "softmax", gate_bias: Any = None, finished: Any = None,
               renormalise: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20, num_groups: int = 1,
@@ -268,7 +268,7 @@ def moe_layer(x: Any, gate_up: Any, down: Any, *, logits: Any = None, top_k: Opt
 
 
 @public
-def moe_layer_backward(grad_out: Any, x: Any, gate_up: Any, down: Any, *, logits: Any = None, top_k: Optional[int] = None,
+def moe_layer_backward(grad_out: Any, x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Optional[int] = None, *,
                        topk_ids: Any = None, topk_weights: Any = None, gate_up_bias: Any = None, down_bias: Any = None,
                        scores: str = "softmax", gate_bias: Any = None, finished: Any = None, renormalise: bool = False,
                        routed_scaling_factor: float = 1.0, eps: float = 1e-20, num_groups: int = 1, kept_groups: int = 1,
