@@ -1,4 +1,4 @@
-"""Functions of the package as operators of torch: what their two homes, _torch_rowwise and _torch_matmul, share.
+"""Functions of the package as operators of torch: what their homes (_torch_rowwise, _torch_matmul, _torch_moe ..) share.
 
 A call whose tensors are plain and need no gradients reads memory at once. Every other call with a torch tensor goes through
 an operator of the library "ops_transformer", so that autograd, torch.compile, modes, subclasses and transforms see it:
@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch._C._functorch import TransformType
 
+from . import _core
 from . import _torch_door as door
 from ._arrays import is_torch, refusal
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_operator import calling, given_context, readable, using
+from ._torch_operator import calling, context, given_context, readable, using, view
 
 library = torch.library.Library("ops_transformer", "FRAGMENT")
 _function_modes = torch._C._len_torch_function_stack
@@ -62,6 +63,13 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], sa
     torch.library.register_autograd(f"ops_transformer::{name}", backward_with_context, setup_context=save_with_context,
                                     lib=library)
     return getattr(torch.ops.ops_transformer, name).default
+
+
+def unpacked(weight: PackedWeight) -> Tensor:
+    """The stack as float32 [count, n, k]."""
+    rows = torch.empty((weight.count * weight.n, weight.k), dtype=torch.float32)
+    _core.lookup_packed_rows(context(), weight, view(torch.arange(rows.shape[0])), view(rows))
+    return rows.view(weight.count, weight.n, weight.k)
 
 
 class Form:

@@ -17,8 +17,8 @@ from . import _torch_door as door
 from ._arrays import integer_tensor, integers, is_torch, optional_view, view
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_forms import Form, define
-from ._torch_matmul import HALVES, before_activation, unpacked
+from ._torch_forms import Form, define, unpacked
+from ._torch_matmul import HALVES, before_activation
 from ._torch_operator import context, using
 
 _public = function_of("matmul", "grouped_matmul")

@@ -19,7 +19,7 @@ from . import _torch_door as door
 from ._arrays import is_torch, optional_view, view
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_forms import Form, define
+from ._torch_forms import Form, define, unpacked
 from ._torch_operator import context, using
 
 _public_matmul = function_of("matmul", "matmul")
@@ -98,13 +98,6 @@ def _gradients(ctx, grad_out):
 
 _operator = define("matmul(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation) -> Tensor", _matmul,
                    _matmul_fake, _save, _gradients)
-
-
-def unpacked(weight: PackedWeight) -> Tensor:
-    """The stack as float32 [count, n, k]."""
-    rows = torch.empty((weight.count * weight.n, weight.k), dtype=torch.float32)
-    _core.lookup_packed_rows(context(), weight, view(torch.arange(rows.shape[0])), view(rows))
-    return rows.view(weight.count, weight.n, weight.k)
 
 
 class _Packed(torch.autograd.Function):

@@ -1,5 +1,8 @@
 """The layer of experts in one call as an operator of torch: gradients against torch's own of a loop over experts in float64."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from conftest import import_torch
@@ -242,6 +245,12 @@ def test_subclasses_modes_transforms_and_numpy():
     assert mixed.requires_grad and torch.equal(mixed.detach(), want)
     meta = {name: t.to("meta") for name, t in given.items()}
     assert ours(**meta).shape == want.shape
+
+
+def test_a_program_that_imports_moe_alone():
+    subprocess.run([sys.executable, "-c", "import torch; from ops_transformer import moe; "
+                    "moe.moe_layer(torch.ones(2, 4, requires_grad=True), torch.ones(1, 6, 4), torch.ones(1, 4, 3), torch.ones(2, 1), 1).sum().backward()"],
+                   check=True)
 
 
 def arguments(**given):
