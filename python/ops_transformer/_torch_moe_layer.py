@@ -16,11 +16,11 @@ from . import _torch_door as door
 from ._arrays import integer_tensor, is_torch
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
+from ._moe_layer import LAYER_WEIGHTS, check_layer, layer_gradients
 from ._moe_results import Layer
 from ._torch_forms import Form, define, unpacked
 from ._torch_moe import gating_backward_operator
 from ._torch_operator import context, using
-from .moe import LAYER_WEIGHTS, as_stacks, check_layer, layer_gradients
 
 _public = function_of("moe", "moe_layer")
 _plain = _public.__wrapped__  # without its checks

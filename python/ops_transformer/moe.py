@@ -21,7 +21,8 @@ from . import _core
 from ._arrays import empty, integers, optional_view, output, rank, view, view_of_new
 from ._calls import public
 from ._context import Context, default_context
-from ._core import PackedIntWeight, PackedWeight, View
+from ._core import View
+from ._moe_layer import NEEDED, layer_call, layer_gradients
 from ._moe_results import FinalizeGradients, Gating, Layer, LayerGradients, Routing
 
 __all__ = ["FinalizeGradients", "Gating", "Layer", "LayerGradients", "moe_compute_expert_tokens", "moe_finalize",
@@ -178,53 +179,6 @@ def moe_finalize_backward(grad_out: Any, expanded: Any, row_of_slot: Any, topk_w
 
 # ---- the whole layer -------------------------------------------------------------------------------------------------
 
-# Weights, which may be packed, and how many dimensions arrays have; of others the core says what they must be.
-_STACK, _ONE = (3, "[E, n, k] (or a packed stack)"), (2, "[n, k] (or packed)")
-LAYER_WEIGHTS = {"gate_up": _STACK, "down": _STACK, "up": _STACK, "shared_gate_up": _ONE, "shared_down": _ONE, "shared_up": _ONE}
-_DIMS = {**LAYER_WEIGHTS, "x": (2, "[tokens, hidden]"), "logits": (2, "[tokens, num_experts]"), "topk_ids": (2, "[tokens, top_k]")}
-_NEEDED = ("x", "gate_up", "down")
-_OF_LAYER = (*_DIMS, "gate_bias", "finished", "topk_weights", "gate_up_bias", "down_bias", "shared_gate", "residual")
-# Options that may be left out, as the core has them then, and those of which the gradient has one value.
-_ABSENT = {"top_k": 0, "num_experts": -1, "expert_end": -1}
-_OF_GRADIENT = {"activation": "swiglu", "int8_activations": False, "batch_invariant": False}
-_LAYER_OPTIONS = ("scores", "renormalise", "routed_scaling_factor", "eps", "num_groups", "kept_groups", "group_score",
-                  "nan_is_error", "expert_begin", *_ABSENT, *_OF_GRADIENT)
-
-
-def _layer_input(name: str, array: Any) -> Any:
-    """What the core reads of an argument: a view, or a packed weight as it is."""
-    if name in LAYER_WEIGHTS and isinstance(array, (PackedWeight, PackedIntWeight)):
-        return array
-    tensor = integers(array, name) if name == "topk_ids" else view(array, name)
-    return rank(tensor, array, *_DIMS[name]) if name in _DIMS else tensor
-
-
-def as_stacks(views: Dict[str, Any]) -> Dict[str, Any]:
-    """The same by name, where a shared expert's weight that is no packed one is a stack of one."""
-    one = lambda name, value: LAYER_WEIGHTS.get(name) is _ONE and isinstance(value, View)  # noqa: E731
-    return {name: value.unsqueezed() if one(name, value) else value for name, value in views.items()}
-
-
-def check_layer(given: Dict[str, Any]) -> None:
-    """Refuses a choice of experts that is given in no way or in two; an option that is None is not told."""
-    if given["logits"] is None and (given["topk_ids"] is None or given["topk_weights"] is None):
-        raise ValueError("logits are not given, and topk_ids and topk_weights are not both: either says which experts a token has")
-    if given["logits"] is not None and given["top_k"] is None:
-        raise ValueError("top_k is None, but with logits it must say how many experts a token has")
-    for name in _ABSENT:
-        if given[name] is not None and given[name] < 0:
-            raise ValueError(f"{name} is {given[name]}, must not be negative")
-
-
-def _layer_call(given: Dict[str, Any]) -> Any:
-    """(inputs, options) of the core, of a function's arguments by name."""
-    check_layer(given)
-    names = [name for name in _OF_LAYER if name in _NEEDED or given.get(name) is not None]
-    inputs = as_stacks({name: _layer_input(name, given[name]) for name in names})
-    options = {name: given.get(name, _OF_GRADIENT.get(name)) for name in _LAYER_OPTIONS}
-    return inputs, {name: _ABSENT[name] if value is None else value for name, value in options.items()}
-
-
 @public(torch=_torch_forms)
 def moe_layer(x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Optional[int] = None, *, topk_ids: Any = None,
               topk_weights: Any = None, up: Any = None, gate_up_bias: Any = None, down_bias: Any = None,
@@ -252,7 +206,7 @@ def moe_layer(x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Option
 
     return_routes: a Layer, with what gating chose, and the slots of each expert.
     """
-    inputs, options = _layer_call(locals())
+    inputs, options = layer_call(locals())
     tokens, weights = inputs["x"].shape[0], inputs["gate_up"]
     if out is None:
         out = empty(x, inputs["x"].shape, inputs["x"].dtype)
@@ -280,13 +234,6 @@ def moe_layer_backward(grad_out: Any, x: Any, gate_up: Any, down: Any, logits: A
     computed again; which experts are chosen is constant. The gradient of residual is grad_out."""
     given = locals()
     gradients = {name: empty(given[name], view(given[name], name).shape, view(given[name], name).dtype)
-                 for name in LayerGradients._fields if name in _NEEDED or given[name] is not None}
+                 for name in LayerGradients._fields if name in NEEDED or given[name] is not None}
     layer_gradients(context or default_context(), grad_out, given, gradients)
     return LayerGradients(*(gradients.get(name) for name in LayerGradients._fields))
-
-
-def layer_gradients(context: Context, grad_out: Any, given: Dict[str, Any], gradients: Dict[str, Any]) -> None:
-    """Into new arrays by the names of LayerGradients; of a layer whose arguments are given by name."""
-    inputs, options = _layer_call(given)
-    views = as_stacks({name: view_of_new(gradient) for name, gradient in gradients.items()})
-    _core.moe_layer_backward(context, view(grad_out, "grad_out"), inputs, options, views)

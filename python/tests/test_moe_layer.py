@@ -94,8 +94,9 @@ def test_every_option_of_gating_is_the_one_of_moe_gating(parts, rng):
     logits = rng.standard_normal((TOKENS, 8), np.float32)
     gate_up, down = (rng.standard_normal((8, *parts[name].shape[1:]), np.float32) / 6 for name in ("gate_up", "down"))
     done = np.arange(TOKENS) % 4 == 1
-    for options in ({"scores": "sigmoid"}, {"renormalise": True}, {"routed_scaling_factor": 2.5}, {"scores": "sigmoid", "renormalise": True, "eps": 0.5},
-                    {"num_groups": 4, "kept_groups": 2}, {"num_groups": 4, "kept_groups": 2, "group_score": "top2_sum", "scores": "sigmoid"},
+    for options in ({"scores": "sigmoid"}, {"renormalise": True}, {"routed_scaling_factor": 2.5},
+                    {"scores": "sigmoid", "renormalise": True, "eps": 0.5}, {"num_groups": 4, "kept_groups": 2},
+                    {"num_groups": 4, "kept_groups": 2, "group_score": "top2_sum", "scores": "sigmoid"},
                     {"bias": rng.standard_normal(8, np.float32)}, {"finished": done}):
         ids, weights = moe.moe_gating(logits, 3, **options)
         own = {"gate_bias" if name == "bias" else name: value for name, value in options.items()}
@@ -166,7 +167,8 @@ def test_blocks_of_files(parts, rng, name, size):
     ids, weights = chosen(parts["logits"])
     blocks = rng.integers(0, 40, (EXPERTS * 3 * INNER * HIDDEN // 32, size), dtype=np.uint8)
     first, second = blocks[: EXPERTS * 2 * INNER], blocks[EXPERTS * 2 * INNER :]
-    gate_up, down = matmul.pack_blocks_stack(first, name, EXPERTS, 2 * INNER, HIDDEN), matmul.pack_blocks_stack(second, name, EXPERTS, HIDDEN, INNER)
+    gate_up = matmul.pack_blocks_stack(first, name, EXPERTS, 2 * INNER, HIDDEN)
+    down = matmul.pack_blocks_stack(second, name, EXPERTS, HIDDEN, INNER)
     values = [quant.dequantize_blocks(part, name, part.shape[0], 32).reshape(EXPERTS, -1, 32) for part in (first, second)]
     for options in ({}, {"batch_invariant": True}):
         got = moe.moe_layer(parts["x"], gate_up, down, parts["logits"], TOP_K, renormalise=True, **options)
@@ -177,8 +179,8 @@ def test_blocks_of_files(parts, rng, name, size):
     # Projections apart, of this format and of floats.
     apart = values[0][:, INNER:]
     rows = first.reshape(EXPERTS, 2 * INNER, size)[:, :INNER].reshape(-1, size)
-    got = moe.moe_layer(parts["x"], matmul.pack_blocks_stack(rows, name, EXPERTS, INNER, HIDDEN), down, parts["logits"], TOP_K, renormalise=True,
-                        up=apart)
+    of_gate = matmul.pack_blocks_stack(rows, name, EXPERTS, INNER, HIDDEN)
+    got = moe.moe_layer(parts["x"], of_gate, down, parts["logits"], TOP_K, renormalise=True, up=apart)
     assert_near(got, want, factor=8)
 
 

@@ -154,7 +154,7 @@ def test_what_has_no_gradients_says_so():
     silu = {**given, "gate_up": needing(EXPERTS, INNER, HIDDEN), "activation": "silu"}
     for call, words in (
             (lambda: ours(**integers), "moe_layer: an input requires gradients, but beside an integer weight there are none"),
-            (lambda: ours(**silu), 'moe_layer: an input requires gradients, but activation is "silu", of which there are none: the layer in steps'),
+            (lambda: ours(**silu), 'moe_layer: an input requires gradients, but activation is "silu", of which there are none'),
             (lambda: ours(gate_bias=needing(EXPERTS), **given), "moe_layer: gate_bias requires gradients"),
             (lambda: ours(out=torch.empty(TOKENS, HIDDEN), **given), "moe_layer: out is given"),
             (lambda: moe.moe_layer_backward(given["x"], **given, top_k=2), "moe_layer_backward: x requires gradients")):
@@ -241,16 +241,21 @@ def test_subclasses_modes_transforms_and_numpy():
     several = torch.randn(3, TOKENS, HIDDEN)
     mapped = torch.func.vmap(lambda x: ours(**{**given, "x": x}))(several)
     assert all(torch.equal(mapped[i], ours(**{**given, "x": several[i]})) for i in range(3))
-    mixed = ours(**{**given, "x": given["x"].clone().requires_grad_(), "gate_up": given["gate_up"].numpy(), "down_bias": np.zeros((EXPERTS, HIDDEN), np.float32)})
+    mixed = ours(**{**given, "x": given["x"].clone().requires_grad_(), "gate_up": given["gate_up"].numpy(),
+                    "down_bias": np.zeros((EXPERTS, HIDDEN), np.float32)})
     assert mixed.requires_grad and torch.equal(mixed.detach(), want)
     meta = {name: t.to("meta") for name, t in given.items()}
     assert ours(**meta).shape == want.shape
 
 
 def test_a_program_that_imports_moe_alone():
-    subprocess.run([sys.executable, "-c", "import torch; from ops_transformer import moe; "
-                    "moe.moe_layer(torch.ones(2, 4, requires_grad=True), torch.ones(1, 6, 4), torch.ones(1, 4, 3), torch.ones(2, 1), 1).sum().backward()"],
-                   check=True)
+    program = """import torch
+from ops_transformer import moe
+
+x = torch.ones(2, 4, requires_grad=True)
+moe.moe_layer(x, torch.ones(1, 6, 4), torch.ones(1, 4, 3), torch.ones(2, 1), 1).sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def arguments(**given):
