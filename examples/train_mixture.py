@@ -3,8 +3,8 @@
 people write it in torch, and compares losses and times.
 
 Both start from the same weights and see the same bytes in the same order. Each of 2 layers has 16 experts, of which 4 serve
-a token: gating, routing, grouped products with SwiGLU on the accumulators and the weighted sum are ops_transformer.moe and
-.matmul, forward and backward; the experts are kept busy by the balancing loss of Fedus, Zoph and Shazeer, "Switch
+a token: gating, routing, the experts' products with SwiGLU and the weighted sum are one call of ops_transformer.moe, forward
+and backward; the experts are kept busy by the balancing loss of Fedus, Zoph and Shazeer, "Switch
 Transformers" (2021), 2.2, through the gradient of the scores.
 
     pip install . && pip install -r scripts/requirements-examples.txt
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from ops_transformer import matmul, moe, set_num_threads
+from ops_transformer import moe, set_num_threads
 
 SEED = 1234
 LEARNING_RATE = 1e-3  # AdamW, betas 0.9 and 0.95, weight decay 0.1; the first 20 steps rise to it
@@ -53,10 +53,9 @@ class Mixture(torch.nn.Module):
         return out, EXPERTS * (share * scores.mean(0)).sum()
 
     def ours(self, x):
-        ids, weights, scores = moe.moe_gating(F.linear(x, self.router), TOP_K, renormalise=True, return_scores=True)
-        rows, slots, counts = moe.moe_routing(ids, EXPERTS)
-        hidden = matmul.grouped_matmul(moe.moe_permute(x, slots, TOP_K), self.gate_up, counts=counts, activation="swiglu")
-        return moe.moe_finalize(matmul.grouped_matmul(hidden, self.down, counts=counts), rows, weights), counts, scores
+        logits = F.linear(x, self.router)
+        layer = moe.moe_layer(x, self.gate_up, self.down, logits, TOP_K, renormalise=True, return_routes=True)
+        return layer.out, layer.expert_tokens, logits.softmax(-1)
 
     def loop(self, x):
         scores = F.linear(x, self.router).softmax(-1)

@@ -89,9 +89,7 @@ class Ours:
 
         def layer(x, weights, gate_up, down):
             gate_up, down = (gate_up, down) if case.training else (first, second)
-            rows, slots, counts = moe.moe_routing(ids, case.experts)
-            hidden = matmul.grouped_matmul(moe.moe_permute(x, slots, case.top_k), gate_up, counts, activation="swiglu")
-            return moe.moe_finalize(matmul.grouped_matmul(hidden, down, counts), rows, weights)
+            return moe.moe_layer(x, gate_up, down, topk_ids=ids, topk_weights=weights)
 
         return through_torch(layer, case, inputs)
 

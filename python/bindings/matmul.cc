@@ -13,8 +13,6 @@
 
 namespace opst::python {
 
-namespace {
-
 Activation parse_activation(const std::string& name) {
   for (const Activation a : {Activation::none, Activation::silu, Activation::gelu_erf, Activation::gelu_tanh,
                              Activation::swiglu, Activation::swiglu_swapped}) {
@@ -23,6 +21,8 @@ Activation parse_activation(const std::string& name) {
   raise(PyExc_ValueError,
         "activation is \"" + name + "\", must be one of none, silu, gelu_erf, gelu_tanh, swiglu, swiglu_swapped");
 }
+
+namespace {
 
 // Bytes of a file's matrix: u8 of any shape, contiguous.
 QuantMatrix quant_matrix(const View& bytes, const std::string& format, int64_t rows, int64_t cols) {

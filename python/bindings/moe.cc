@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include "opst/moe_layer.h"
 #include "view.h"
 
 namespace opst::python {
@@ -17,6 +18,108 @@ GroupScore parse_group_score(const std::string& name) {
   if (name == "max") return GroupScore::max;
   if (name == "top2_sum") return GroupScore::top2_sum;
   raise(PyExc_ValueError, "group_score is \"" + name + "\", must be one of max, top2_sum");
+}
+
+// Arguments of a layer by name: views and packed weights, or options. Who is absent was not given.
+class Given {
+ public:
+  explicit Given(const nb::dict& values) : values_(values) {}
+
+  ConstTensor input(const char* name) const { return input_or_empty(view(name)); }
+  Tensor output(const char* name) const { return output_or_empty(view(name), name); }
+  GroupedWeight weight(const char* name) const {
+    if (!values_.contains(name)) return ConstTensor();
+    const nb::object value = values_[name];
+    if (nb::isinstance<PackedWeight>(value)) return nb::cast<const PackedWeight&>(value);
+    if (nb::isinstance<PackedIntWeight>(value)) return nb::cast<const PackedIntWeight&>(value);
+    return input(name);
+  }
+  template <class T>
+  T option(const char* name) const {
+    return nb::cast<T>(values_[name]);
+  }
+
+ private:
+  const View* view(const char* name) const {
+    return values_.contains(name) ? nb::cast<const View*>(values_[name]) : nullptr;
+  }
+
+  const nb::dict& values_;
+};
+
+MoeLayerInputs layer_inputs(const Given& in) {
+  return {.x = in.input("x"),
+          .logits = in.input("logits"),
+          .gate_bias = in.input("gate_bias"),
+          .finished = in.input("finished"),
+          .topk_ids = in.input("topk_ids"),
+          .topk_weights = in.input("topk_weights"),
+          .experts = {.gate_up = in.weight("gate_up"),
+                      .down = in.weight("down"),
+                      .up = in.weight("up"),
+                      .gate_up_bias = in.input("gate_up_bias"),
+                      .down_bias = in.input("down_bias")},
+          .shared = {.gate_up = in.weight("shared_gate_up"),
+                     .down = in.weight("shared_down"),
+                     .up = in.weight("shared_up"),
+                     .gate = in.input("shared_gate")},
+          .residual = in.input("residual")};
+}
+
+MoeLayerOptions layer_options(const Given& o) {
+  const MoeGatingOptions gating = {.scores = parse_scores(o.option<std::string>("scores")),
+                                   .renormalise = o.option<bool>("renormalise"),
+                                   .routed_scaling_factor = o.option<float>("routed_scaling_factor"),
+                                   .eps = o.option<float>("eps"),
+                                   .num_groups = o.option<int64_t>("num_groups"),
+                                   .kept_groups = o.option<int64_t>("kept_groups"),
+                                   .group_score = parse_group_score(o.option<std::string>("group_score")),
+                                   .nan_is_error = o.option<bool>("nan_is_error")};
+  return {.top_k = o.option<int64_t>("top_k"),
+          .gating = gating,
+          .activation = parse_activation(o.option<std::string>("activation")),
+          .activations = o.option<bool>("int8_activations") ? ActivationType::int8 : ActivationType::exact,
+          .batch_invariant = o.option<bool>("batch_invariant"),
+          .num_experts = o.option<int64_t>("num_experts"),
+          .expert_begin = o.option<int64_t>("expert_begin"),
+          .expert_end = o.option<int64_t>("expert_end")};
+}
+
+void bind_layer(nb::module_& module) {
+  using nb::arg;
+  module.def(
+      "moe_layer_forward",
+      [](Context& context, const nb::dict& inputs, const nb::dict& options, const nb::dict& outputs) {
+        const MoeLayerInputs in = layer_inputs(Given(inputs));
+        const MoeLayerOptions o = layer_options(Given(options));
+        const Given of(outputs);
+        const MoeLayerOutputs out = {.out = of.output("out"),
+                                     .topk_ids = of.output("topk_ids"),
+                                     .topk_weights = of.output("topk_weights"),
+                                     .expert_tokens = of.output("expert_tokens")};
+        run([&] { return moe_layer_forward(context, in, out, o); });
+      },
+      arg("context"), arg("inputs"), arg("options"), arg("outputs"));
+  module.def(
+      "moe_layer_backward",
+      [](Context& context, const View& grad_out, const nb::dict& inputs, const nb::dict& options,
+         const nb::dict& gradients) {
+        const MoeLayerInputs in = layer_inputs(Given(inputs));
+        const MoeLayerOptions o = layer_options(Given(options));
+        const Given of(gradients);
+        const MoeLayerGradients to = {.x = of.output("x"),
+                                      .logits = of.output("logits"),
+                                      .topk_weights = of.output("topk_weights"),
+                                      .gate_up = of.output("gate_up"),
+                                      .down = of.output("down"),
+                                      .gate_up_bias = of.output("gate_up_bias"),
+                                      .down_bias = of.output("down_bias"),
+                                      .shared_gate_up = of.output("shared_gate_up"),
+                                      .shared_down = of.output("shared_down"),
+                                      .shared_gate = of.output("shared_gate")};
+        run([&] { return moe_layer_backward(context, grad_out.input(), in, to, o); });
+      },
+      arg("context"), arg("grad_out"), arg("inputs"), arg("options"), arg("gradients"));
 }
 
 void bind_gating(nb::module_& module) {
@@ -97,6 +200,7 @@ void bind_moe(nb::module_& module) {
   using nb::arg;
   bind_gating(module);
   bind_routing(module);
+  bind_layer(module);
   const auto inputs = [](const View* expanded, const View& row_of_slot, const View* topk_weights, const View* skip1,
                          const View* skip2, const View* bias, const View* topk_ids) {
     return MoeFinalizeInputs{input_or_empty(expanded), row_of_slot.input(),   input_or_empty(topk_weights),

@@ -10,6 +10,7 @@
 
 #include "opst/context.h"
 #include "opst/kv_cache.h"
+#include "opst/matmul.h"
 #include "opst/status.h"
 #include "opst/tensor.h"
 
@@ -77,6 +78,8 @@ inline Tensor output_or_empty(const View* view, const char* name) {
   return view != nullptr ? view->output(name) : Tensor{};
 }
 
+// "none", "silu", "swiglu" ..
+Activation parse_activation(const std::string& name);
 // "norm" or "panel32".
 PageLayout parse_layout(const std::string& name);
 // "halves" or "pairs".

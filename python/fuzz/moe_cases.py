@@ -125,6 +125,58 @@ def _stack(d: Draw, count: int, x: str):
     return d.pick((weight, weight, Made(Call(matmul.pack_stack, given(weights=weight))))), x, n, k, False
 
 
+def _experts(d: Draw, count: int, n: int, k: int, x: str, packs: bool = True):
+    """E of [n, k]: an array, or a stack of floats or integers; k is even."""
+    kind = d.integer(0, 5) if packs else 2
+    if kind == 0:
+        q, scales, zeros = int_matrix(d, [count, n], 1, k, d.pick((4, 8)))
+        return Made(Call(matmul.pack_int_stack, given(q=q, scales=scales, zeros=zeros)))
+    weight = d.array(d.pick((x, "f32")), (count, n, k))
+    return Made(Call(matmul.pack_stack, given(weights=weight))) if kind == 1 else weight
+
+
+def _layer(d: Draw, x: str, packs: bool):
+    """Arguments of a layer, (tokens, hidden)."""
+    tokens, hidden, inner, experts, top_k = d.size(1, 8), 2 * d.size(1, 20), 2 * d.size(1, 12), d.size(1, 6), d.size(1, 3)
+    apart, shared, biased = packs and d.rarely(4), d.rarely(3), d.rarely(3)
+    n = inner if apart else 2 * inner
+    of = given(
+        x=d.array(x, (tokens, hidden)), gate_up=_experts(d, experts, n, hidden, x, packs), down=_experts(d, experts, hidden, inner, x, packs),
+        up=_experts(d, experts, inner, hidden, x) if apart else None,
+        gate_up_bias=d.array(d.pick((x, "f32")), (experts, n)) if biased else None,
+        down_bias=d.array(d.pick((x, "f32")), (experts, hidden)) if biased else None,
+        shared_gate_up=d.array(x, (2 * inner, hidden)) if shared else None, shared_down=d.array(x, (hidden, inner)) if shared else None,
+        shared_gate=d.array(x, (hidden,)) if shared and d.coin() else None)
+    if d.coin():
+        of.update(given(
+            logits=d.array(d.pick((x, "f32")), (tokens, experts)), top_k=d.option((1, 2)), scores=d.option(("softmax", "sigmoid")),
+            renormalise=d.option((False, True)), gate_bias=d.maybe(lambda: d.array("f32", (experts,)), 3),
+            nan_is_error=d.option((False, False, True)), routed_scaling_factor=d.option((1.0, 2.5)), num_groups=d.option((1, 1, 1, 2))))
+    else:
+        of.update(given(topk_ids=_slots(d, tokens, top_k, experts), topk_weights=d.array(d.pick((x, "f32")), (tokens, top_k)),
+                        num_experts=d.maybe(lambda: d.option((experts, experts + 2)), 3), expert_begin=d.option((0, 0, 0, 1))))
+    return of, (tokens, hidden)
+
+
+@case
+def moe_layer(d: Draw) -> Call:
+    x = d.real()
+    of, shape = _layer(d, x, True)
+    # Equal logits of other bits, or rounding to int8, make other results: their values are not those of copies.
+    rounds = d.option((False, False, False, True))
+    return Call(moe.moe_layer, given(
+        **of, activation=d.option(("swiglu", "swiglu", "swiglu", "swiglu_swapped", "silu")), residual=d.maybe(lambda: d.array(x, shape), 3),
+        int8_activations=rounds, batch_invariant=d.option((False, True)), return_routes=d.option((False, True)),
+        out=d.maybe(lambda: d.array(x, shape, written=True), 3)), tolerance=0.05 if rounds is True else None)
+
+
+@case
+def moe_layer_backward(d: Draw) -> Call:
+    x = d.real()
+    of, shape = _layer(d, x, False)
+    return Call(moe.moe_layer_backward, given(grad_out=d.array(x, shape), **of))
+
+
 @case
 def pack_stack(d: Draw) -> Call:
     return Call(matmul.pack_stack, given(weights=d.array(d.real("f64"), (d.size(1, 5), d.size(1, 40), d.size(1, 40)))))

@@ -27,3 +27,27 @@ class FinalizeGradients(NamedTuple):
     expanded: Any
     topk_weights: Any
     bias: Any
+
+
+class Layer(NamedTuple):
+    """What moe_layer gives with return_routes."""
+
+    out: Any  # [tokens, hidden]
+    topk_ids: Any  # int32 [tokens, top_k], what gating chose; None where ids were given
+    topk_weights: Any  # float32 [tokens, top_k], likewise
+    expert_tokens: Any  # int64 [experts of the range]: slots of each
+
+
+class LayerGradients(NamedTuple):
+    """What moe_layer_backward gives; None: of what was not given."""
+
+    x: Any
+    logits: Any
+    topk_weights: Any
+    gate_up: Any
+    down: Any
+    gate_up_bias: Any
+    down_bias: Any
+    shared_gate_up: Any
+    shared_down: Any
+    shared_gate: Any

@@ -1,4 +1,4 @@
-"""Functions of the package as operators of torch: what their two homes, _torch_rowwise and _torch_matmul, share.
+"""Functions of the package as operators of torch: what their homes (_torch_rowwise, _torch_matmul, _torch_moe ..) share.
 
 A call whose tensors are plain and need no gradients reads memory at once. Every other call with a torch tensor goes through
 an operator of the library "ops_transformer", so that autograd, torch.compile, modes, subclasses and transforms see it:
@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch._C._functorch import TransformType
 
+from . import _core
 from . import _torch_door as door
 from ._arrays import is_torch, refusal
-from ._torch_operator import calling, given_context, readable, using
+from ._core import PackedIntWeight, PackedWeight
+from ._torch_operator import calling, context, given_context, readable, using, view
 
 library = torch.library.Library("ops_transformer", "FRAGMENT")
 _function_modes = torch._C._len_torch_function_stack
@@ -63,23 +65,33 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], sa
     return getattr(torch.ops.ops_transformer, name).default
 
 
+def unpacked(weight: PackedWeight) -> Tensor:
+    """The stack as float32 [count, n, k]."""
+    rows = torch.empty((weight.count * weight.n, weight.k), dtype=torch.float32)
+    _core.lookup_packed_rows(context(), weight, view(torch.arange(rows.shape[0])), view(rows))
+    return rows.view(weight.count, weight.n, weight.k)
+
+
 class Form:
     """One public function as an operator."""
 
     def __init__(self, function: Callable[..., Any], operator: Any, order: Sequence[str], *,
                  finish: Optional[Callable[[Dict[str, Any], Any], Any]] = None,
-                 prepare: Optional[Callable[[Dict[str, Any]], None]] = None, without_gradient: Sequence[str] = ()) -> None:
+                 prepare: Optional[Callable[[Dict[str, Any]], None]] = None, without_gradient: Sequence[str] = (),
+                 casts: Sequence[str] = (), packed: Sequence[str] = ()) -> None:
         """function: as users call it; finish: the function's result of its arguments and the operator's; prepare: changes
-        arguments to what the operator takes; without_gradient: tensors that may not require gradients."""
+        arguments to what the operator takes; without_gradient: tensors that may not require gradients; casts: tensors that
+        autocast casts, as those of a linear layer; packed: arguments that may be packed weights."""
         self.public, self.function, self.operator, self.order = function, function.__wrapped__, operator, tuple(order)
         self.finish, self.prepare, self.without_gradient = finish, prepare, tuple(without_gradient)
+        self.casts, self.packed = tuple(casts), tuple(packed)
         parameters = inspect.signature(self.function).parameters
         self.names = tuple(parameters)
         self.defaults = {name: parameter.default for name, parameter in parameters.items()}
         self.arrays = [name for name in self.order if parameters[name].annotation == "Any"]
 
     def is_wanted(self, args: tuple, kwargs: Dict[str, Any]) -> bool:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self.casts and torch.is_autocast_enabled("cpu")):
             return True
         # door.is_plain and door.records in one pass: a short call has little time for questions.
         if door.watcher() is not None or _function_modes() or forward_ad._current_level >= 0:
@@ -114,6 +126,7 @@ class Form:
         if out is not None and door.records(*tensors.values()):
             raise RuntimeError(f"{self.function.__name__}: out is given and an input requires gradients; what is written into "
                                "out has none: leave out out, or call under torch.no_grad()")
+        self._cast(bound)
         if self.prepare is not None:
             self.prepare(bound)
         if out is not None and not door.is_watched() and all(door.why_no_bytes(tensor) is None for tensor in tensors.values()):
@@ -146,11 +159,23 @@ class Form:
                 raise RuntimeError(f"{name}: inside torch.func.{transform}, for which {name} has no rule; torch.autograd.grad and "
                                    "backward have its gradient")
 
+    def _cast(self, bound: Dict[str, Any]) -> None:
+        """What torch's autocast does to the arguments of a linear layer."""
+        if not self.casts or not torch.is_autocast_enabled("cpu"):
+            return
+        dtype = torch.get_autocast_dtype("cpu")
+        for name in self.casts:
+            value = bound[name]
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+                bound[name] = value.to(dtype)
+
     def _share_arrays(self, bound: Dict[str, Any]) -> None:
         """NumPy's arrays beside torch tensors as tensors of the same memory."""
         for name in self.arrays:
             value = bound[name]
             if isinstance(value, Tensor) or (value is None and self.defaults[name] is None):
+                continue
+            if name in self.packed and isinstance(value, (PackedWeight, PackedIntWeight)):
                 continue
             if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
                 raise TypeError(f"{self.function.__name__}: {name} is {type(value).__name__}, but another argument is a torch "
@@ -167,4 +192,6 @@ class Form:
             raise ValueError(f"{self.function.__name__}: out is {out.dtype} {list(out.shape)}, but the result is {first.dtype} "
                              f"{list(first.shape)}")
         out.copy_(first)
-        return (out, *rest) if rest else out
+        if not rest:
+            return out
+        return result._replace(out=out) if hasattr(result, "_fields") else (out, *rest)

@@ -17,8 +17,8 @@ from . import _torch_door as door
 from ._arrays import integer_tensor, integers, is_torch, optional_view, view
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_forms import Form, define
-from ._torch_matmul import HALVES, before_activation, cast_as_linear
+from ._torch_forms import Form, define, unpacked
+from ._torch_matmul import HALVES, before_activation
 from ._torch_operator import context, using
 
 _public = function_of("matmul", "grouped_matmul")
@@ -120,19 +120,16 @@ class _Packed(torch.autograd.Function):
         with using(ctx.given):
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
                 grad_y = _grad_y(grad_out, x, weight, counts, ends, bias, ctx.activation)
-                rows = torch.empty((weight.count * weight.n, weight.k), dtype=torch.float32)
-                _core.lookup_packed_rows(context(), weight, view(torch.arange(rows.shape[0])), view(rows))
                 grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
                 grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[1] else None
-                _core.grouped_matmul_backward(context(), view(grad_y), view(x), view(rows.view(weight.count, weight.n, weight.k)),
-                                              *_groups(counts, ends), optional_view(grad_x), None, optional_view(grad_bias))
+                _core.grouped_matmul_backward(context(), view(grad_y), view(x), view(unpacked(weight)), *_groups(counts, ends),
+                                              optional_view(grad_x), None, optional_view(grad_bias))
         if ctx.needs_input_grad[2]:
             residual = _grad_residual(grad_out, counts, ends, ctx.residual_dtype)
         return grad_x, grad_bias, residual, None
 
 
 def _prepare(bound: Dict[str, Any]) -> None:
-    cast_as_linear(bound)
     for name in ("counts", "ends"):
         if bound[name] is not None:
             bound[name] = integer_tensor(bound[name], name)
@@ -140,9 +137,6 @@ def _prepare(bound: Dict[str, Any]) -> None:
 
 class _GroupedForm(Form):
     """grouped_matmul takes packed stacks, and has results and operands without gradients, which are no operators."""
-
-    def is_wanted(self, args: tuple, kwargs: Dict[str, Any]) -> bool:
-        return super().is_wanted(args, kwargs) or torch.is_autocast_enabled("cpu")
 
     def _run(self, bound: Dict[str, Any]) -> Any:
         if (bound["counts"] is None) == (bound["ends"] is None):
@@ -168,12 +162,6 @@ class _GroupedForm(Form):
             return _Packed.apply(bound["x"], bound["bias"], bound["residual"], {**bound, "out": None})
         return _plain(**{**bound, "out": None})
 
-    def _share_arrays(self, bound: Dict[str, Any]) -> None:
-        weight = bound["weight"]
-        if isinstance(weight, (PackedWeight, PackedIntWeight)):
-            bound["weight"] = bound["x"]
-        super()._share_arrays(bound)
-        bound["weight"] = weight if isinstance(weight, (PackedWeight, PackedIntWeight)) else bound["weight"]
 
-
-FORMS = {"grouped_matmul": _GroupedForm(_public, _operator, _ORDER, prepare=_prepare)}
+FORMS = {"grouped_matmul": _GroupedForm(_public, _operator, _ORDER, prepare=_prepare, casts=("x", "weight", "bias", "residual"),
+                                        packed=("weight",))}

@@ -19,7 +19,7 @@ from . import _torch_door as door
 from ._arrays import is_torch, optional_view, view
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_forms import Form, define
+from ._torch_forms import Form, define, unpacked
 from ._torch_operator import context, using
 
 _public_matmul = function_of("matmul", "matmul")
@@ -118,33 +118,17 @@ class _Packed(torch.autograd.Function):
         with using(ctx.given):
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
                 grad_y = _grad_y(grad_out, x, ctx.weight, bias, ctx.activation)
-                rows = torch.empty((ctx.weight.n, ctx.weight.k), dtype=torch.float32)
-                _core.lookup_packed_rows(context(), ctx.weight, view(torch.arange(ctx.weight.n)), view(rows))
                 grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
                 grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[1] else None
-                _core.matmul_backward(context(), view(grad_y), view(x), view(rows), optional_view(grad_x), None,
-                                      optional_view(grad_bias))
+                _core.matmul_backward(context(), view(grad_y), view(x), view(unpacked(ctx.weight)[0]), optional_view(grad_x),
+                                      None, optional_view(grad_bias))
         if ctx.needs_input_grad[2]:
             residual = grad_out.to(ctx.residual_dtype)
         return grad_x, grad_bias, residual, None, None, None, None
 
 
-def cast_as_linear(bound: Dict[str, Any]) -> None:
-    """What torch's autocast does to the arguments of a linear layer."""
-    if not torch.is_autocast_enabled("cpu"):
-        return
-    dtype = torch.get_autocast_dtype("cpu")
-    for name in ("x", "weight", "bias", "residual"):
-        value = bound[name]
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
-            bound[name] = value.to(dtype)
-
-
 class _MatmulForm(Form):
     """matmul takes packed weights, and has results without gradients, which are no operators."""
-
-    def is_wanted(self, args: tuple, kwargs: Dict[str, Any]) -> bool:
-        return super().is_wanted(args, kwargs) or torch.is_autocast_enabled("cpu")
 
     def _run(self, bound: Dict[str, Any]) -> Any:
         tensors = [value for value in bound.values() if is_torch(value)]
@@ -165,15 +149,11 @@ class _MatmulForm(Form):
                                  bound["context"])
         return super()._run(bound)
 
-    def _share_arrays(self, bound: Dict[str, Any]) -> None:
-        weight = bound["weight"]
-        if isinstance(weight, PackedIntWeight):
-            raise TypeError("matmul: weight is a PackedIntWeight; matmul.matmul_int multiplies with it")
-        if isinstance(weight, PackedWeight):
-            bound["weight"] = bound["x"]
-        super()._share_arrays(bound)
-        if isinstance(weight, PackedWeight):
-            bound["weight"] = weight
+
+def _prepare(bound: Dict[str, Any]) -> None:
+    if isinstance(bound["weight"], PackedIntWeight):
+        raise TypeError("matmul: weight is a PackedIntWeight; matmul.matmul_int multiplies with it")
 
 
-FORMS = {"matmul": _MatmulForm(_public_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=cast_as_linear)}
+FORMS = {"matmul": _MatmulForm(_public_matmul, _operator, ("x", "weight", "bias", "residual", "activation"), prepare=_prepare,
+                               casts=("x", "weight", "bias", "residual"), packed=("weight",))}

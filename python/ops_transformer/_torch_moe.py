@@ -41,7 +41,7 @@ def _gating_fake(logits, top_k, *options):
             logits.new_empty(logits.shape if options[-1] else (0,), dtype=torch.float32))
 
 
-_gating_backward_operator = define(
+gating_backward_operator = define(
     "moe_gating_backward(Tensor logits, Tensor topk_ids, Tensor grad_topk_weights, Tensor? grad_scores, str scores, "
     "bool renormalise, float routed_scaling_factor, float eps) -> Tensor",
     lambda logits, ids, grad, grad_scores, scores, renormalise, factor, eps: _bare("moe_gating_backward")(
@@ -64,7 +64,7 @@ def _gating_gradients(ctx, _, grad_weights, grad_scores):
     logits, ids = ctx.saved_tensors
     if grad_weights is None:
         grad_weights = torch.zeros(ids.shape, dtype=torch.float32)
-    return (_gating_backward_operator(logits, ids, grad_weights, grad_scores, *ctx.options), *nothing)
+    return (gating_backward_operator(logits, ids, grad_weights, grad_scores, *ctx.options), *nothing)
 
 
 _gating_operator = define(

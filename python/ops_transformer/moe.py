@@ -1,4 +1,7 @@
-"""Mixture of experts, around the products: which experts a token goes to, where its rows lie, and the ways there and back.
+"""Mixture of experts: the whole layer in one call, and its steps around the products: which experts a token goes to, where
+its rows lie, and the ways there and back.
+
+    out = moe_layer(x, gate_up, down, logits, 2, renormalise=True)
 
     ids, weights = moe_gating(logits, 2, renormalise=True)
     rows, slots, counts = moe_routing(ids, num_experts)
@@ -18,17 +21,21 @@ from . import _core
 from ._arrays import empty, integers, optional_view, output, rank, view, view_of_new
 from ._calls import public
 from ._context import Context, default_context
-from ._moe_results import FinalizeGradients, Gating, Routing
+from ._core import View
+from ._moe_layer import NEEDED, layer_call, layer_gradients
+from ._moe_results import FinalizeGradients, Gating, Layer, LayerGradients, Routing
 
-__all__ = ["FinalizeGradients", "Gating", "moe_compute_expert_tokens", "moe_finalize", "moe_finalize_backward", "moe_gating",
-           "moe_gating_backward", "moe_permute", "moe_routing", "Routing"]
+__all__ = ["FinalizeGradients", "Gating", "Layer", "LayerGradients", "moe_compute_expert_tokens", "moe_finalize",
+           "moe_finalize_backward", "moe_gating", "moe_gating_backward", "moe_layer", "moe_layer_backward", "moe_permute",
+           "moe_routing", "Routing"]
 
 
 def _torch_forms() -> Dict[str, Any]:
-    # A statement, which torch.compile follows where a compiled call is a process's first one.
+    # Statements, which torch.compile follows where a compiled call is a process's first one.
     from ._torch_moe import FORMS
+    from ._torch_moe_layer import FORMS as LAYER
 
-    return FORMS
+    return {**FORMS, **LAYER}
 
 
 @public(torch=_torch_forms)
@@ -168,3 +175,65 @@ def moe_finalize_backward(grad_out: Any, expanded: Any, row_of_slot: Any, topk_w
                                 _optional_integers(topk_ids, "topk_ids"),
                                 *(None if grad is None else view_of_new(grad) for grad in grads))
     return grads
+
+
+# ---- the whole layer -------------------------------------------------------------------------------------------------
+
+@public(torch=_torch_forms)
+def moe_layer(x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Optional[int] = None, *, topk_ids: Any = None,
+              topk_weights: Any = None, up: Any = None, gate_up_bias: Any = None, down_bias: Any = None,
+              activation: str = "swiglu", scores: str = "softmax", gate_bias: Any = None, finished: Any = None,
+              renormalise: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20, num_groups: int = 1,
+              kept_groups: int = 1, group_score: str = "max", nan_is_error: bool = False, shared_gate_up: Any = None,
+              shared_down: Any = None, shared_up: Any = None, shared_gate: Any = None, residual: Any = None,
+              num_experts: Optional[int] = None, expert_begin: int = 0, expert_end: Optional[int] = None,
+              int8_activations: bool = False, batch_invariant: bool = False, out: Any = None, return_routes: bool = False,
+              context: Optional[Context] = None) -> Any:
+    """A layer of experts in one call, with the bits of its steps and without a copy of the tokens:
+
+        out[t] = residual[t] + sum over k of topk_weights[t, k] * expert(topk_ids[t, k], x[t]) + share[t] * shared_expert(x[t])
+        expert(e, x) = down[e] . activation(gate_up[e] . x + gate_up_bias[e]) + down_bias[e]
+        share[t] = 1, or sigmoid(x[t] . shared_gate)
+
+    x [tokens, hidden]. Either logits [tokens, num_experts] and top_k, with the options of moe_gating (gate_bias is its bias), or
+    topk_ids [tokens, top_k], of which -1 is a slot that gives nothing, and topk_weights, float32 or of the dtype of x.
+
+    gate_up [E, 2 * intermediate, hidden], gate rows above up rows ([E, intermediate, hidden] where activation is none, silu,
+    gelu_erf or gelu_tanh), and down [E, hidden, intermediate] are arrays, or what matmul.pack_stack, pack_blocks_stack or
+    pack_int_stack made. up: then gate_up is the gate rows alone. shared_gate_up, shared_up, shared_down: one weight [n, k]
+    each, or packed; shared_gate [hidden]. int8_activations rounds rows that meet a quantised weight; batch_invariant as in
+    matmul. E is num_experts, or expert_end - expert_begin: only these experts have weights here, slots of others give nothing.
+
+    return_routes: a Layer, with what gating chose, and the slots of each expert.
+    """
+    inputs, options = layer_call(locals())
+    tokens, weights = inputs["x"].shape[0], inputs["gate_up"]
+    if out is None:
+        out = empty(x, inputs["x"].shape, inputs["x"].dtype)
+    ids, chosen, counts = None, None, None
+    if return_routes:
+        counts = empty(x, (weights.shape[0] if isinstance(weights, View) else weights.count,), "i64")
+        if logits is not None:
+            ids, chosen = empty(x, (tokens, top_k), "i32"), empty(x, (tokens, top_k), "f32")
+    outputs = {"topk_ids": ids, "topk_weights": chosen, "expert_tokens": counts}
+    views = {name: view_of_new(array) for name, array in outputs.items() if array is not None}
+    _core.moe_layer_forward(context or default_context(), inputs, options, {"out": output(out), **views})
+    return Layer(out, ids, chosen, counts) if return_routes else out
+
+
+@public
+def moe_layer_backward(grad_out: Any, x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Optional[int] = None, *,
+                       topk_ids: Any = None, topk_weights: Any = None, gate_up_bias: Any = None, down_bias: Any = None,
+                       scores: str = "softmax", gate_bias: Any = None, finished: Any = None, renormalise: bool = False,
+                       routed_scaling_factor: float = 1.0, eps: float = 1e-20, num_groups: int = 1, kept_groups: int = 1,
+                       group_score: str = "max", nan_is_error: bool = False, shared_gate_up: Any = None,
+                       shared_down: Any = None, shared_gate: Any = None, num_experts: Optional[int] = None,
+                       expert_begin: int = 0, expert_end: Optional[int] = None,
+                       context: Optional[Context] = None) -> LayerGradients:
+    """Gradients of sum(grad_out * moe_layer(..)), whose activation is swiglu and whose weights are arrays. What lies between is
+    computed again; which experts are chosen is constant. The gradient of residual is grad_out."""
+    given = locals()
+    gradients = {name: empty(given[name], view(given[name], name).shape, view(given[name], name).dtype)
+                 for name in LayerGradients._fields if name in NEEDED or given[name] is not None}
+    layer_gradients(context or default_context(), grad_out, given, gradients)
+    return LayerGradients(*(gradients.get(name) for name in LayerGradients._fields))

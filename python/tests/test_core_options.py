@@ -34,7 +34,7 @@ def named(name, *functions):
 EVERYWHERE = by_name(SCORE, GRAD, PLAIN, PAGED)
 RESULT = "a result: the function gives all of them back"
 GRAPH = "graphs of operators are not in Python"
-LAYER = "the layer of experts in one call is not in Python yet: the functions of moe and grouped_matmul compute it in steps"
+LAYER = "moe.moe_layer"
 RANKS = "operators between ranks are not in Python yet"
 
 
@@ -131,10 +131,16 @@ LIST = {
                        **each("interrupted", "every Context asks Python for signals")},
     "MatmulNodeOptions": each("bias activation residual dtype activations", GRAPH),
     "MoeLayerNodeOptions": each("top_k gating activations", GRAPH),
-    "MoeLayerInputs": each("x logits gate_bias finished topk_ids topk_weights experts shared residual", LAYER),
-    "MoeLayerOutputs": each("out topk_ids topk_weights expert_tokens", LAYER),
-    "MoeLayerOptions": each("top_k gating activation activations batch_invariant num_experts expert_begin expert_end", LAYER),
-    "MoeLayerGradients": each("x logits topk_weights gate_up down gate_up_bias down_bias shared_gate_up shared_down shared_gate", LAYER),
+    "MoeLayerInputs": {**each("x logits gate_bias finished topk_ids topk_weights residual", by_name(LAYER)),
+                       "experts": lambda field: [(LAYER, "gate_up"), (LAYER, "down")],
+                       "shared": lambda field: [(LAYER, "shared_gate_up"), (LAYER, "shared_down")]},
+    "MoeExperts": {**each("gate_up down gate_up_bias down_bias", by_name(LAYER, "moe.moe_layer_backward")), "up": by_name(LAYER)},
+    "MoeSharedExpert": {name: named(f"shared_{name}", LAYER) for name in ("gate_up", "down", "up", "gate")},
+    "MoeLayerOutputs": {"out": by_name(LAYER), **each("topk_ids topk_weights expert_tokens", named("return_routes", LAYER))},
+    "MoeLayerOptions": {**each("top_k activation batch_invariant num_experts expert_begin expert_end", by_name(LAYER)),
+                        "activations": named("int8_activations", LAYER),
+                        "gating": lambda field: [(LAYER, name) for name in fields_of("MoeGatingOptions")]},
+    "MoeLayerGradients": each("x logits topk_weights gate_up down gate_up_bias down_bias shared_gate_up shared_down shared_gate", RESULT),
     "CommunicatorOptions": each("timeout_seconds staging_bytes shared_bytes direct_stores", RANKS),
     "Mc2Options": each("bias x_scales residual activations rows inputs exchanged tile_rows", RANKS),
     "LayerNormNodeOptions": each("eps weight bias", GRAPH),
@@ -177,7 +183,7 @@ def parameters_of(function):
 
 
 def test_every_struct_of_options_is_in_the_list():
-    kinds = "Options|Inputs|Outputs|Gradients|Saved|Parts|Pattern|BlockMask"
+    kinds = "Options|Inputs|Outputs|Gradients|Saved|Parts|Pattern|BlockMask|Experts?"
     found = {name for header in HEADERS.glob("*.h")
              for name in re.findall(rf"^struct (\w*(?:{kinds})) {{", header.read_text("utf-8"), re.M)}
     assert found == set(LIST)

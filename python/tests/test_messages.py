@@ -29,6 +29,8 @@ def int_stack():
     return matmul.pack_int_stack(np.ones((2, 6, 4), np.int8), np.ones((2, 6, 1), np.float32))
 
 
+EXPERTS = np.ones((4, 6, 4), np.float32), np.ones((4, 4, 3), np.float32)
+
 # Arguments with which each function works. Those with defaults are tried on top of them.
 WORKING = {
     "rowwise.rms_norm": lambda: (X, X[0]), "rowwise.add_rms_norm": lambda: (X, X, X[0]),
@@ -55,6 +57,7 @@ WORKING = {
     "kv_cache.paged_attention": lambda: (np.ones((1, 1, 1, 4), np.float32), *pages(), [[0]], [1]),
     "moe.moe_gating": lambda: (X, 1), "moe.moe_gating_backward": lambda: (X, [[0], [1]], X[:, :1]), "moe.moe_routing": lambda: ([[0], [1]], 2),
     "moe.moe_compute_expert_tokens": lambda: ([0, 1], 2), "moe.moe_permute": lambda: (X, [0, 1], 1),
+    "moe.moe_layer": lambda: (X, *EXPERTS, X, 1), "moe.moe_layer_backward": lambda: (X, X, *EXPERTS, X, 1),
     "moe.moe_finalize": lambda: (X, [[0], [1]]), "moe.moe_finalize_backward": lambda: (X, X, [[0], [1]]),
     "flash_attention.flash_attention": lambda: (Q, Q, Q),
     "flash_attention.lightning_indexer": lambda: (Q, Q, np.ones((1, 1, 4), np.float32), 2),

@@ -143,8 +143,10 @@ void check_layer_inputs(ShapeCheck& check, LayerCall& call) {
   check.require(call.has_shared || (!is_there(in.shared.up) && !is_given(in.shared.gate)),
                 "shared.up or shared.gate is given, but no weights of a shared expert are");
   if (call.has_shared) {
-    call.shared = {
-        .gate_up = &in.shared.gate_up, .up = is_there(in.shared.up) ? &in.shared.up : nullptr, .down = &in.shared.down};
+    call.shared = {.gate_up = &in.shared.gate_up,
+                   .up = is_there(in.shared.up) ? &in.shared.up : nullptr,
+                   .down = &in.shared.down,
+                   .apart = is_there(in.shared.up)};
     check_experts(check, call, kOfShared, call.shared);
     check.require(check[kOfShared.count] == 1, "shared.gate_up holds ", check[kOfShared.count],
                   " weights, but a shared expert has one");

@@ -219,6 +219,16 @@ TEST(MoeLayer, TakesGateAndUpInOneStackOrApart) {
       in.experts.gate_up = of_gate, in.experts.up = of_up;
       ASSERT_TRUE(moe_layer_forward(t.context, in, {.out = apart.tensor}, {.top_k = 2}).ok());
       EXPECT_EQ(in_one.bytes, apart.bytes) << t.name << ", " << to_string(format);
+      // The same of a shared expert.
+      const PackedWeight shared = packed({both[0], both[1]}, 2), shared_gate = packed({gate.each[0]}, 1),
+                         shared_up = packed({up.each[0]}, 1), shared_down = packed({down.each[0]}, 1);
+      in.shared = {.gate_up = shared, .down = shared_down};
+      ASSERT_TRUE(moe_layer_forward(t.context, in, {.out = in_one.tensor}, {.top_k = 2}).ok());
+      EXPECT_NE(in_one.bytes, apart.bytes);
+      in.shared.gate_up = shared_gate, in.shared.up = shared_up;
+      const Status status = moe_layer_forward(t.context, in, {.out = apart.tensor}, {.top_k = 2});
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(in_one.bytes, apart.bytes) << t.name << ", shared, " << to_string(format);
     }
   }
   Context& context = contexts_with_threads(1).back().context;

@@ -55,7 +55,7 @@ struct LayerCase {
   Matrix x, logits, ids, weights;
   std::optional<Matrix> residual, shared_gate, gate_up_bias, down_bias;
   Experts gate_up, down;
-  std::optional<Experts> up, shared_gate_up, shared_down;
+  std::optional<Experts> up, shared_gate_up, shared_up, shared_down;
   MoeLayerOptions options;
   std::string about;
 
@@ -85,7 +85,9 @@ struct LayerCase {
     }
     if (random.chance(0.4)) {
       const int64_t size = 32 * random.integer(1, 2);
-      shared_gate_up = drawn_weights(context, kind, 1, halves ? 2 * size : size, s.hidden, random);
+      const bool shared_apart = halves && random.chance(0.25);
+      shared_gate_up = drawn_weights(context, kind, 1, halves && !shared_apart ? 2 * size : size, s.hidden, random);
+      if (shared_apart) shared_up = drawn_weights(context, kind, 1, size, s.hidden, random);
       shared_down = drawn_weights(context, kind, 1, s.hidden, size, random);
     }
     if (kind != Weights::floats && random.chance(0.5)) options.activations = ActivationType::int8;
@@ -97,7 +99,8 @@ struct LayerCase {
     if (!has_logits) options.num_experts = s.experts;
     about = text("x ", to_string(type), ", gate_up ", gate_up.about, apart ? ", up apart" : "", ", down ", down.about,
                  ", tokens ", s.tokens, ", experts ", s.experts, ", ", to_string(options.activation), ", ",
-                 to_string(options.activations), has_logits ? ", logits" : "", shared_gate_up ? ", shared" : "");
+                 to_string(options.activations), has_logits ? ", logits" : "", shared_gate_up ? ", shared" : "",
+                 shared_up ? " apart" : "");
   }
 
   // The weights' views live here.
@@ -111,6 +114,7 @@ struct LayerCase {
                       .residual = view(residual)};
     if (up) in.experts.up = up->grouped();
     if (shared_gate_up) in.shared = {.gate_up = shared_gate_up->grouped(), .down = shared_down->grouped()};
+    if (shared_up) in.shared.up = shared_up->grouped();
     if (shared_gate) in.shared.gate = shared_gate->tensor.selected(0, 0);
     if (has_logits) {
       in.logits = logits.tensor;
@@ -210,8 +214,9 @@ inline void expect_sequence(Context& context, const LayerCase& c, const Tensor& 
       set(rows.tensor, t * (s.top_k + 1) + s.top_k, static_cast<double>(slots + t));
       set(weights.tensor, t * (s.top_k + 1) + s.top_k, 1);
     }
-    expect_products(context, c, {.gate_up = in.shared.gate_up, .down = in.shared.down}, c.shared_down->k, in.x,
-                    {ConstTensor::contiguous(DType::i64, {1}, &all)}, expanded.tensor.narrowed(0, slots, s.tokens));
+    const MoeExperts shared = {.gate_up = in.shared.gate_up, .down = in.shared.down, .up = in.shared.up};
+    expect_products(context, c, shared, c.shared_down->k, in.x, {ConstTensor::contiguous(DType::i64, {1}, &all)},
+                    expanded.tensor.narrowed(0, slots, s.tokens));
   }
   const Status status = moe_finalize(
       context,
