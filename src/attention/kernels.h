@@ -223,7 +223,8 @@ struct TableOf {
   K bf16_dot = {};               // keys and queries stored as bf16
   K f64_product = {};            // at the generic level only
 };
-// attend_at_once is null for the bf16 dot product, attend_pages for what panel32 cannot hold and for integers in groups.
+// attend_at_once is null for the bf16 dot product, attend_pages for what panel32 cannot hold and for integers in
+// groups.
 using KernelTable = TableOf<Kernels>;
 
 // The standard form (options.path). Takes all packed tiles that a block sees, once; finish_rows follows. `matrix`
