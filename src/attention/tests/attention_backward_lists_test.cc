@@ -155,7 +155,9 @@ TEST(AttentionBackwardLists, RowsOfAnEmptyListHaveNoGradient) {
           for (int64_t x = 0; x < 16; ++x) {
             const double gradient = get(*g, j * 16 + x);
             some_gradient |= gradient != 0;
-            if (!read) ASSERT_EQ(gradient, 0) << t.name << " key " << j;
+            if (!read) {
+              ASSERT_EQ(gradient, 0) << t.name << " key " << j;
+            }
           }
         }
       }
