@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from typing import Any, Callable, Dict, NoReturn, Optional, Sequence
 
 import torch
 from torch import Tensor
 
+from .._calls import without_names
 from . import _strict
 
 FUNCTIONS: Dict[str, Callable[..., Any]] = {}  # every function of the facade by its name
 FAKES: Dict[str, Callable[..., Any]] = {}
 MUTATED: Dict[str, Sequence[str]] = {}  # arguments that a function writes into
 
-_OF_THE_CORE = re.compile(r"(?:[a-z0-9]+(?:_[a-z0-9]+)+: )+")  # names of the core's functions, in front of their messages
 _is_compiling = torch.compiler.is_compiling
 _library = torch.library.Library("ops_transformer_npu", "DEF")
 
@@ -53,7 +52,7 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
             text = str(error).replace("attn_head_num", "head_num")  # the core's name of it
             if text.startswith(name):
                 raise
-            raise type(error)(f"{name}: {_OF_THE_CORE.sub('', text, count=1) if _OF_THE_CORE.match(text) else text}") from None
+            raise type(error)(f"{name}: {without_names(text)}") from None
 
         except (AttributeError, IndexError) as error:
             raise _misfit(name, call.__signature__, args, kwargs, error) from error
