@@ -32,10 +32,11 @@ _library = torch.library.Library("ops_transformer_npu", "DEF")
 
 
 def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Optional[Callable[..., Any]] = None,
-                    mutates: Sequence[str] = ()) -> Any:
-    """Registers a function under its name; see above."""
+                    mutates: Sequence[str] = (), gradients: Sequence[str] = ()) -> Any:
+    """Registers a function under its name; see above. gradients: arguments whose gradients the operator would lose, so that a
+    compiler follows the Python function where one of them requires any."""
     if function is None:
-        return functools.partial(device_function, fake=fake, mutates=mutates)
+        return functools.partial(device_function, fake=fake, mutates=mutates, gradients=gradients)
     name = function.__name__
     operator = None if fake is None else _operator(function, fake, mutates)
 
@@ -45,7 +46,7 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
         try:
             if _strict.is_on(strict):
                 _strict.check(name, call.__signature__.bind(*args, **kwargs))
-            if operator is not None and _is_compiling():
+            if operator is not None and _is_compiling() and not (gradients and _records(call.__signature__.bind(*args, **kwargs).arguments, gradients)):
                 return operator(*args, **kwargs)
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -67,6 +68,10 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
     if fake is not None:
         FAKES[name] = fake
     return call
+
+
+def _records(arguments: Dict[str, Any], names: Sequence[str]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arguments.get(name), Tensor) and arguments[name].requires_grad for name in names)
 
 
 def _misfit(name: str, signature: inspect.Signature, args: Any, kwargs: Any, error: Exception) -> Exception:
@@ -130,6 +135,13 @@ def refuse_given(function: str, why: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             missing(function, f"{name} is given, but {why}")
+
+
+def without_gradient(why: str, **tensors: Any) -> None:
+    """RuntimeError where one of them asks for gradients, which would be lost."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{name} requires gradients, but {why}: pass {name}.detach(), or call it under torch.no_grad()")
 
 
 def is_tensor(name: str, value: Any) -> Tensor:
