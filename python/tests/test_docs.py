@@ -11,7 +11,7 @@ from conftest import import_torch, required
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 # What stands behind ```python.
 KINDS = {"python.md": ("", "torch", "model"), "attention.md": ("",), "kv_cache.md": ("",), "npu.md": ("torch",),
-         "flash_attn.md": ("torch",)}
+         "flash_attn.md": ("torch",), "articles.md": ("torch",)}
 
 
 def examples(page):
