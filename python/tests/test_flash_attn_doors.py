@@ -141,7 +141,7 @@ REFUSED = [
     ("with_kvcache", {**appended(), "k": new(2, 1, 2, 16, dtype=BF16)}, ValueError, "k has dtype torch.bfloat16, but k_cache has torch.float32"),
     ("with_kvcache", {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in appended().items()}, ValueError,
      "k has dtype torch.float64, but tokens are appended in float16, bfloat16 or float32 only"),
-    ("with_kvcache", appended(block_table=starts(0, 3)[:, None]), ValueError, "block_table[1, 0] is 3, must be from 0 to 2, a block of k_cache"),
+    ("with_kvcache", appended(block_table=starts(0, 3)[:, None]), ValueError, "block_table[1][0] is 3, must be from 0 to 2, a block of k_cache"),
     ("with_kvcache", appended(rotary_cos=new(8, 8)), ValueError, "rotary_sin is None, but the other one is given: they go together"),
     ("with_kvcache", cached(rotary_cos=new(8, 8), rotary_sin=new(8, 8)), ValueError,
      "rotary_cos and rotary_sin are given, but k and v are not: the cache's keys are rotated already"),

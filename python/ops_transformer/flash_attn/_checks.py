@@ -73,13 +73,12 @@ def is_readable(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
-def in_range(name: str, numbers: Tensor, limit: Any, of: str, low: int = 0) -> None:
-    """low <= numbers <= limit (a number, or one for each), of the host's integers."""
-    wrong = (numbers < low) | (numbers > limit)
-    if bool(wrong.any()):
-        at = tuple(int(i) for i in wrong.nonzero()[0])
-        most = limit[at] if isinstance(limit, Tensor) else limit
-        raise ValueError(f"{name}[{', '.join(map(str, at))}] is {int(numbers[at])}, must be from {low} to {int(most)}{of}")
+def in_range(name: str, numbers: Any, limits: Any, of: str, low: int = 0) -> None:
+    """low <= number <= limit, of lists of the host's integers (a list of limits: one for each)."""
+    for i, number in enumerate(numbers):
+        limit = limits[i] if isinstance(limits, list) else limits
+        if not low <= number <= limit:
+            raise ValueError(f"{name}[{i}] is {number}, must be from {low} to {limit}{of}")
 
 
 def window(window_size: Any, causal: bool) -> Dict[str, int]:

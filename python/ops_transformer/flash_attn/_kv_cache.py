@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -21,23 +21,23 @@ def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: An
         return integers("block_table", block_table, (batch, None), f"[batch, max_num_blocks_per_seq] with batch = {batch}")
     if cache_batch_idx is not None:
         rows = integers("cache_batch_idx", cache_batch_idx, (batch,), f"[batch] = [{batch}]")
-        in_range("cache_batch_idx", rows, k_cache.shape[0] - 1, ", a sequence of k_cache")
+        in_range("cache_batch_idx", rows.tolist(), k_cache.shape[0] - 1, ", a sequence of k_cache")
         return rows[:, None]
     if batch > k_cache.shape[0]:
         raise ValueError(f"k_cache.shape[0] (batch_cache) is {k_cache.shape[0]}, but q has batch {batch}")
     return torch.arange(batch)[:, None]
 
 
-def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]) -> Tensor:
-    """int64 [batch]: tokens of each sequence in the cache before the call."""
+def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]) -> List[int]:
+    """Tokens of each sequence in the cache before the call."""
     if cache_seqlens is None:
         if added is not None:
             raise ValueError("cache_seqlens is None, but k and v are given: it says where they are written")
-        return torch.full((batch,), capacity)
+        return [capacity] * batch
     if isinstance(cache_seqlens, Tensor):
-        lengths = integers("cache_seqlens", cache_seqlens, (batch,), f"an int, or [batch] = [{batch}]").long()
+        lengths = integers("cache_seqlens", cache_seqlens, (batch,), f"an int, or [batch] = [{batch}]").tolist()
     else:
-        lengths = torch.full((batch,), option("flash_attn_with_kvcache", "cache_seqlens", "int", cache_seqlens))
+        lengths = [option("flash_attn_with_kvcache", "cache_seqlens", "int", cache_seqlens)] * batch
     behind = "" if added is None else f": {added} new tokens behind it, and a sequence of the cache holds {capacity}"
     in_range("cache_seqlens", lengths, capacity - (added or 0), behind)
     return lengths
@@ -69,7 +69,8 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tenso
     """Writes tokens [batch, seqlen_new, ..] at places [batch, seqlen_new] of their sequences."""
     page = k_cache.shape[1]
     blocks = table.long().gather(1, places // page)
-    in_range("block_table", blocks, k_cache.shape[0] - 1, ", a block of k_cache")
+    for b, of_sequence in enumerate(blocks.tolist()):
+        in_range(f"block_table[{b}]", of_sequence, k_cache.shape[0] - 1, ", a block of k_cache, which k is written to")
     slots = blocks * page + places % page
     if all(x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v)):
         k, v, slots = ([x.flatten(0, 1)] for x in (k, v, slots))
@@ -127,23 +128,24 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, k: Any = None, v
         added = k.shape[1]
     lengths = _lengths(cache_seqlens, batch, table.shape[1] * k_cache.shape[1], added)
     options = rule(q, batch, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    total = lengths + (added or 0)
+    total = [length + (added or 0) for length in lengths]
     if cache_leftpad is not None:
         first = integers("cache_leftpad", cache_leftpad, (batch,), f"[batch] = [{batch}]")
-        in_range("cache_leftpad", first, total, ", where the sequence ends")
-        options["mask"] = (torch.arange(int(total.max()) if batch else 0) >= first[:, None])[:, None, None]
+        in_range("cache_leftpad", first.tolist(), total, ", where the sequence ends")
+        options["mask"] = (torch.arange(max(total, default=0)) >= first[:, None])[:, None, None]
     turns = rotary_cos is not None or rotary_sin is not None
     is_local = causal or tuple(window_size) != (-1, -1)
     if turns:
-        last = int(lengths.max()) + max(added or 0, q.shape[1] if is_local else 1) if batch else 0
+        last = max(lengths, default=0) + max(added or 0, q.shape[1] if is_local else 1)
         _check_rotary(rotary_cos, rotary_sin, q, last, added)
     if added is not None:
         _check_writable((q, k, v, k_cache, v_cache, rotary_cos, rotary_sin))
-        places = lengths[:, None] + torch.arange(added)
+        begin = torch.tensor(lengths)[:, None]
+        places = begin + torch.arange(added)
         if turns:
             rotary = rotary_cos, rotary_sin
             k = _turned(k, places, rotary, rotary_interleaved)
-            q = _turned(q, lengths[:, None] + torch.arange(q.shape[1]) * is_local, rotary, rotary_interleaved)
+            q = _turned(q, begin + torch.arange(q.shape[1]) * is_local, rotary, rotary_interleaved)
         _append(k, v, k_cache, v_cache, table, places)
     result = paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", return_lse=return_softmax_lse,
                              scale_value=options.pop("softmax_scale", None), **options)
