@@ -8,7 +8,8 @@
 
 Operators: flash_attention, rowwise, matmul, moe, quant, kv_cache. `Model` runs a language model of a GGUF file.
 `ops_transformer.torch` is the drop-in for torch's scaled_dot_product_attention, `ops_transformer.hf` the attention of
-the package transformers, `ops_transformer.npu` the functions of torch_npu on CPU tensors; these three alone import torch. Submodules are imported when they are first named:
+the package transformers, `ops_transformer.npu` the functions of torch_npu on CPU tensors, `ops_transformer.flash_attn` those of
+flash_attn, `ops_transformer.articles` the samples of articles; these five alone import torch. Submodules are imported when they are first named:
 `ops_transformer.rowwise.rms_norm(x, weight)` needs no import of its own.
 """
 
@@ -29,4 +30,4 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return sorted({*globals(), "flash_attention", "hf", "kv_cache", "matmul", "moe", "npu", "quant", "rowwise", "torch"})
+    return sorted({*globals(), "articles", "flash_attention", "flash_attn", "hf", "kv_cache", "matmul", "moe", "npu", "quant", "rowwise", "torch"})

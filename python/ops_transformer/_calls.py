@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from typing import Any, Callable, Dict, Optional, TypeVar
 
 import numpy as np
@@ -137,9 +138,19 @@ def option(function: str, name: str, kind: str, value: Any) -> Any:
     return checked(function, name, _kind_of(kind), value)
 
 
-def _named(error: Exception, function: str, arguments: Dict[str, Any]) -> Exception:
+_OF_THE_CORE = re.compile(r"(?:[a-z0-9]+(?:_[a-z0-9]+)+: )+")
+
+
+def without_names(text: str) -> str:
+    """A message without the names of functions in front of it: whoever called those has a name of its own."""
+    return _OF_THE_CORE.sub("", text, count=1) if _OF_THE_CORE.match(text) else text
+
+
+def _named(error: Exception, function: str, arguments: Dict[str, Any], facade: bool = False) -> Exception:
     """The error with the names of function and argument in front."""
     text = str(error)
+    if facade and not text.startswith(f"{function}:"):
+        text = without_names(text)
     if "incompatible function arguments" in text:
         if "self" in arguments:  # the methods' other arguments are checked before
             return TypeError(f"{function}: this {type(arguments['self']).__name__} was never made: its __init__ did not run")
@@ -191,14 +202,15 @@ def _form(forms: Callable[[], Dict[str, Any]], function: Callable[..., Any]) -> 
     return form
 
 
-def public(function: Optional[F] = None, *, torch: Optional[Callable[[], Dict[str, Any]]] = None) -> Any:
+def public(function: Optional[F] = None, *, torch: Optional[Callable[[], Dict[str, Any]]] = None, facade: bool = False) -> Any:
     """Checks options before the call and names function and argument in what it refuses.
 
     torch: imports and gives the functions of the module that are operators of torch, with gradients: a _torch_forms.Form by
     each name. It is called with the first torch tensor; the form takes the calls of which torch's dispatcher must know.
+    facade: the function calls other public ones, whose names in what they refuse give way to its own.
     """
     if function is None:
-        return functools.partial(public, torch=torch)
+        return functools.partial(public, torch=torch, facade=facade)
     parameters = inspect.signature(function).parameters
     kinds = {name: _kind_of(parameter.annotation) for name, parameter in parameters.items()}
     kinds = {name: kind for name, kind in kinds.items() if kind is not None}
@@ -224,7 +236,7 @@ def public(function: Optional[F] = None, *, torch: Optional[Callable[[], Dict[st
                     return form.call(args, kwargs)
             return function(*args, **kwargs)
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-            named = _named(error, title, {**dict(zip(names, args)), **kwargs})
+            named = _named(error, title, {**dict(zip(names, args)), **kwargs}, facade)
             if named is error:
                 raise
             raise named from None

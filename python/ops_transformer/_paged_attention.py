@@ -10,6 +10,7 @@ from ._attention_reader import read, starts
 from ._calls import public
 from ._context import Context, default_context
 from ._core import UNBOUNDED
+from ._layouts import from_heads_first, heads_first, shape_of_out
 from ._pages import parts, row_elements
 
 __all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]
@@ -66,14 +67,14 @@ def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_tab
 def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: Any, kv_lengths: Any, *,
                     scale_value: Optional[float] = None, causal: bool = True, actual_seq_qlen: Any = None,
                     window_left: int = UNBOUNDED, softcap: float = 0.0, sinks: Any = None, layout: str = "norm",
-                    return_lse: bool = False, return_statistics: bool = False, alignment: str = "bottom_right", out: Any = None,
-                    context: Optional[Context] = None, **options: Any) -> Any:
+                    return_lse: bool = False, return_statistics: bool = False, alignment: str = "bottom_right",
+                    query_layout: str = "BNSD", out: Any = None, context: Optional[Context] = None, **options: Any) -> Any:
     """Attention of query [batch, num_heads, query_len, head_dim] over cached keys; the result is as wide as a value.
 
     block_table [batch, max_blocks]; kv_lengths [batch]: keys of each sequence. num_heads is a multiple of num_kv_heads.
     causal (the default): the last query sees every key of its sequence, the one before it all but the last, and so on;
     alignment="top_left" lets query i see keys 0 to i instead. window_left: and only so many keys before its own. sinks float32
-    [num_heads]: one more score of each row. out: the array to write into, which is given back. return_lse gives a
+    [num_heads]: one more score of each row. query_layout="BSND": query and result are [batch, query_len, num_heads, ..]. out: the array to write into, which is given back. return_lse gives a
     PagedAttention, return_statistics a PagedStatistics.
 
     Caches may be of eight bits, or ScaledPages: they are read where they are. Of layout "panel32" those of int4, and of int8 with
@@ -103,22 +104,30 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
         query, key_cache, value_cache, block_table, kv_lengths, sinks, actual_seq_qlen,
         dict(softmax_scale=scale_value, causal=causal, window_left=window_left, softcap=softcap, page_layout=layout,
              alignment=alignment), options, out is not None)
-    shape, values = tensors["query"].shape, tensors["value"]
+    if query_layout not in ("BNSD", "BSND"):
+        raise ValueError(f'query_layout is "{query_layout}", must be BNSD or BSND')
     varlen = actual_seq_qlen is not None
+    query_layout = "TND" if varlen else query_layout
+    if query_layout == "BSND":
+        for name in {"query", "query_rope"} & tensors.keys():
+            tensors[name] = heads_first(name, tensors[name], query_layout, None)
+    shape, values = tensors["query"].shape, tensors["value"]
     if operator is not None:
         if out is not None:
             raise RuntimeError("paged_attention: out is given, but an argument needs more than its bytes read (gradients, a "
                                "compiler, a transform): leave it out, or call under torch.no_grad()")
-        given = operator.attend(tensors, numbers, order="TND" if varlen else "BNSD", statistics=return_statistics,
-                                context=context)
+        given = operator.attend(tensors, numbers, order=query_layout, statistics=return_statistics, context=context)
+        given = (from_heads_first(given[0], query_layout), *given[1:])
         if return_statistics:
             return PagedStatistics(*given)
         return PagedAttention(*given[:2]) if return_lse else given[0]
     width = row_elements(layout, values.dtype, "value", values.shape)
     result = output(out, "out") if out is not None else None
     if result is None:
-        out = empty(query, (*shape[:-1], width), tensors["query"].dtype)
+        out = empty(query, shape_of_out(query_layout, shape, width), tensors["query"].dtype)
         result = view_of_new(out)
+    if query_layout == "BSND":
+        result = heads_first("out", result, query_layout, None)
     rows = (shape[1], shape[0]) if varlen else shape[:3]
     statistics = [empty(query, rows, "f64" if tensors["query"].dtype == "f64" else "f32") if wanted else None
                   for wanted in (return_lse or return_statistics, return_statistics, return_statistics)]

@@ -45,6 +45,7 @@ _SCORE_OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alignme
                   "block_q", "first_head", "first_key", "first_query", "kv_lengths", "offset", "path", "total_heads")
 _PLAIN_OPTIONS = (*_SCORE_OPTIONS, "alibi_slopes", "bias", "cu_seqlens_k", "cu_seqlens_q", "drop_mask", "keep_prob",
                   "key_rope", "mask", "prefix", "query_rope", "seed", "sinks", "softcap", "softmax_scale", "tree_mask", "window_left", "window_right")
+_PLAIN_LAYOUTS = {"BNSD": "[batch, heads, length, head_dim]", "BSND": "[batch, length, heads, head_dim]"}
 _DEFAULTS = Options._field_defaults
 _ORDERS = {"BNSD": "BNSD", "BSND": "BSND", "BSH": "BSND", "SBH": "SBND", "TND": "TND"}
 
@@ -326,7 +327,7 @@ def _gradients(problem: _Problem, saved: Dict[str, Any], wanted: Tuple[str, ...]
 
 
 @public
-def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse: bool = False,
+def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse: bool = False, layout: str = "BNSD",
                     context: Optional[Context] = None, **options: Any) -> Any:
     """softmax(q k^T / sqrt(D)) v for [batch, heads, length, D]; causal: query i sees keys 0 to i.
 
@@ -335,6 +336,7 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
 
     k and v may have fewer heads, each of which serves as many heads of q; the result is as wide as v. return_lse: (out,
     softmax_lse), the latter float32 (float64) [batch, heads, length], natural logarithm, -inf where no key is seen.
+    layout="BSND": q, k, v, ropes and the result are [batch, length, heads, D] (with cu_seqlens_q the layout says nothing).
 
     Options, by the names of opst/attention.h (help(flash_attention_score) explains those that it shares): softmax_scale,
     alignment, window_left and window_right (keys beside the diagonal, both ends included; negative: bands away from it), mask,
@@ -356,17 +358,25 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool = False, *, return_lse:
     operator, tensors = read({"query": q, "key": k, "value": v, **arrays}, autocast=True)
     query, rows = tensors["query"], tensors["query"].shape
     varlen = "cu_seqlens_q" in tensors
+    if layout not in _PLAIN_LAYOUTS:
+        raise ValueError(f'layout is "{layout}", must be one of {", ".join(_PLAIN_LAYOUTS)}')
     if len(rows) != (3 if varlen else 4):
-        form = "[tokens, heads, head_dim] with cu_seqlens_q" if varlen else "[batch, heads, length, head_dim]"
+        form = "[tokens, heads, head_dim] with cu_seqlens_q" if varlen else _PLAIN_LAYOUTS[layout]
         raise ValueError(f"q must be {form}, but its shape is {list(rows)}")
     if not tensors["value"].shape:
         raise ValueError("v must have the dimensions of k, but its shape is []")
+    layout = "TND" if varlen else layout
+    if layout == "BSND":
+        for name in {"query", "key", "value", "query_rope", "key_rope"} & tensors.keys():
+            tensors[name] = heads_first(name, tensors[name], layout, None)
+        query, rows = tensors["query"], tensors["query"].shape
     if operator is not None:
-        out, lse, *_ = operator.attend(tensors, numbers, order="TND" if varlen else "BNSD", context=context)
+        out, lse, *_ = operator.attend(tensors, numbers, order=layout, context=context)
+        out = from_heads_first(out, layout)
         return (out, lse) if return_lse else out
-    out, lse = empty(q, (*rows[:-1], tensors["value"].shape[-1]), query.dtype), None
+    out, lse = empty(q, shape_of_out(layout, rows, tensors["value"].shape[-1]), query.dtype), None
     if return_lse:
         lse = empty(q, (rows[1], rows[0]) if varlen else rows[:3], "f64" if query.dtype == "f64" else "f32")
-    core_call(tensors, numbers).forward(context or default_context(), view_of_new(out),
+    core_call(tensors, numbers).forward(context or default_context(), heads_first("out", view_of_new(out), layout, None),
                                         None if lse is None else view_of_new(lse))
     return (out, lse) if return_lse else out

@@ -10,7 +10,8 @@ from conftest import import_torch, required
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 # What stands behind ```python.
-KINDS = {"python.md": ("", "torch", "model"), "attention.md": ("",), "kv_cache.md": ("",), "npu.md": ("torch",)}
+KINDS = {"python.md": ("", "torch", "model"), "attention.md": ("",), "kv_cache.md": ("",), "npu.md": ("torch",),
+         "flash_attn.md": ("torch",), "articles.md": ("torch",)}
 
 
 def examples(page):
@@ -36,3 +37,14 @@ def test_every_example_is_run():
     """An example of another page, or of a kind that nobody runs, would be text."""
     for path in DOCS.glob("*.md"):
         assert {kind for kind, _ in examples(path.name)} <= set(KINDS.get(path.name, ())), path.name
+
+
+def test_readmes_say_the_same():
+    """The Chinese README has the links, commands, rows and code of the English one."""
+    pages = [(DOCS.parent / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")]
+    code = r"^(?:opst::|from |import |out = |q, k, v = )[^/\n]*"
+    pages[0] = pages[0].replace("| room |", "| |")
+    for what in (r"\]\(([^)]+)\)", r"^    ((?:\./x|opst|FetchContent_Declare|apt-get|python3) ?\S*)", r"^\| `?([A-Za-z_]\w*)", r"^(##) ", code,
+                 r"\d+\.\d\d"):
+        english, chinese = ([found for found in re.findall(what, page, re.M) if not found.startswith("README")] for page in pages)
+        assert english and sorted(english) == sorted(chinese), what

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ops_transformer.flash_attention import flash_attention, flash_attention_grad, flash_attention_score, merge_attention
+from ops_transformer.kv_cache import paged_attention
 
 LAYOUTS = ["BNSD", "BSND", "BSH", "SBH"]
 
@@ -335,3 +336,35 @@ print("interrupted")
 def test_a_signal_ends_a_long_call():
     # In a process of its own, which is ended where the signal is not heard.
     assert subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120).stdout == "interrupted\n"
+
+
+def test_plain_layout_bsnd(rng, torch):
+    q, k, v = (rng.standard_normal((2, n, h, 16)).astype(np.float32) for n, h in ((5, 4), (7, 2), (7, 2)))
+    wanted, wanted_lse = flash_attention(*(x.swapaxes(1, 2) for x in (q, k, v)), True, return_lse=True)
+    out, lse = flash_attention(q, k, v, True, layout="BSND", return_lse=True)
+    assert out.flags.c_contiguous and np.array_equal(out, wanted.swapaxes(1, 2)) and np.array_equal(lse, wanted_lse)
+    tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    recorded = flash_attention(*tensors, True, layout="BSND")
+    assert recorded.is_contiguous() and np.array_equal(recorded.detach().numpy(), out)
+    grads = torch.autograd.grad(recorded.sum(), tensors)
+    others = torch.autograd.grad(flash_attention(*(x.transpose(1, 2) for x in tensors), True).sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(grads, others))
+    with pytest.raises(ValueError, match=r'flash_attention: layout is "SBH", must be one of BNSD, BSND'):
+        flash_attention(q, k, v, layout="SBH")
+    with pytest.raises(ValueError, match=r"flash_attention: q must be \[batch, length, heads, head_dim\], but its shape is \[5, 4, 16\]"):
+        flash_attention(q[0], k[0], v[0], layout="BSND")
+
+
+def test_paged_query_layout_bsnd(rng, torch):
+    q = rng.standard_normal((2, 3, 4, 16)).astype(np.float32)
+    pages = [rng.standard_normal((5, 4, 2, 16)).astype(np.float32) for _ in range(2)]
+    table, lengths = np.array([[0, 3], [4, 1]]), [7, 4]
+    wanted = paged_attention(q.swapaxes(1, 2), *pages, table, lengths)
+    out, lse = paged_attention(q, *pages, table, lengths, query_layout="BSND", return_lse=True)
+    assert out.flags.c_contiguous and np.array_equal(out, wanted.swapaxes(1, 2)) and lse.shape == (2, 4, 3)
+    given = np.empty_like(q)
+    assert paged_attention(q, *pages, table, lengths, query_layout="BSND", out=given) is given and np.array_equal(given, out)
+    recorded = paged_attention(torch.from_numpy(q).requires_grad_(), *pages, table, lengths, query_layout="BSND")
+    assert recorded.is_contiguous() and np.array_equal(recorded.detach().numpy(), out)
+    with pytest.raises(ValueError, match='paged_attention: query_layout is "TND", must be BNSD or BSND'):
+        paged_attention(q, *pages, table, lengths, query_layout="TND")

@@ -140,6 +140,9 @@ def test_compiled(seeded):
     assert (caches[0] == caches[1]).all() and caches[0].sum() == 8
 
 
+OPEN = torch.zeros(4, 4, dtype=torch.bool)
+TOTALS = dict(query=torch.zeros(7, 2, 8), key=torch.zeros(8, 2, 8), value=torch.zeros(8, 2, 8), input_layout="TND", atten_mask=UPPER,
+              actual_seq_qlen=[3, 3, 7], actual_seq_kvlen=[3, 3, 8])
 REFUSED = [
     ("npu_fusion_attention", dict(query=torch.zeros(1, 2, 4, 8).double()), "the dtype of query is torch.float64, but the device takes"),
     ("npu_fusion_attention", {name: torch.zeros(1, 2, 4, 770) for name in ("query", "key", "value")}, "D of query is 770, but the device takes 1 to 768"),
@@ -147,6 +150,13 @@ REFUSED = [
     ("npu_fusion_attention", dict(atten_mask=torch.zeros(1, 2, 4, 5, dtype=torch.bool)), r"the shape of atten_mask is \(1, 2, 4, 5\), but"),
     ("npu_fusion_attention", dict(atten_mask=torch.zeros(4, 4, dtype=torch.bool), sparse_mode=2), r"the shape of atten_mask is \[4, 4\], but the device takes a mask of 2048"),
     ("npu_fusion_attention", dict(atten_mask=~UPPER, sparse_mode=3), "atten_mask is not 1 on its strict upper triangle"),
+    ("npu_fusion_attention", dict(atten_mask=OPEN, pre_tockens=1, next_tockens=-2), r"pre_tockens \+ next_tockens is -1, but the device takes sums from 0 on"),
+    ("npu_fusion_attention", dict(atten_mask=OPEN, pre_tockens=9, next_tockens=-4), "next_tockens is -4, but the device takes more than -4"),
+    ("npu_fusion_attention", dict(atten_mask=OPEN, pre_tockens=-4, next_tockens=9), "pre_tockens is -4, but the device takes more than -4"),
+    ("npu_fusion_attention", dict(atten_mask=UPPER, sparse_mode=4, pre_tockens=-3, next_tockens=2), r"pre_tockens \+ next_tockens is -1, but"),
+    ("npu_fusion_attention", dict(TOTALS, sparse_mode=7, pre_tockens=4, next_tockens=0), "pre_tockens is 4, but the device takes 5 or more in sparse_mode 7"),
+    ("npu_fusion_attention", dict(TOTALS, sparse_mode=7, pre_tockens=5, next_tockens=1), "next_tockens is 1, but the device takes 0 or less in sparse_mode 7"),
+    ("npu_fusion_attention", dict(TOTALS, sparse_mode=8, pre_tockens=2, next_tockens=0), "pre_tockens is 2, but the device takes 3 or more in sparse_mode 8"),
     ("npu_fused_infer_attention_score", dict(num_heads=2, input_layout="BNSD"), "the dtype of query is torch.float32, but the device takes"),
     ("npu_fused_infer_attention_score", dict(num_heads=2, input_layout="BNSD", query=torch.zeros(1, 4, 2, 8).half().transpose(1, 2),
                                              key=torch.zeros(1, 2, 4, 8).half(), value=torch.zeros(1, 2, 4, 8).half()), "query is of strides"),
@@ -178,6 +188,8 @@ def test_strict_takes_what_the_device_takes(seeded):
     with npu.strict():
         npu.npu_fusion_attention(q, q, q, 2, "BNSD", atten_mask=UPPER, sparse_mode=3, scale=0.1)
         npu.npu_fused_infer_attention_score(q, q, q, num_heads=2, input_layout="BNSD", scale=0.1, atten_mask=UPPER, sparse_mode=2)
+        for pre, following in ((3, -3), (-3, 3), (0, 0)):
+            npu.npu_fusion_attention(q, q, q, 2, "BNSD", atten_mask=OPEN, scale=0.1, pre_tockens=pre, next_tockens=following)
         npu.npu_moe_gating_top_k(torch.randn(3, 16), 2, group_count=4, k_group=2)
         with pytest.raises(ValueError, match="npu_moe_gating_top_k: strict: the experts of a group is 2, but the device takes more than 2"):
             npu.npu_moe_gating_top_k(torch.randn(3, 8), 2, group_count=4, k_group=2)
@@ -217,6 +229,28 @@ def test_compare_names_the_convention(seeded):
         assert found.conventions[0].startswith("pse order")
     with pytest.raises(ValueError, match=r"compare: the device's result is \[1\], but npu_fusion_attention gives"):
         npu.compare(case("npu_fusion_attention", q, k, v, 4, "BNSD"), torch.zeros(1))
+
+
+def test_compare_looks_at_each_result(seeded):
+    q = torch.randn(1, 2, 4, 8)
+    case = npu.Case("npu_fusion_attention", q, q, q, 2, "BNSD", scale=0.3)
+    device = case.results()
+    assert npu.compare(case, device).agrees and npu.compare(case, tuple(device)).differing == []
+    device[2] = device[2].clone()
+    device[2][0, 1, 3, 5] *= 2
+    found = npu.compare(case, device)
+    assert not found.agrees and found.result == 2 and found.differing == [2] and found.worst == [0, 1, 3, 5]
+    assert str(found).startswith("result 2: largest error") and "beyond the tolerance in result 2" in str(found)
+    assert npu.compare(case, device[0]).agrees and npu.compare(case, (device[0], device[1], None)).agrees
+    other = npu.Case("npu_fusion_attention", q, q, q, 2, "BNSD", scale=8 ** -0.5).results()
+    assert npu.compare(case, other).differing == [0, 1, 2] and npu.compare(case, other).conventions[0].startswith("scale: 1 / sqrt(D)")
+    assert npu.compare(case, [None, *other[1:]]).result in (1, 2)
+    with pytest.raises(ValueError, match=r"compare: the device's result 1 is \[1\], but npu_fusion_attention gives \[1, 2, 4, 8\]"):
+        npu.compare(case, (device[0], torch.zeros(1)))
+    with pytest.raises(ValueError, match="compare: the device gave 8 results, but npu_fusion_attention gives 7"):
+        npu.compare(case, [*device, None])
+    with pytest.raises(ValueError, match="compare: device_output has no tensor that is a result"):
+        npu.compare(case, (None, None))
 
 
 def test_compare_says_no(seeded):

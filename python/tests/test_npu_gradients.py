@@ -55,6 +55,29 @@ def test_gradients_are_right_in_float64(seeded, what):
     assert torch.autograd.gradcheck(call, [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes])
 
 
+def test_routing_has_gradients_or_says_that_it_has_none(seeded):
+    ids = IDS.to(torch.int32)
+    rows = torch.arange(6, dtype=torch.int32).view(2, 3).T.contiguous()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    calls = [lambda x: npu.npu_moe_init_routing(x, rows, ids, 3)[0], lambda x: npu.npu_moe_init_routing(x, rows, ids, 2)[0],
+             lambda x: npu.npu_moe_init_routing_v2(x, ids, active_num=6, expert_num=3)[0],
+             lambda x: npu.npu_moe_init_routing_v2(x, ids, active_num=4, expert_num=3, active_expert_range=[0, 2])[0],
+             lambda x: npu.npu_moe_init_routing_v2(x, ids, expert_num=3, expert_capacity=1, drop_pad_mode=1, expert_tokens_num_type=1)[0]]
+    for call in calls:
+        assert torch.autograd.gradcheck(call, (x,))
+    compiled = torch.compile(calls[2], backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(x).square().sum(), x)[0], torch.autograd.grad(calls[2](x).square().sum(), x)[0])
+    x = x.detach().float().requires_grad_()
+    for name, call in {"npu_moe_init_routing_v2": lambda x: npu.npu_moe_init_routing_v2(x, ids, active_num=6, expert_num=3, quant_mode=1),
+                       "npu_moe_init_routing_quant": lambda x: npu.npu_moe_init_routing_quant(x, ids, active_num=6, expert_num=3),
+                       "npu_dynamic_quant": npu.npu_dynamic_quant}.items():
+        with pytest.raises(RuntimeError, match=f"{name}: (npu_moe_init_routing_v2: )?(x|input) requires gradients, but numbers of eight"):
+            call(x)
+        with torch.no_grad():
+            call(x)
+        call(x.detach())
+
+
 def test_finalize_has_the_gradients_of_all(seeded):
     rows, skip, bias, scales = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (3, 4), (3, 4), (3, 2)))
     places = torch.tensor([2, 0, 4, 1, 5, 3], dtype=torch.int32)  # column after column

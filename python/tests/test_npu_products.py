@@ -133,6 +133,35 @@ def test_feed_forward(seeded):
         npu.npu_ffn(x, w1[0], w2[0], "swiglu")
 
 
+def test_ffn_of_quantised_experts(seeded):
+    """Scales and offsets of each expert, one group empty; every expert alone is the reference. 2-D x and 3-D x."""
+    counts, x8 = [3, 0, 2], torch.randint(-9, 9, (5, 8), dtype=torch.int8)
+    w1, w2 = torch.randint(-9, 9, (3, 8, 16), dtype=torch.int8), torch.randint(-9, 9, (3, 16, 4), dtype=torch.int8)
+    b1, b2 = torch.randint(-50, 50, (3, 16), dtype=torch.int32), torch.randint(-50, 50, (3, 4), dtype=torch.int32)
+    scale, offset = torch.tensor([0.05, 0.1, 0.2]), torch.tensor([1.0, -2.0, 3.0])
+    deq1, deq2 = torch.rand(3, 16), torch.rand(3, 4)
+    expert = [0, 0, 0, 2, 2]
+    out = npu.npu_ffn(x8, w1, w2, "relu", expert_tokens=counts, bias1=b1, bias2=b2, scale=scale, offset=offset, deq_scale1=deq1, deq_scale2=deq2)
+    rows = []
+    for row, e in zip(x8.double(), expert):
+        hidden = torch.relu((row @ w1[e].double() + b1[e]) * deq1[e])
+        hidden = (hidden * scale[e] + offset[e]).round().clamp(-128, 127)
+        rows.append((hidden @ w2[e].double() + b2[e]) * deq2[e])
+    assert out.dtype == torch.float16
+    near(out, torch.stack(rows), 2e-3)
+    x, s1, s2 = torch.randn(5, 8), torch.rand(3, 16), torch.rand(3, 2, 4)
+    o1, o2 = torch.randn(3, 16), torch.randn(3, 2, 4)
+    first = (w1.double() + o1[:, None]) * s1[:, None]
+    second = ((w2.double().unflatten(1, (2, 8)) + o2[:, :, None]) * s2[:, :, None]).flatten(1, 2)
+    want = torch.stack([torch.relu(row @ first[e]) @ second[e] for row, e in zip(x.double(), expert)])
+    given = dict(antiquant_scale1=s1, antiquant_scale2=s2, antiquant_offset1=o1, antiquant_offset2=o2)
+    near(npu.npu_ffn(x, w1, w2, "relu", expert_tokens=counts, **given), want, 1e-4)
+    one = npu.npu_ffn(x.view(1, 5, 8), w1[2], w2[2], "relu", **{name: value[2] for name, value in given.items()})
+    assert one.shape == (1, 5, 4)
+    near(one[0], torch.relu(x.double() @ first[2]) @ second[2], 1e-4)
+
+
+
 def test_groups(seeded):
     x, w, b = torch.randn(7, 8, requires_grad=True), torch.randn(3, 8, 4), torch.randn(3, 4)
     group = [0, 0, 2, 2, 2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Case:
 
     def run(self, **changes: Any) -> Tensor:
         """The first result, or all rows of a list of groups, with some arguments changed. Functions that write in place write copies."""
+        return self.results(**changes)[0]
+
+    def results(self, **changes: Any) -> List[Any]:
+        """All of them; a list of groups is one."""
         arguments = {name: _copied(value) for name, value in {**self.bound.arguments, **changes}.items()}
         parameters = inspect.signature(FUNCTIONS[self.function]).parameters
         positional = [arguments.pop(name) for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
@@ -37,7 +41,7 @@ class Case:
             out = FUNCTIONS[self.function](*positional, strict=False, **arguments)
         if out is None:
             raise ValueError(f"compare: {self.function} gives no result")
-        return _first(out, self.gives_groups)
+        return _listed(out, self.gives_groups)
 
 
 def _copied(value: Any) -> Any:
@@ -46,28 +50,30 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _first(results: Any, are_groups: bool) -> Tensor:
-    """The first of several results; of a list of groups all of them, one behind the other."""
+def _listed(results: Any, are_groups: bool) -> List[Any]:
+    """Several results, or one; the rows of a list of groups one behind the other."""
     if not isinstance(results, (tuple, list)):
-        return results
-    if not are_groups or len(results) == 1:
-        return results[0]
+        return [results]
+    if not are_groups:
+        return list(results)
     is_stackable = len({tuple(part.shape[1:]) for part in results}) == 1
-    return torch.cat(list(results) if is_stackable else [part.reshape(-1) for part in results])
+    return [torch.cat(list(results) if is_stackable else [part.reshape(-1) for part in results])]
 
 
 class Comparison(NamedTuple):
-    """What compare found."""
+    """What compare found. The numbers are those of the result that differs most, measured by what is tolerated of it."""
 
     max_error: float
     mean_error: float
     worst: List[int]  # index of the largest error
-    agrees: bool  # within the tolerance
+    agrees: bool  # all results, within the tolerance
     conventions: List[str]  # that would explain the difference, the best first
+    result: int = 0  # which of the function's results this is
+    differing: Sequence[int] = ()  # results beyond the tolerance
 
     def __str__(self) -> str:
-        lines = [f"largest error {self.max_error:.3g} at {self.worst}, mean {self.mean_error:.3g}: "
-                 + ("within the tolerance" if self.agrees else "beyond the tolerance")]
+        said = "within the tolerance" if self.agrees else f"beyond the tolerance in result {', '.join(map(str, self.differing))}"
+        lines = [f"result {self.result}: largest error {self.max_error:.3g} at {self.worst}, mean {self.mean_error:.3g}: {said}"]
         return "\n".join(lines + [f"explained by: {text}" for text in self.conventions])
 
 
@@ -77,7 +83,7 @@ def _layout_swapped(a: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     return None if other is None else {name: a[name].transpose(1, 2) for name in ("query", "key", "value")} | {"input_layout": other}
 
 
-def _variants(case: Case) -> Dict[str, Callable[[], Tensor]]:
+def _variants(case: Case) -> Dict[str, Callable[[], List[Any]]]:
     """Calls that read an argument by another convention."""
     a = case.bound.arguments
     found: Dict[str, Dict[str, Any]] = {}
@@ -117,7 +123,7 @@ def _variants(case: Case) -> Dict[str, Callable[[], Tensor]]:
     if case.function in ("npu_rotary_mul",):
         found["rotary: pairs interleaved in place of halves, or the other way round"] = {
             "rotary_mode": "half" if a["rotary_mode"] == "interleave" else "interleave"}
-    return {text: (lambda changes=changes: case.run(**changes)) for text, changes in found.items()}
+    return {text: (lambda changes=changes: case.results(**changes)) for text, changes in found.items()}
 
 
 def _errors(got: Tensor, wanted: Tensor) -> Tensor:
@@ -138,25 +144,41 @@ def _bound(out: Tensor, wanted: Tensor, tolerance: Optional[float]) -> float:
 
 
 def compare(case: Case, device_output: Any, tolerance: Optional[float] = None) -> Comparison:
-    """Sets the first result of a Case beside the device's; of a list of groups all. tolerance: of the largest error, relative to the
-    device's largest finite number (default 1e-4 for float32, 1e-2 for 16 bits). Of int8 one step is none, other integers are equal."""
-    out = case.run()
-    wanted = _first(device_output, case.gives_groups)
-    if out.shape != wanted.shape:
-        raise ValueError(f"compare: the device's result is {list(wanted.shape)}, but {case.function} gives {list(out.shape)}")
-    bound = _bound(out, wanted, tolerance)
-    errors = _errors(out, wanted)
-    largest = float(errors.max()) if errors.numel() else 0.0
+    """Sets the results of a Case beside the device's: a tensor is the first one, of a tuple each tensor has its own (None: not looked
+    at); a list of groups is one result. tolerance: of the largest error, relative to the device's largest finite number (default
+    1e-4 for float32, 1e-2 for 16 bits). Of int8 one step is none, other integers are equal. Numbers that are no tensors, such as
+    seeds, are not compared."""
+    found, given = case.results(), _listed(device_output, case.gives_groups)
+    if len(given) > len(found):
+        raise ValueError(f"compare: the device gave {len(given)} results, but {case.function} gives {len(found)}")
+    pairs = [(i, out, wanted) for i, (out, wanted) in enumerate(zip(found, given)) if isinstance(out, Tensor) and isinstance(wanted, Tensor)]
+    if not pairs:
+        raise ValueError("compare: device_output has no tensor that is a result")
+    measured = []
+    for i, out, wanted in pairs:
+        if out.shape != wanted.shape:
+            which = f"result {i}" if len(given) > 1 else "result"
+            raise ValueError(f"compare: the device's {which} is {list(wanted.shape)}, but {case.function} gives {list(out.shape)}")
+        errors, bound = _errors(out, wanted), _bound(out, wanted, tolerance)
+        largest = float(errors.max()) if errors.numel() else 0.0
+        measured.append((largest / bound if bound else math.inf if largest else 0.0, i, errors, bound, largest))
+    _, result, errors, bound, largest = max(measured, key=lambda one: (one[0], -one[1]))
     worst = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)] if errors.numel() else []
+    differing = [i for _, i, _, limit, error in measured if error > limit]
+    conventions = _explained(case, given[result], result, bound, largest) if differing else []
+    return Comparison(largest, float(errors.mean()) if errors.numel() else 0.0, worst, not differing, conventions, result, differing)
+
+
+def _explained(case: Case, wanted: Tensor, result: int, bound: float, largest: float) -> List[str]:
+    """The conventions by which the result comes ten times nearer, or within its bound."""
     better = []
-    if largest > bound:
-        for text, run in _variants(case).items():
-            try:
-                other = run()
-            except (ValueError, TypeError, RuntimeError, NotImplementedError):
-                continue  # the arguments cannot be read so
-            if other.shape == wanted.shape:
-                error = float(_errors(other, wanted).max())
-                if error <= max(bound, largest / 10):
-                    better.append((error, text))
-    return Comparison(largest, float(errors.mean()) if errors.numel() else 0.0, worst, largest <= bound, [text for _, text in sorted(better)])
+    for text, run in _variants(case).items():
+        try:
+            other = run()[result]
+        except (ValueError, TypeError, RuntimeError, NotImplementedError):
+            continue  # the arguments cannot be read so
+        if other.shape == wanted.shape:
+            error = float(_errors(other, wanted).max())
+            if error <= max(bound, largest / 10):
+                better.append((error, text))
+    return [text for _, text in sorted(better)]

@@ -15,28 +15,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from typing import Any, Callable, Dict, NoReturn, Optional, Sequence
 
 import torch
 from torch import Tensor
 
+from .._calls import without_names
 from . import _strict
 
 FUNCTIONS: Dict[str, Callable[..., Any]] = {}  # every function of the facade by its name
 FAKES: Dict[str, Callable[..., Any]] = {}
 MUTATED: Dict[str, Sequence[str]] = {}  # arguments that a function writes into
 
-_OF_THE_CORE = re.compile(r"(?:[a-z0-9]+(?:_[a-z0-9]+)+: )+")  # names of the core's functions, in front of their messages
 _is_compiling = torch.compiler.is_compiling
 _library = torch.library.Library("ops_transformer_npu", "DEF")
 
 
 def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Optional[Callable[..., Any]] = None,
-                    mutates: Sequence[str] = ()) -> Any:
-    """Registers a function under its name; see above."""
+                    mutates: Sequence[str] = (), gradients: Sequence[str] = ()) -> Any:
+    """Registers a function under its name; see above. gradients: arguments whose gradients the operator would lose, so that a
+    compiler follows the Python function where one of them requires any."""
     if function is None:
-        return functools.partial(device_function, fake=fake, mutates=mutates)
+        return functools.partial(device_function, fake=fake, mutates=mutates, gradients=gradients)
     name = function.__name__
     operator = None if fake is None else _operator(function, fake, mutates)
 
@@ -46,14 +46,14 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
         try:
             if _strict.is_on(strict):
                 _strict.check(name, call.__signature__.bind(*args, **kwargs))
-            if operator is not None and _is_compiling():
+            if operator is not None and _is_compiling() and not (gradients and _records(call.__signature__.bind(*args, **kwargs).arguments, gradients)):
                 return operator(*args, **kwargs)
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
             text = str(error).replace("attn_head_num", "head_num")  # the core's name of it
             if text.startswith(name):
                 raise
-            raise type(error)(f"{name}: {_OF_THE_CORE.sub('', text, count=1) if _OF_THE_CORE.match(text) else text}") from None
+            raise type(error)(f"{name}: {without_names(text)}") from None
 
         except (AttributeError, IndexError) as error:
             raise _misfit(name, call.__signature__, args, kwargs, error) from error
@@ -68,6 +68,10 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
     if fake is not None:
         FAKES[name] = fake
     return call
+
+
+def _records(arguments: Dict[str, Any], names: Sequence[str]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arguments.get(name), Tensor) and arguments[name].requires_grad for name in names)
 
 
 def _misfit(name: str, signature: inspect.Signature, args: Any, kwargs: Any, error: Exception) -> Exception:
@@ -131,6 +135,13 @@ def refuse_given(function: str, why: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             missing(function, f"{name} is given, but {why}")
+
+
+def without_gradient(why: str, **tensors: Any) -> None:
+    """RuntimeError where one of them asks for gradients, which would be lost."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{name} requires gradients, but {why}: pass {name}.detach(), or call it under torch.no_grad()")
 
 
 def is_tensor(name: str, value: Any) -> Tensor:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.machinery
-import importlib.util
-import sys
 import types
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List
 
 import torch
 
+from .. import _installation
 from ._edge import FAKES, FUNCTIONS, MUTATED, schema
 
 _FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand",
@@ -51,28 +49,13 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-class Installation:
-    """What install() changed. By undo(), or at the end of the outermost block, everything is as it was before."""
+class Installation(_installation.Installation):
+    """The device's names in torch and in sys.modules. By undo(), or at the end of the outermost block, they are gone."""
 
     def __init__(self) -> None:
-        self._blocks = 0  # that have not ended
-        self._is_held = False  # by a call without a block, which undo() alone ends
+        super().__init__()
         self._library: Any = None
         self._names: List[str] = []
-        self._before: List[Tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> "Installation":
-        self._blocks += 1
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._blocks -= 1
-        if self._blocks == 0 and not self._is_held:
-            self.undo()
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._before.append((owner, name, owner.__dict__.get(name, Installation)))
-        setattr(owner, name, value)
 
     def _register(self) -> None:
         """torch.ops.npu.NAME, of all functions."""
@@ -84,10 +67,8 @@ class Installation:
             self._names.append(name)
 
     def _install(self) -> None:
-        module = types.ModuleType("torch_npu", "ops_transformer.npu under the device's name: CPU tensors.")
-        module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)  # scripts ask find_spec whether there is one
-        module.__dict__.update(FUNCTIONS, __version__="0.0+ops_transformer", npu=_device_module())
-        sys.modules["torch_npu"] = module
+        module = self._add_module("torch_npu", "ops_transformer.npu under the device's name: CPU tensors.",
+                                  {**FUNCTIONS, "__version__": "0.0+ops_transformer", "npu": _device_module()})
         self._set(torch, "npu", module.npu)
         for owner in (torch.Tensor, torch.nn.Module):
             self._set(owner, "npu", _itself)
@@ -97,23 +78,13 @@ class Installation:
         self._register()
 
     def undo(self) -> None:
-        """Takes everything back; a second time nothing."""
-        global _installed
-        if _installed is not self:
-            return
-        for owner, name, value in reversed(self._before):
-            if value is Installation:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-        self._library._destroy()
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
         for name in self._names:
             torch.ops.npu.__dict__.pop(name, None)
-        sys.modules.pop("torch_npu", None)
-        _installed = None
-
-
-_installed: Any = None
+        self._names.clear()
+        super().undo()
 
 
 def install() -> Installation:
@@ -126,17 +97,4 @@ def install() -> Installation:
     torch.device("npu") stays an error of torch, as this device is none. A second call while installed gives the first Installation,
     and the end of an inner block leaves what the outer one, or a call without a block, installed.
     """
-    global _installed
-    if _installed is not None:
-        _installed._is_held |= _installed._blocks == 0
-        return _installed
-    if "torch_npu" in sys.modules or importlib.util.find_spec("torch_npu") is not None:
-        raise RuntimeError("install: torch_npu can be imported here, so its name is not taken: import ops_transformer.npu")
-    installation = Installation()
-    _installed = installation
-    try:
-        installation._install()
-    except BaseException:
-        installation.undo()
-        raise
-    return installation
+    return _installation.install(Installation, "torch_npu", "ops_transformer.npu")

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ._arguments import LARGEST, head_dim_of, kv_heads_of
+from ._arguments import LARGEST, head_dim_of, kv_heads_of, lengths_of, totals
 
 Arguments = Dict[str, Any]
 LIMITS: Dict[str, Callable[[str, Arguments], None]] = {}
@@ -95,8 +95,31 @@ def _training(name: str, a: Arguments) -> None:
             sizes = query.shape[layout.index("S")], key.shape[layout.index("S")]
             batch = query.shape[layout.index("B")]
             _one_of("the shape of atten_mask", tuple(mask.shape), ((batch, heads, *sizes), (batch, 1, *sizes), (1, 1, *sizes), sizes))
+        if mode in (0, 4, 7, 8):
+            _window(a, mode)
     if a.get("prefix") is not None:
         _span("the length of prefix", len(a["prefix"]), 1, 32)
+
+
+def _window(a: Arguments, mode: int) -> None:
+    """Sides of a band that are negative, or too short for the modes 7 and 8, as section 1.1 has it of every sequence."""
+    first, second = ("pre_tockens", "next_tockens") if "pre_tockens" in a else ("pre_tokens", "next_tokens")
+    pre, following, layout = a[first], a[second], a["input_layout"]
+    if layout == "TND":
+        sizes = [pair for pair in zip(*(lengths_of(totals(name, a[name])) for name in ("actual_seq_qlen", "actual_seq_kvlen"))) if 0 not in pair]
+    else:
+        sizes = [tuple(a[name].shape[layout.index("S")] for name in ("query", "key"))]
+    if pre + following < 0:
+        _refuse(f"{first} + {second}", pre + following, "sums from 0 on")
+    for queries, keys in sizes if mode == 0 else sizes[-1:] if mode == 7 else sizes[:1] if mode == 8 else ():
+        if mode == 0 and pre <= -queries:
+            _refuse(first, pre, f"more than -{queries}, where a sequence has {queries} queries")
+        if mode == 0 and following <= -keys:
+            _refuse(second, following, f"more than -{keys}, where a sequence has {keys} keys")
+        if mode in (7, 8) and pre < keys:
+            _refuse(first, pre, f"{keys} or more in sparse_mode {mode}, where the band's sequence has {keys} keys")
+        if mode == 7 and following > 0:
+            _refuse(second, following, "0 or less in sparse_mode 7")
 
 
 _PRE = ("pre_tokens", "next_tokens")

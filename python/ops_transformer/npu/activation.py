@@ -13,7 +13,7 @@ from torch import Tensor
 from ..quant import dynamic_quant
 from ..rowwise import swiglu, swiglu_backward
 from ._arguments import dtype_of, integers, lengths_of, pack_int4, quantised
-from ._edge import device_function, missing
+from ._edge import device_function, missing, without_gradient
 
 
 def _to_last(x: Tensor, dim: int) -> Tensor:
@@ -161,6 +161,7 @@ def npu_dynamic_quant(input: Tensor, *, smooth_scales: Optional[Tensor] = None, 
     is_int4 = dst_type is not None and dst_type is getattr(torch, "quint4x2", None)
     if not is_int4 and dtype_of("dst_type", dst_type, torch.int8) != torch.int8:
         missing("npu_dynamic_quant", f"dst_type {dst_type}: int8 and quint4x2 are implemented")
+    without_gradient("numbers of eight and four bits have none", input=input, smooth_scales=smooth_scales)
     x = input.detach()
     if smooth_scales is not None and (smooth_scales.dim() == 2 or is_int4):
         picked = smooth_scales.float()

@@ -126,36 +126,39 @@ _ACTIVATIONS = {
 }
 
 
-def _experts(weight: Tensor, counts: Optional[List[int]], rows: int) -> List[Tuple[slice, int]]:
-    """(rows, expert) of each group; all rows and no expert without groups."""
-    if counts is None:
-        return [(slice(0, rows), -1)]
+def _expert_of_row(weight: Tensor, counts: List[int], rows: int) -> Tensor:
+    """int64 [rows]."""
     if weight.dim() != 3 or len(counts) != weight.shape[0]:
         raise ValueError(f"weight1 is {list(weight.shape)}, but there are {len(counts)} groups of tokens")
     if sum(counts) != rows or min(counts, default=0) < 0:
         raise ValueError(f"the groups of tokens are {counts}, but x has {rows} rows")
-    found, start = [], 0
-    for i, count in enumerate(counts):
-        found.append((slice(start, start + count), i))
-        start += count
-    return found
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
 
 
-def _of(tensor: Optional[Tensor], expert: int) -> Optional[Tensor]:
-    """An expert's part: of [E, ..] its own, of what serves all everything."""
-    return tensor if tensor is None or expert < 0 or tensor.numel() == 1 else tensor[expert]
+def _by_row(tensor: Optional[Tensor], of_row: Tensor, default: Any = None) -> Any:
+    """What each row's expert has, of [E] or [E, n]; what serves all as it is."""
+    if tensor is None:
+        return default
+    if tensor.numel() == 1:
+        return tensor.reshape(())
+    return tensor[of_row] if tensor.dim() > 1 else tensor[of_row][:, None]
+
+
+def _whole(bias: Optional[Tensor], weight: Tensor) -> Optional[Tensor]:
+    """A bias for each expert and column, where it may be one number."""
+    return bias.expand(weight.shape[0], weight.shape[2]) if bias is not None and bias.numel() == 1 else bias
 
 
 def _weight_only(weight: Tensor, scale: Optional[Tensor], offset: Optional[Tensor], like: Tensor) -> Tensor:
-    """A weight [k, n] of small integers in the dtype of `like`: (w + offset) * scale by columns, or by groups along k."""
+    """Weights [E, k, n] of small integers in the dtype of `like`: (w + offset) * scale, both [E, n], or [E, groups along k, n]."""
     if scale is None:
         return weight
     weight = as_int8(weight).float()
-    if scale.dim() == 2 and scale.shape[0] > 1:
-        weight = weight.unflatten(0, (scale.shape[0], -1))
-        scale, offset = scale[:, None], None if offset is None else offset[:, None]
+    groups = scale.shape[1] if scale.dim() == 3 else 1
+    scale, offset = (t if t is None or t.numel() == 1 else t.reshape(weight.shape[0], groups, 1, -1) for t in (scale, offset))
+    weight = weight.unflatten(1, (groups, -1))
     weight = (weight if offset is None else weight + offset.float()) * scale.float()
-    return (weight.flatten(0, 1) if weight.dim() == 3 else weight).to(like.dtype)
+    return weight.flatten(1, 2).to(like.dtype)
 
 
 @device_function
@@ -181,24 +184,22 @@ def npu_ffn(x: Tensor, weight1: Tensor, weight2: Tensor, activation: str, *, exp
     if is_int8 and (scale is None or deq_scale1 is None or deq_scale2 is None):
         raise ValueError("x is int8, which needs scale, deq_scale1 and deq_scale2")
     wanted = (output_dtype or torch.float16) if is_int8 else x.dtype
-    parts = []
-    for span, e in _experts(weight1, counts, rows.shape[0]):
-        one = rows[span]
-        w1, w2 = _of(weight1, e), _of(weight2, e)
-        b1, b2 = _of(bias1, e), _of(bias2, e)
-        if is_int8:
-            sums = int_product(one, w1)
-            hidden = act((sums if b1 is None else sums + b1).float() * scale_of(_of(deq_scale1, e))[0])
-            shift = _of(offset, e)
-            hidden = quantised(hidden * _of(scale, e).float() + (0 if shift is None else shift.float()))
-            sums = int_product(hidden, w2)
-            parts.append(((sums if b2 is None else sums + b2).float() * scale_of(_of(deq_scale2, e))[0]).to(wanted))
-            continue
-        w1 = _weight_only(w1, _of(antiquant_scale1, e), _of(antiquant_offset1, e), x)
-        w2 = _weight_only(w2, _of(antiquant_scale2, e), _of(antiquant_offset2, e), x)
-        hidden = act(wide(float_product(one, w1, b1))).to(x.dtype)
-        parts.append(float_product(hidden, w2, b2))
-    return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[-1])
+    of_experts = [weight1, weight2, bias1, bias2, scale, offset, deq_scale1, deq_scale2, antiquant_scale1, antiquant_scale2,
+                  antiquant_offset1, antiquant_offset2]
+    if counts is None:  # one expert
+        counts, of_experts = [rows.shape[0]], [t if t is None or t.numel() == 1 and t.dim() < 2 else t[None] for t in of_experts]
+    w1, w2, b1, b2, scale, offset, deq1, deq2, anti1, anti2, shift1, shift2 = of_experts
+    of_row = _expert_of_row(w1, counts, rows.shape[0])
+    if is_int8:
+        sums = grouped_product(rows, w1, counts) + _by_row(b1, of_row, 0)
+        hidden = act(sums.float() * _by_row(scale_of(deq1)[0], of_row))
+        hidden = quantised(hidden * _by_row(scale, of_row).float() + _by_row(offset, of_row, 0.0))
+        sums = grouped_product(hidden, w2, counts) + _by_row(b2, of_row, 0)
+        out = (sums.float() * _by_row(scale_of(deq2)[0], of_row)).to(wanted)
+    else:
+        hidden = act(wide(grouped_product(rows, _weight_only(w1, anti1, shift1, x), counts, _whole(b1, w1)))).to(x.dtype)
+        out = grouped_product(hidden, _weight_only(w2, anti2, shift2, x), counts, _whole(b2, w2))
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -250,7 +251,10 @@ def _product(x: Tensor, weight: Tensor, e: _Epilogue, per_token: Optional[Tensor
     if x.shape[1] != weight.shape[0]:
         raise ValueError(f"x has {x.shape[1]} columns, but weight {weight.shape[0]} rows")
     if x.dtype != torch.int8:
-        out = float_product(x, _weight_only(weight, e.antiquant_scale, e.antiquant_offset, x), e.bias)
+        if e.antiquant_scale is not None:
+            given = (None if t is None else t[None] for t in (e.antiquant_scale, e.antiquant_offset))
+            weight = _weight_only(weight[None], *given, x)[0]
+        out = float_product(x, weight, e.bias)
         return out.to(dtype_of("output_dtype", e.dtype, x.dtype)).view(*shape[:-1], out.shape[-1])
     return _dequantised(int_product(x, as_int8(weight)), e, per_token)
 

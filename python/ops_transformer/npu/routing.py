@@ -10,7 +10,7 @@ from torch import Tensor
 from ..moe import moe_finalize, moe_permute, moe_routing
 from ..quant import dynamic_quant
 from ._arguments import quantised
-from ._edge import device_function, is_tensor, missing
+from ._edge import device_function, is_tensor, missing, without_gradient
 from ._rows import routing
 
 
@@ -20,7 +20,7 @@ def _init_shapes(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
             expert_idx.new_empty(n * k, dtype=torch.int32))
 
 
-@device_function(fake=_init_shapes)
+@device_function(fake=_init_shapes, gradients=("x",))
 def npu_moe_init_routing(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int) -> Tuple[Tensor, Tensor, Tensor]:
     """(expanded_x, expanded_row_idx, expanded_expert_idx). row_idx[t, k] = k * n + t, and expanded_row_idx is by such indices."""
     if row_idx.shape != expert_idx.shape or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
@@ -31,7 +31,7 @@ def npu_moe_init_routing(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_
     places = torch.empty(n * k, dtype=torch.int32)
     places[rows] = torch.arange(n * k, dtype=torch.int32)
     kept = rows[:min(n, max(active_num, 0)) * k] % max(n, 1)
-    return moe_permute(x.detach(), kept, 1), places, expert_idx.reshape(-1)[slots].to(torch.int32)
+    return moe_permute(x, kept, 1), places, expert_idx.reshape(-1)[slots].to(torch.int32)
 
 
 # ---- v2 and quant ----------------------------------------------------------------------------------------------------
@@ -42,7 +42,9 @@ def _expanded(x: Tensor, found: Any, top_k: int, experts: Tensor, scale: Optiona
     """Rows, and a scale for each: quant_mode -1 as they are, 0 by one scale and offset, 1 by a scale for each row. experts [rows], -1
     where a row is nobody's."""
     slots = found.slot_of_row
-    rows = moe_permute(x.detach(), slots, top_k)
+    if quant_mode != -1:
+        without_gradient("numbers of eight bits have none", x=x, scale=scale, offset=offset)
+    rows = moe_permute(x, slots, top_k)
     none = x.new_empty(0, dtype=torch.float32)
     if x.dtype == torch.int8 or quant_mode == -1:
         if scale is None:
@@ -94,7 +96,7 @@ def _v2_shapes(x: Tensor, expert_idx: Tensor, *, scale: Optional[Tensor] = None,
             x.new_empty(total if has_scales else 0, dtype=torch.float32))
 
 
-@device_function(fake=_v2_shapes)
+@device_function(fake=_v2_shapes, gradients=("x", "scale", "offset"))
 def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, *, scale: Optional[Tensor] = None, offset: Optional[Tensor] = None,
                             active_num: int = -1, expert_capacity: int = -1, expert_num: int = -1, drop_pad_mode: int = 0,
                             expert_tokens_num_type: int = 0, expert_tokens_num_flag: bool = False, quant_mode: int = -1,
