@@ -106,6 +106,10 @@ void SignatureText::add(int64_t number) {
   char digits[24];
   add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
 }
+void SignatureText::add(double number) {
+  char digits[32];
+  add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
+}
 void SignatureText::add(const Split& split) {
   add("[");
   for (int i = 0; i < split.parts; ++i) write(i == 0 ? "" : ", ", split.size(i));

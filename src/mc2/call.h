@@ -59,6 +59,7 @@ class SignatureText {
   explicit SignatureText(Entry& entry) : entry_(entry) {}
   void add(std::string_view part);
   void add(int64_t number);
+  void add(double number);
   void add(const Split& split);
   template <class... Parts>
   void write(const Parts&... parts) {

@@ -4,49 +4,21 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <memory>
-#include <numeric>
 
 #include "core/text.h"
 #include "mc2/test_ranks.h"
-#include "testing/compare.h"
-#include "testing/effort.h"
+#include "mc2/test_tensors.h"
 #include "testing/elements.h"
-#include "testing/guarded_buffer.h"
 
 namespace opst {
 namespace {
 
-using test::GuardedBuffer;
+using test::expect_bits;
+using test::first_of;
+using test::Owned;
+using test::owned;
 using test::Random;
-
-struct Owned {
-  std::unique_ptr<GuardedBuffer> memory;
-  Tensor tensor;
-};
-
-// NaN everywhere.
-Owned owned(DType dtype, std::initializer_list<int64_t> shape) {
-  int64_t elements = 1;
-  for (const int64_t size : shape) elements *= size;
-  Owned o{std::make_unique<GuardedBuffer>(std::max<int64_t>(1, elements) * size_bytes(dtype)), {}};
-  o.tensor = o.memory->tensor(dtype, shape);
-  return o;
-}
-Owned random_tensor(DType dtype, std::initializer_list<int64_t> shape, Random& random) {
-  Owned o = owned(dtype, shape);
-  fill(o.tensor, test::Fill::normal, random);
-  return o;
-}
-
-void expect_bits(const ConstTensor& got, const ConstTensor& expected, const std::string& what) {
-  const test::Comparison c = test::compare_bits(got, expected, {.name = what});
-  EXPECT_TRUE(c.ok) << c.message;
-}
-
-int64_t first_of(const std::vector<int64_t>& sizes, int rank) {
-  return std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
-}
+using test::random_tensor;
 
 constexpr int64_t kTile = 8;
 
