@@ -3,10 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
+#include <thread>
 
 #include "core/text.h"
 #include "mc2/test_experts.h"
+#include "mc2/test_spread.h"
+#include "testing/effort.h"
 
 namespace opst {
 namespace {
@@ -386,6 +390,32 @@ TEST(Experts, MismatchedSplitsAreAnErrorOnAllRanks) {
     EXPECT_EQ(status.code(), StatusCode::communication);
     EXPECT_NE(status.message().find("experts [1, 1, 2]"), std::string::npos) << status.message();
     EXPECT_NE(status.message().find("experts [2, 1, 1]"), std::string::npos) << status.message();
+  }
+}
+
+// All operators of sequences and experts, back to back: the same bits whatever the timing, through slots and direct.
+TEST_P(Experts, BitsDoNotDependOnTiming) {
+  const int ranks = GetParam();
+  Random random(test::seed());
+  std::vector<std::string> first(static_cast<size_t>(ranks));
+  for (const bool direct : {false, true}) {
+    auto world = world_of(ranks, direct);
+    for (int repeat = 0; repeat < (test::kSanitized ? 2 : 6); ++repeat) {
+      std::vector<int64_t> delays(static_cast<size_t>(ranks));
+      for (int64_t& delay : delays) delay = repeat == 0 ? 0 : random.integer(0, 2000);
+      std::vector<std::string> results(static_cast<size_t>(ranks));
+      test::on_threads(ranks, [&](int r) {
+        const auto i = static_cast<size_t>(r);
+        test::SpreadProblem problem(test::rank_context(r), r, ranks);
+        std::this_thread::sleep_for(std::chrono::microseconds(delays[i]));
+        return results[i] = problem.all_results(test::rank_context(r), world[i], problem.own_out()), Status();
+      });
+      for (size_t r = 0; r < first.size(); ++r) {
+        ASSERT_GE(results[r].size(), size_t{10000}) << results[r];
+        if (first[r].empty()) first[r] = results[r];
+        EXPECT_TRUE(results[r] == first[r]) << "rank " << r;
+      }
+    }
   }
 }
 
