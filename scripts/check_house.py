@@ -26,7 +26,7 @@ ROOM_LINES = {
     "kv_cache": 2000,
     "machine": 1475,
     "matmul": 4720,
-    "mc2": 2300,
+    "mc2": 4750,
     "model": 3800,
     "moe": 2950,
     "quant": 1000,

@@ -27,7 +27,7 @@ ROOMS = {
     "attention": {"core", "machine", "simd", "tile", "quant", "kv_cache"},
     "matmul": {"core", "machine", "simd", "tile", "quant"},
     "moe": {"core", "machine", "simd", "tile", "quant", "rowwise", "matmul"},
-    "mc2": {"core", "machine", "quant", "matmul"},
+    "mc2": {"core", "machine", "quant", "matmul", "moe", "attention"},
     # The examples of docs/extending.md.
     "extending": {"core", "machine", "simd", "tile", "quant", "matmul", "attention"},
     # What tests share. Measuring the peak needs vectors and threads.
@@ -46,7 +46,7 @@ USERS = {"graph", "model", "tools", "python", "examples"}
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
                        "attention_backward": "attention", "block_mask": "attention",
                        "block_patterns": "attention", "communicator": "mc2", "grouped_matmul": "matmul", "lightning_indexer": "attention",
-                       "moe_layer": "moe",
+                       "moe_layer": "moe", "sequence_parallel": "mc2", "expert_parallel": "mc2",
                        "page_layout": "kv_cache", "quant_format": "quant", "rope_style": "rowwise", "sparse_indices": "attention"}
 
 # Kernel code may also include these, which hold types and constants only.

@@ -95,6 +95,18 @@ enum class Mc2Operator : uint8_t {
   all_gather_matmul,
   matmul_reduce_scatter,
   matmul_all_reduce,
+  // sequence_parallel.h
+  sequence_to_heads,
+  heads_to_sequence,
+  ring_attention_forward,
+  ring_attention_backward,
+  // expert_parallel.h
+  all_to_allv_grouped_matmul,
+  grouped_matmul_all_to_allv,
+  moe_dispatch,
+  moe_combine,
+  attention_to_ffn,
+  ffn_to_attention,
 };
 const char* to_string(Mc2Operator op);
 

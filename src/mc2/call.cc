@@ -2,7 +2,6 @@
 #include "mc2/call.h"
 
 #include <charconv>
-#include <string_view>
 #include <vector>
 
 #include "core/guarded.h"
@@ -36,6 +35,41 @@ Split divided(int parts, int64_t total) {
   return split;
 }
 
+Split split_of(ShapeCheck& check, const char* what, std::span<const int64_t> given, int ranks, const Split& otherwise) {
+  if (given.empty()) return otherwise;
+  check.require(given.size() == static_cast<size_t>(ranks), what, " has ", given.size(), " sizes, but there are ",
+                ranks, " ranks");
+  for (size_t i = 0; i < given.size(); ++i) {
+    check.require(given[i] >= 0 && given[i] < kMaxBytes, what, "[", i, "] is ", given[i],
+                  ", but must be from 0 to 2^56");
+  }
+  return check.ok() ? given_split(given) : otherwise;
+}
+
+void agree(ShapeCheck& check, const char* what, int64_t size, const char* why, int64_t expected) {
+  check.require(size == expected, what, " is ", size, ", but ", why, " ", expected);
+}
+
+void check_tile_rows(ShapeCheck& check, int64_t tile_rows) {
+  check.require(tile_rows >= 0 && tile_rows < kMaxBytes, "tile_rows is ", tile_rows, ", but must be from 0 to 2^56");
+}
+
+Mc2Plan plan_tiles(ShapeCheck& check, Communicator::Impl& communicator, Mc2Operator op, int64_t rows, int64_t row_bytes,
+                   int64_t tile_rows) {
+  const int ranks = communicator.transport->world_size();
+  const int64_t staging = communicator.options.staging_bytes, slot = staging / (kSlots * ranks);
+  const Mc2Plan plan = plan_mc2({.op = op,
+                                 .world_size = ranks,
+                                 .rows = rows,
+                                 .row_bytes = row_bytes,
+                                 .slot_bytes = slot,
+                                 .tile_rows = tile_rows});
+  check.require(plan.tile_rows > 0, "a row of a tile has ", row_bytes,
+                " bytes, but a slot of staging_bytes = ", staging, " has ", slot);
+  if (check.ok()) communicator.stats.tile_bytes = plan.tile_bytes;
+  return plan;
+}
+
 int64_t TileProduct::n(int64_t index) const {
   const auto i = static_cast<size_t>(index);
   return weight_.kind() == MatmulWeight::integers ? weight_.integers()[i].n() : weight_.packed()[i].n();
@@ -62,37 +96,27 @@ Status TileProduct::operator()(const ConstTensor& x, const ConstTensor& x_scales
                 {.bias = bias, .activations = options_.activations, .batch_invariant = true});
 }
 
+void SignatureText::add(std::string_view part) {
+  for (const char c : part) {  // FNV-1a: the same in every process
+    entry_.signature_hash = (entry_.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+    if (length_ < kSignatureBytes - 1) entry_.signature[length_++] = c;
+  }
+}
+void SignatureText::add(int64_t number) {
+  char digits[24];
+  add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
+}
+void SignatureText::add(double number) {
+  char digits[32];
+  add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
+}
+void SignatureText::add(const Split& split) {
+  add("[");
+  for (int i = 0; i < split.parts; ++i) write(i == 0 ? "" : ", ", split.size(i));
+  add("]");
+}
+
 namespace {
-
-// The text of an entry's signature as it grows: all of it is hashed, and its beginning kept.
-class SignatureText {
- public:
-  explicit SignatureText(Entry& entry) : entry_(entry) {}
-
-  void add(std::string_view part) {
-    for (const char c : part) {  // FNV-1a: the same in every process
-      entry_.signature_hash = (entry_.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
-      if (length_ < kSignatureBytes - 1) entry_.signature[length_++] = c;
-    }
-  }
-  void add(int64_t number) {
-    char digits[24];
-    add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
-  }
-  void add(const Split& split) {
-    add("[");
-    for (int i = 0; i < split.parts; ++i) write(i == 0 ? "" : ", ", split.size(i));
-    add("]");
-  }
-  template <class... Parts>
-  void write(const Parts&... parts) {
-    (add(parts), ...);
-  }
-
- private:
-  Entry& entry_;
-  int length_ = 0;
-};
 
 void write_signature(const Call& call, SignatureText& text) {
   const Mc2Options& o = call.options;
@@ -120,12 +144,16 @@ Entry make_entry(const Call& call, bool shares_out) {
   Entry entry;
   SignatureText text(entry);
   write_signature(call, text);
-  if (shares_out && call.communicator.options.direct_stores) {
-    entry.out = call.communicator.transport->address_for_others(call.out.data);
-    entry.row_stride = call.out.strides[0];
-    entry.column_stride = call.out.strides[1];
-  }
+  if (shares_out) share_out(entry, call.communicator, call.out, call.out.strides[0], call.out.strides[1]);
   return entry;
+}
+
+void share_out(Entry& entry, const Communicator::Impl& communicator, const Tensor& out, int64_t row_stride,
+               int64_t column_stride) {
+  if (!communicator.options.direct_stores) return;
+  entry.out = communicator.transport->address_for_others(out.data);
+  entry.row_stride = row_stride;
+  entry.column_stride = column_stride;
 }
 
 void copy_rows(const ConstTensor& from, const Tensor& to) {

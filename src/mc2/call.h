@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string_view>
 
 #include "core/elements.h"
 #include "core/int_math.h"
@@ -28,6 +29,47 @@ struct Split {
 Split equal_split(int parts, int64_t each);
 Split divided(int parts, int64_t total);
 Split given_split(std::span<const int64_t> sizes);
+// Given sizes of each rank, or the default.
+Split split_of(ShapeCheck& check, const char* what, std::span<const int64_t> given, int ranks, const Split& otherwise);
+void agree(ShapeCheck& check, const char* what, int64_t size, const char* why, int64_t expected);
+void check_tile_rows(ShapeCheck& check, int64_t tile_rows);
+
+// The tiles of a call, where one row of them fits into a slot.
+Mc2Plan plan_tiles(ShapeCheck& check, Communicator::Impl& communicator, Mc2Operator op, int64_t rows, int64_t row_bytes,
+                   int64_t tile_rows);
+
+// body(communicator.impl()), which no other thread's call enters meanwhile. Its failure ends the communicator.
+template <class Body>
+Status alone(const char* name, Communicator& communicator, const Body& body) {
+  Communicator::Impl& own = communicator.impl();
+  Status status = own.enter(name);
+  if (!status.ok()) return status;
+  status = own.status;
+  if (status.ok()) {
+    status = body(own);
+    if (!status.ok()) status = own.poison(std::move(status));
+  }
+  own.busy.store(false, std::memory_order_release);
+  return status;
+}
+
+// The text of an entry's signature as it grows: all of it is hashed, and its beginning kept.
+class SignatureText {
+ public:
+  explicit SignatureText(Entry& entry) : entry_(entry) {}
+  void add(std::string_view part);
+  void add(int64_t number);
+  void add(double number);
+  void add(const Split& split);
+  template <class... Parts>
+  void write(const Parts&... parts) {
+    (add(parts), ...);
+  }
+
+ private:
+  Entry& entry_;
+  int length_ = 0;
+};
 
 // Rows of x times weight `index`.
 class TileProduct {
@@ -85,6 +127,10 @@ Status run_matmul_all_reduce(Call& call);
 
 // The entry of a call: the signature of what all ranks must agree on, and where `out` lies if others may store into it.
 Entry make_entry(const Call& call, bool shares_out);
+
+// `out` lies where others may store into it, if the transport can and the options allow.
+void share_out(Entry& entry, const Communicator::Impl& communicator, const Tensor& out, int64_t row_stride,
+               int64_t column_stride);
 
 // Rows of one [rows, columns] view become those of another of the same dtype.
 void copy_rows(const ConstTensor& from, const Tensor& to);

@@ -1,8 +1,11 @@
 #include "mc2/exchange.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
+#include "core/guarded.h"
 #include "core/text.h"
 
 namespace opst {
@@ -12,6 +15,16 @@ Status Communicator::Impl::poison(Status why) {
   status = std::move(why);
   transport->leave(mc2::PeerState::failed, status.message().c_str());
   return status;
+}
+
+Status Communicator::Impl::enter(const char* operator_name) {
+  const bool forked = process != getpid();
+  if (!forked && !busy.exchange(true, std::memory_order_acquire)) return {};
+  return guarded([&] {
+    return Status::invalid_argument(
+        text(operator_name, ": the communicator of rank ", transport->rank(),
+             forked ? " belongs to the process that forked this one" : " is in a call of another thread"));
+  });
 }
 
 namespace mc2 {

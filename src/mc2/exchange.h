@@ -39,6 +39,9 @@ struct Communicator::Impl {
   Buffer shared = {};             // of allocate_shared
   int64_t shared_used = 0;
 
+  // A call begins, `busy` is true; not where another thread is in one, or this process is not the rank's: that is no
+  // failure of the rank itself, whose other call goes on.
+  Status enter(const char* operator_name);
   // Ends the communicator, and tells the others.
   Status poison(Status why);
 };

@@ -5,6 +5,8 @@
 //                       ranks lie side by side, [tile_rows, k]; when all are there, that is one tile of x
 //
 // Memory: tiles of x, 2 per rank. What is sent next is copied while the product of the tile before runs elsewhere.
+#include "mc2/gather.h"
+
 #include "mc2/call.h"
 
 namespace opst::mc2 {
@@ -95,62 +97,42 @@ class Gather {
 
 // ---- all_to_all_matmul
 
-class PieceGather {
+class Pieces {
  public:
-  explicit PieceGather(Call& call) : call_(call), exchange_(call.communicator, call.name()) {
-    const int64_t mine = call.tiles(call.rows.size(call.rank()));
-    for (int peer = 0; peer < call.ranks(); ++peer) exchange_.expect(peer, call.tiles(call.rows.size(peer)), mine);
+  explicit Pieces(Call& call) : call_(call) {}
+
+  int64_t tiles_of(int d) const { return call_.tiles(call_.rows.size(d)); }
+
+  int64_t fill(int d, int64_t i, char* tile) const {
+    const int64_t first = call_.rows.offset(d) + i * call_.plan.tile_rows;
+    const int64_t rows = call_.tile_size(call_.rows.size(d), i), columns = call_.x.shape[1];
+    copy_rows(call_.x.narrowed(0, first, rows),
+              in_slot(tile, rows).narrowed(1, call_.inputs.offset(call_.rank()), columns));
+    return rows * columns * size_bytes(call_.x.dtype);
   }
 
-  Status run() {
-    return exchange_.run(make_entry(call_, false), [&] { return step(); });
+  Status consume(int64_t i, char* tile) const {
+    const int64_t first = i * call_.plan.tile_rows, rows = call_.tile_size(call_.out.shape[0], i);
+    const Tensor x = in_slot(tile, rows);
+    if (call_.options.exchanged) copy_rows(x, call_.options.exchanged.narrowed(0, first, rows));
+    return call_.product(x, {}, 0, call_.options.bias, call_.out.narrowed(0, first, rows));
   }
 
  private:
-  Status step() {
-    for (int s = 1; s <= call_.ranks(); ++s) {
-      const int d = (call_.rank() + s) % call_.ranks();
-      while (exchange_.can_send(d)) send(d);
-    }
-    for (int s = 0; s < call_.ranks(); ++s) {
-      if (!exchange_.can_receive(s)) return {};
-    }
-    return multiply_tile();
-  }
-
-  // A tile of x in a staging area. Every rank sends every tile, so that the slot is the same one for all of them.
-  Tensor tile(char* staging, int64_t slot, int64_t rows) const {
-    const int64_t k = call_.inputs.total();
-    return Tensor::contiguous(call_.x.dtype, {rows, k},
-                              staging + slot * call_.plan.tile_rows * k * size_bytes(call_.x.dtype));
-  }
-
-  void send(int d) {
-    const int64_t i = exchange_.peer(d).sent, first = call_.rows.offset(d) + i * call_.plan.tile_rows;
-    const int64_t rows = call_.tile_size(call_.rows.size(d), i), columns = call_.x.shape[1];
-    const Tensor piece = tile(exchange_.staging(d), exchange_.send_slot(d), rows)
-                             .narrowed(1, call_.inputs.offset(call_.rank()), columns);
-    copy_rows(call_.x.narrowed(0, first, rows), piece);
-    exchange_.send(d, rows * columns * size_bytes(call_.x.dtype));
-  }
-
-  Status multiply_tile() {
-    const int64_t i = exchange_.peer(0).received, first = i * call_.plan.tile_rows;
-    const int64_t rows = call_.tile_size(call_.out.shape[0], i);
-    const Tensor x = tile(exchange_.own_staging(), exchange_.receive_slot(0), rows);
-    if (call_.options.exchanged) copy_rows(x, call_.options.exchanged.narrowed(0, first, rows));
-    Status status = call_.product(x, {}, 0, call_.options.bias, call_.out.narrowed(0, first, rows));
-    for (int s = 0; s < call_.ranks(); ++s) exchange_.release(s);
-    return status;
+  Tensor in_slot(char* tile, int64_t rows) const {
+    return Tensor::contiguous(call_.x.dtype, {rows, call_.inputs.total()}, tile);
   }
 
   Call& call_;
-  Exchange exchange_;
 };
 
 }  // namespace
 
 Status run_all_gather_matmul(Call& call) { return Gather(call).run(); }
-Status run_all_to_all_matmul(Call& call) { return PieceGather(call).run(); }
+Status run_all_to_all_matmul(Call& call) {
+  Pieces pieces(call);
+  const int64_t tile_bytes = call.plan.tile_rows * call.inputs.total() * size_bytes(call.x.dtype);
+  return PieceGather(call.communicator, call.name(), tile_bytes, pieces).run(make_entry(call, false));
+}
 
 }  // namespace opst::mc2

@@ -1,8 +1,6 @@
 // The public functions: each checks its call, plans it, runs it. A call that fails in any way ends the communicator.
 #include "opst/mc2.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "core/guarded.h"
@@ -28,22 +26,6 @@ void check_weights(ShapeCheck& check, const Call& call) {
   const size_t count = ints ? call.weight.integers().size() : call.weight.packed().size();
   check.require(static_cast<int64_t>(count) == expected, "the weight has ", count, " matrices, but must have ",
                 expected, expected == 1 ? "" : ", one for each rank");
-}
-
-// Given sizes of each rank, or the default.
-Split split_of(ShapeCheck& check, const char* what, std::span<const int64_t> given, int ranks, const Split& otherwise) {
-  if (given.empty()) return otherwise;
-  check.require(given.size() == static_cast<size_t>(ranks), what, " has ", given.size(), " sizes, but there are ",
-                ranks, " ranks");
-  for (size_t i = 0; i < given.size(); ++i) {
-    check.require(given[i] >= 0 && given[i] < kMaxBytes, what, "[", i, "] is ", given[i],
-                  ", but must be from 0 to 2^56");
-  }
-  return check.ok() ? given_split(given) : otherwise;
-}
-
-void agree(ShapeCheck& check, const char* what, int64_t size, const char* why, int64_t expected) {
-  check.require(size == expected, what, " is ", size, ", but ", why, " ", expected);
 }
 
 // The product of no rows that the tiles are like: dtypes, n and k. Its own check, since the check of a call has room for
@@ -121,8 +103,7 @@ void check_splits(ShapeCheck& check, Call& call) {
 void check_options(ShapeCheck& check, const Call& call) {
   const Mc2Options& o = call.options;
   const bool gathers = call.op == Mc2Operator::all_gather_matmul || call.op == Mc2Operator::all_to_all_matmul;
-  check.require(o.tile_rows >= 0 && o.tile_rows < kMaxBytes, "tile_rows is ", o.tile_rows,
-                ", but must be from 0 to 2^56");
+  check_tile_rows(check, o.tile_rows);
   check.require(gathers || !is_given(o.exchanged), "exchanged is given, but x is not exchanged");
   check.require(sums(call.op) || !is_given(o.residual), "residual is given, but nothing is summed over ranks");
   check.require(call.op != Mc2Operator::all_to_all_matmul || !is_given(o.x_scales),
@@ -177,20 +158,11 @@ Status run(Call& call, ShapeCheck& check) {
   if (!check.ok()) return check.status();
   make_strides_normal(call.x);
   make_strides_normal(call.out);
-  const int64_t staging = call.communicator.options.staging_bytes, row_bytes = row_bytes_of(call);
   // Where all rows are summed, each rank sums some of them.
   const bool all = call.op == Mc2Operator::matmul_all_reduce;
   const int64_t op_rows = all ? ceil_div(call.x.shape[0], call.ranks()) : call.rows.most();
-  call.plan = plan_mc2({.op = call.op,
-                        .world_size = call.ranks(),
-                        .rows = op_rows,
-                        .row_bytes = row_bytes,
-                        .slot_bytes = staging / (kSlots * call.ranks()),
-                        .tile_rows = call.options.tile_rows});
-  check.require(call.plan.tile_rows > 0, "a row of a tile has ", row_bytes,
-                " bytes, but a slot of staging_bytes = ", staging, " has ", staging / (kSlots * call.ranks()));
+  call.plan = plan_tiles(check, call.communicator, call.op, op_rows, row_bytes_of(call), call.options.tile_rows);
   if (!check.ok()) return check.status();
-  call.communicator.stats.tile_bytes = call.plan.tile_bytes;
   switch (call.op) {
     case Mc2Operator::matmul_all_to_all:
       return run_matmul_all_to_all(call);
@@ -207,7 +179,7 @@ Status run(Call& call, ShapeCheck& check) {
 
 Status checked_call(Mc2Operator op, Context& context, Communicator::Impl& communicator, const ConstTensor& x,
                     const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
-  Status status = checked(to_string(op), [&](ShapeCheck& check) -> Status {
+  return checked(to_string(op), [&](ShapeCheck& check) -> Status {
     Call call{.context = context,
               .communicator = communicator,
               .op = op,
@@ -218,25 +190,12 @@ Status checked_call(Mc2Operator op, Context& context, Communicator::Impl& commun
               .product = TileProduct(context, weight, options)};
     return run(call, check);
   });
-  return status.ok() ? status : communicator.poison(std::move(status));
 }
 
 Status call_operator(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
                      const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
-  Communicator::Impl& own = communicator.impl();
-  const bool forked = own.process != getpid();
-  if (forked || own.busy.exchange(true, std::memory_order_acquire)) {
-    // No failure of the rank itself, whose other call goes on.
-    return guarded([&] {
-      return Status::invalid_argument(
-          text(to_string(op), ": the communicator of rank ", communicator.rank(),
-               forked ? " belongs to the process that forked this one" : " is in a call of another thread"));
-    });
-  }
-  Status status = own.status;
-  if (status.ok()) status = checked_call(op, context, own, x, weight, out, options);
-  own.busy.store(false, std::memory_order_release);
-  return status;
+  return alone(to_string(op), communicator,
+               [&](Communicator::Impl& own) { return checked_call(op, context, own, x, weight, out, options); });
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mc2/test_ranks.h"
+#include "mc2/test_spread.h"
 #include "testing/fail_allocations.h"
 
 namespace opst {
@@ -93,8 +94,26 @@ struct Problem {
   }
 };
 
-TEST(Mc2Memory, TheSecondCallAllocatesNothing) {
-  Problem problem;
+// The operators of sequences and experts.
+struct Spread {
+  test::SpreadProblem problems[kRanks] = {{test::rank_context(0), 0, kRanks}, {test::rank_context(1), 1, kRanks}};
+
+  Status call(int index, Communicator& rank, int64_t tile_rows) {
+    test::SpreadProblem& problem = problems[rank.rank()];
+    return problem.call(index, test::rank_context(rank.rank()), rank, problem.own_out(), tile_rows);
+  }
+  Status all(Communicator& rank, int64_t tile_rows) {
+    for (int index = 0; index < test::SpreadProblem::kCalls; ++index) {
+      Status status = call(index, rank, tile_rows);
+      if (!status.ok()) return status;
+    }
+    return {};
+  }
+};
+
+template <class P>
+void expect_no_allocation() {
+  P problem;
   for (const bool direct : {false, true}) {
     auto world =
         std::move(Communicator::create_threads(kRanks, {.staging_bytes = 1 << 16, .direct_stores = direct}).value());
@@ -115,11 +134,14 @@ TEST(Mc2Memory, TheSecondCallAllocatesNothing) {
     EXPECT_TRUE(status.ok()) << status.message();
   }
 }
+TEST(Mc2Memory, TheSecondCallAllocatesNothing) { expect_no_allocation<Problem>(); }
+TEST(Mc2Memory, TheSecondSpreadCallAllocatesNothing) { expect_no_allocation<Spread>(); }
 
 // Where one rank lacks memory, the other has `communication`. tile_rows < 0: every call is refused.
-void fail_each(Mc2Operator op, int64_t tile_rows) {
-  SCOPED_TRACE(to_string(op));
-  Problem problem;
+template <class P, class Op>
+void fail_each(Op op, int64_t tile_rows) {
+  SCOPED_TRACE(static_cast<int>(op));
+  P problem;
   std::optional<Result<std::vector<Communicator>>> world;
   Status other;
   const std::function<void()> body = [&] { other = problem.call(op, world->value()[1], tile_rows); };
@@ -148,9 +170,12 @@ void fail_each(Mc2Operator op, int64_t tile_rows) {
 }
 
 TEST(Mc2Memory, ExhaustedMemoryIsAStatusOnAllRanks) {
-  for (int op = 0; op < 5; ++op) fail_each(static_cast<Mc2Operator>(op), 2);
+  for (int op = 0; op < 5; ++op) fail_each<Problem>(static_cast<Mc2Operator>(op), 2);
 }
-TEST(Mc2Memory, ExhaustedMemoryWhileRefusingIsAStatus) { fail_each(Mc2Operator::all_gather_matmul, -1); }
+TEST(Mc2Memory, ExhaustedMemoryIsAStatusOnAllRanksInSpreadCalls) {
+  for (int index = 0; index < test::SpreadProblem::kCalls; ++index) fail_each<Spread>(index, 2);
+}
+TEST(Mc2Memory, ExhaustedMemoryWhileRefusingIsAStatus) { fail_each<Problem>(Mc2Operator::all_gather_matmul, -1); }
 
 }  // namespace
 }  // namespace opst

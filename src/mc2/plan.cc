@@ -18,7 +18,9 @@ constexpr int64_t kLine = 64;
 
 const char* to_string(Mc2Operator op) {
   return name_of(op, {"matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter",
-                      "matmul_all_reduce"});
+                      "matmul_all_reduce", "sequence_to_heads", "heads_to_sequence", "ring_attention_forward",
+                      "ring_attention_backward", "all_to_allv_grouped_matmul", "grouped_matmul_all_to_allv",
+                      "moe_dispatch", "moe_combine", "attention_to_ffn", "ffn_to_attention"});
 }
 
 int64_t share_of(int64_t n, int parts, int index) { return parts < 1 ? 0 : n / parts + (index < n % parts ? 1 : 0); }
@@ -58,6 +60,23 @@ std::string to_string(const Mc2Plan& plan, int rank) {
     case Mc2Operator::matmul_reduce_scatter:
       return line + text("rank ", rank, " multiplies tile 0 for ranks ", ring(1),
                          ", then tile 1, ..., and sums a tile when all ranks' partials are there");
+    case Mc2Operator::ring_attention_forward:
+    case Mc2Operator::ring_attention_backward:
+      return line + text("rank ", rank, " sends its keys to ranks ", ring(1), ", and attends tile 0 of ranks ", ring(0),
+                         ", then tile 1, ..");
+    case Mc2Operator::all_to_allv_grouped_matmul:
+      return line + text("rank ", rank, " sends to ranks ", ring(1),
+                         ", and multiplies a tile of its experts' rows when all ranks' pieces are there");
+    case Mc2Operator::grouped_matmul_all_to_allv:
+      return line + text("rank ", rank, " multiplies tile 0 of its experts' rows, sends its pieces to ranks ", ring(1),
+                         ", then tile 1, ..");
+    case Mc2Operator::sequence_to_heads:
+    case Mc2Operator::heads_to_sequence:
+    case Mc2Operator::moe_dispatch:
+    case Mc2Operator::moe_combine:
+    case Mc2Operator::attention_to_ffn:
+    case Mc2Operator::ffn_to_attention:
+      return line + text("rank ", rank, " sends to ranks ", ring(1), ", to each all tiles in turn");
     default:
       return line + text("rank ", rank, " multiplies for ranks ", ring(1),
                          " a tile each, sums its own tile when all partials are there, and sends it to all");

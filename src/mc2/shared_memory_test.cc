@@ -1,23 +1,24 @@
 // Ranks that are processes: the same results as threads, and what is seen of a process that ends, stops or never calls.
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
-#include <functional>
 #include <memory>
 #include <set>
 #include <string>
 
-#include "core/sanitizers.h"
 #include "core/text.h"
 #include "mc2/exchange.h"
+#include "mc2/test_processes.h"
 #include "mc2/test_ranks.h"
+#include "mc2/test_spread.h"
 
 namespace opst {
 namespace {
+
+using test::Processes;
 
 constexpr int64_t kRows = 20, kN = 24, kK = 16;
 
@@ -32,44 +33,6 @@ std::set<std::string> shared_files() {
 RankMemory memory_of(int ranks) {
   return std::move(RankMemory::create(ranks, {.staging_bytes = 1 << 16, .shared_bytes = 1 << 16}).value());
 }
-
-// Processes, one for each rank: body(rank) gives a line, which arrives by a pipe. The lines of those that wrote one.
-class Processes {
- public:
-  Processes(int ranks, const std::function<std::string(int)>& body) {
-    for (int r = 0; r < ranks; ++r) {
-      int ends[2];
-      EXPECT_EQ(pipe(ends), 0);
-      const pid_t process = fork();
-      if (process == 0) {
-        const std::string line = body(r);
-        const bool written = write(ends[1], line.data(), line.size()) == static_cast<ssize_t>(line.size());
-        _exit(written ? 0 : 1);
-      }
-      close(ends[1]);
-      processes_.push_back(process);
-      pipes_.push_back(ends[0]);
-    }
-  }
-  ~Processes() {
-    for (const pid_t process : processes_) kill(process, SIGKILL);
-    for (const pid_t process : processes_) waitpid(process, nullptr, 0);
-    for (const int end : pipes_) close(end);
-  }
-  pid_t process(int rank) const { return processes_[static_cast<size_t>(rank)]; }
-  std::string line(int rank) const {
-    std::string all;
-    char part[4096];
-    for (ssize_t n = 0; (n = read(pipes_[static_cast<size_t>(rank)], part, sizeof(part))) > 0;) {
-      all.append(part, static_cast<size_t>(n));
-    }
-    return all;
-  }
-
- private:
-  std::vector<pid_t> processes_;
-  std::vector<int> pipes_;
-};
 
 // Three operators of one rank on numbers that depend on the rank alone; the bytes of all outputs, or the message.
 std::string work(Communicator& communicator, bool direct) {
@@ -110,10 +73,6 @@ std::string work(Communicator& communicator, bool direct) {
   return all;
 }
 
-// ThreadSanitizer allows no threads in a forked child.
-#define OPST_SKIP_UNDER_THREAD_SANITIZER() \
-  if (kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer allows no threads in a forked child"
-
 class Ranks : public testing::TestWithParam<int> {};
 
 TEST_P(Ranks, ProcessesHaveTheBitsOfThreads) {
@@ -139,6 +98,44 @@ TEST_P(Ranks, ProcessesHaveTheBitsOfThreads) {
     ASSERT_GE(expected[r].size(), static_cast<size_t>(kRows * kN * 4)) << expected[r];
     EXPECT_TRUE(results[0][r] == expected[r]) << results[0][r].substr(0, 300);
     EXPECT_TRUE(results[1][r] == expected[r]) << results[1][r].substr(0, 300);
+  }
+  EXPECT_EQ(shared_files(), before);
+}
+
+// The operators of sequences and experts likewise.
+TEST_P(Ranks, ProcessesHaveTheBitsOfThreadsInSpreadOperators) {
+  OPST_SKIP_UNDER_THREAD_SANITIZER();
+  const int ranks = GetParam();
+  const std::set<std::string> before = shared_files();
+  const CommunicatorOptions options{.timeout_seconds = 20, .staging_bytes = 1 << 16, .shared_bytes = 1 << 18};
+  const auto results = [&](int rank, Communicator& own, bool direct) {
+    Context context = std::move(Context::create({.num_threads = 1}).value());
+    test::SpreadProblem problem(context, rank, ranks);
+    void* out = problem.own_out();
+    if (direct) out = own.allocate_shared(test::SpreadProblem::out_bytes(ranks)).value();
+    std::string all = problem.all_results(context, own, out);
+    if (direct && ranks > 1 && own.stats().direct_tiles == 0) all += "no tile was stored directly";
+    return all;
+  };
+  std::vector<std::string> of_processes[2];
+  for (const bool direct : {false, true}) {
+    const RankMemory memory = std::move(RankMemory::create(ranks, options).value());
+    const Processes processes(ranks, [&](int rank) {
+      Result<Communicator> own = Communicator::join(memory.ticket(), rank, options);
+      return own.ok() ? results(rank, own.value(), direct) : own.status().message();
+    });
+    for (int r = 0; r < ranks; ++r) of_processes[direct].push_back(processes.line(r));
+  }
+  auto threads = std::move(Communicator::create_threads(ranks, options).value());
+  std::vector<std::string> expected(static_cast<size_t>(ranks));
+  test::on_threads(ranks, [&](int r) {
+    const auto i = static_cast<size_t>(r);
+    return expected[i] = results(r, threads[i], false), Status();
+  });
+  for (size_t r = 0; r < expected.size(); ++r) {
+    ASSERT_GE(expected[r].size(), size_t{10000}) << expected[r];
+    EXPECT_TRUE(of_processes[0][r] == expected[r]) << of_processes[0][r].substr(0, 300);
+    EXPECT_TRUE(of_processes[1][r] == expected[r]) << of_processes[1][r].substr(0, 300);
   }
   EXPECT_EQ(shared_files(), before);
 }
