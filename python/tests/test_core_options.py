@@ -143,6 +143,16 @@ LIST = {
     "MoeLayerGradients": each("x logits topk_weights gate_up down gate_up_bias down_bias shared_gate_up shared_down shared_gate", RESULT),
     "CommunicatorOptions": each("timeout_seconds staging_bytes shared_bytes direct_stores", RANKS),
     "Mc2Options": each("bias x_scales residual activations rows inputs exchanged tile_rows", RANKS),
+    "HeadShardOptions": each("rows heads tile_rows", RANKS),
+    "RingAttentionOptions": each("softmax_scale causal window_left window_right softcap order rows tile_rows", RANKS),
+    "RingAttentionInputs": each("query key value", RANKS),
+    "ExpertShardOptions": each("experts tile_rows", RANKS),
+    "MoeDispatchOutputs": each("rows expert_tokens rank_tokens", RANKS),
+    "MoeCombineInputs": each("rows topk_ids topk_weights residual", RANKS),
+    "GroupedExchangeOptions": each("shards bias activation activations x_scales exchanged", RANKS),
+    "AttentionFfnOptions": each("attention_ranks num_experts experts tile_rows", RANKS),
+    "AttentionToFfnInputs": each("x topk_ids weight bias", RANKS),
+    "FfnToAttentionInputs": each("combine weight bias", RANKS),
     "LayerNormNodeOptions": each("eps weight bias", GRAPH),
 }
 
