@@ -263,7 +263,7 @@ TEST(AttentionBlockMask, GradientsOfSizesThatPlansFitAndStraddle) {
         BackwardForm form;
         form.grad_out_dtype = d.out_dtype;
         BackwardCallData data(call, form, random);
-        const auto& all = contexts_with_threads(3);
+        const auto& all = contexts();
         const TestContext& t = all[static_cast<size_t>(random.integer(0, static_cast<int64_t>(all.size()) - 1))];
         const BackwardCallData::Outcome r = data.run(t.context);
         ASSERT_EQ(data.judge(r, t.context, worst_ratio), "") << t.name << " block " << block << " heads " << heads;
