@@ -81,6 +81,7 @@ struct GroupedExchangeOptions {
 //   send_counts  [E] i32 or i64: how many are of each expert
 //   weight       E_r of [n, k]
 //   out          [at least as many as arrive, n]
+// Memory: one tile of x besides.
 Status all_to_allv_grouped_matmul(Context& context, Communicator& communicator, const ConstTensor& x,
                                   const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
                                   const GroupedExchangeOptions& options = {});

@@ -102,27 +102,28 @@ class Pieces {
   explicit Pieces(Call& call) : call_(call) {}
 
   int64_t tiles_of(int d) const { return call_.tiles(call_.rows.size(d)); }
+  // Pieces lie side by side, the columns of rank `from` in each row of the tile.
+  int64_t place(int slot, int from) const {
+    return (slot * call_.plan.tile_rows * call_.inputs.total() + call_.inputs.offset(from)) * size_bytes(call_.x.dtype);
+  }
 
-  int64_t fill(int d, int64_t i, char* tile) const {
+  int64_t fill(int d, int64_t i, char* piece) const {
     const int64_t first = call_.rows.offset(d) + i * call_.plan.tile_rows;
     const int64_t rows = call_.tile_size(call_.rows.size(d), i), columns = call_.x.shape[1];
-    copy_rows(call_.x.narrowed(0, first, rows),
-              in_slot(tile, rows).narrowed(1, call_.inputs.offset(call_.rank()), columns));
+    Tensor to = Tensor::contiguous(call_.x.dtype, {rows, columns}, piece);
+    to.strides[0] = call_.inputs.total();
+    copy_rows(call_.x.narrowed(0, first, rows), to);
     return rows * columns * size_bytes(call_.x.dtype);
   }
 
-  Status consume(int64_t i, char* tile) const {
+  Status consume(int64_t i, char* staging, int slot) const {
     const int64_t first = i * call_.plan.tile_rows, rows = call_.tile_size(call_.out.shape[0], i);
-    const Tensor x = in_slot(tile, rows);
+    const Tensor x = Tensor::contiguous(call_.x.dtype, {rows, call_.inputs.total()}, staging + place(slot, 0));
     if (call_.options.exchanged) copy_rows(x, call_.options.exchanged.narrowed(0, first, rows));
     return call_.product(x, {}, 0, call_.options.bias, call_.out.narrowed(0, first, rows));
   }
 
  private:
-  Tensor in_slot(char* tile, int64_t rows) const {
-    return Tensor::contiguous(call_.x.dtype, {rows, call_.inputs.total()}, tile);
-  }
-
   Call& call_;
 };
 
@@ -131,8 +132,7 @@ class Pieces {
 Status run_all_gather_matmul(Call& call) { return Gather(call).run(); }
 Status run_all_to_all_matmul(Call& call) {
   Pieces pieces(call);
-  const int64_t tile_bytes = call.plan.tile_rows * call.inputs.total() * size_bytes(call.x.dtype);
-  return PieceGather(call.communicator, call.name(), tile_bytes, pieces).run(make_entry(call, false));
+  return PieceGather(call.communicator, call.name(), pieces).run(make_entry(call, false));
 }
 
 }  // namespace opst::mc2

@@ -1,13 +1,13 @@
-// The loop of operators whose tiles are made of pieces of all ranks: a receiver's tiles have the same slot of its
-// staging area for all senders, where their pieces lie as the work lays them out; when all are there, the tile is
-// consumed.
+// The loop of operators whose tiles are made of pieces of all ranks: when all pieces of a tile are there, it is
+// consumed. Every rank sends a piece of every tile, so that a tile has the same slot number for all of them.
 //
 // The work (a class) says
-//   int64_t tiles_of(int d)                            which rank d consumes: every rank sends a piece of each
-//   int64_t fill(int d, int64_t i, char* tile)         puts in this rank's piece; its bytes, which may be 0
-//   Status consume(int64_t i, char* tile)
+//   int64_t tiles_of(int d)                            which rank d consumes
+//   int64_t place(int slot, int from)                  in a staging area: where the piece of rank `from` goes
+//   int64_t fill(int d, int64_t i, char* piece)        its bytes, which may be 0
+//   Status consume(int64_t i, char* staging, int slot)
 //
-// Memory: two tiles per rank.
+// Memory: pieces, 2 per rank.
 #pragma once
 
 #include "mc2/exchange.h"
@@ -17,8 +17,8 @@ namespace opst::mc2 {
 template <class Work>
 class PieceGather {
  public:
-  PieceGather(Communicator::Impl& communicator, const char* name, int64_t tile_bytes, Work& work)
-      : exchange_(communicator, name), tile_bytes_(tile_bytes), work_(work) {
+  PieceGather(Communicator::Impl& communicator, const char* name, Work& work)
+      : exchange_(communicator, name), work_(work) {
     const int64_t mine = work.tiles_of(exchange_.rank());
     for (int peer = 0; peer < exchange_.world_size(); ++peer) exchange_.expect(peer, work.tiles_of(peer), mine);
   }
@@ -32,21 +32,19 @@ class PieceGather {
     for (int s = 1; s <= exchange_.world_size(); ++s) {
       const int d = (exchange_.rank() + s) % exchange_.world_size();
       while (exchange_.can_send(d)) {
-        char* const tile = exchange_.staging(d) + exchange_.send_slot(d) * tile_bytes_;
-        exchange_.send(d, work_.fill(d, exchange_.peer(d).sent, tile));
+        char* const piece = exchange_.staging(d) + work_.place(exchange_.send_slot(d), exchange_.rank());
+        exchange_.send(d, work_.fill(d, exchange_.peer(d).sent, piece));
       }
     }
     for (int s = 0; s < exchange_.world_size(); ++s) {
       if (!exchange_.can_receive(s)) return {};
     }
-    Status status =
-        work_.consume(exchange_.peer(0).received, exchange_.own_staging() + exchange_.receive_slot(0) * tile_bytes_);
+    Status status = work_.consume(exchange_.peer(0).received, exchange_.own_staging(), exchange_.receive_slot(0));
     for (int s = 0; s < exchange_.world_size(); ++s) exchange_.release(s);
     return status;
   }
 
   Exchange exchange_;
-  const int64_t tile_bytes_;
   Work& work_;
 };
 

@@ -1,8 +1,9 @@
 // all_to_allv_grouped_matmul: tiles of an owner's rows, of pieces of all ranks (gather.h).
 //
-//   tile i of owner d   rows [i tile, ..) of [expert][rank][slot], [tile rows, k], behind them their scales
-//   consume             out[tile i] = grouped product of the tile: an expert's weight is read once for the rows of all
-//                       ranks that the tile has
+//   tile i of owner d   rows [i tile, ..) of [expert][rank][slot]; a rank's piece: those that it sends, one after the
+//                       other, behind them their scales
+//   consume             out[tile i] = grouped product of all pieces, their rows in order: an expert's weight is read
+//                       once for the rows of all ranks that the tile has
 //
 // grouped_matmul_all_to_allv: the same tiles of this rank's rows are multiplied one after the other, and their rows go
 // to the ranks that they are of (scatter.h).
@@ -10,7 +11,7 @@
 //   for i in tiles: scratch = grouped product of x[tile i]          [tile rows, n]
 //     for s in 1..P: d = (r + s) mod P: rows of d in the tile       to slot or out of d
 //
-// Memory: tiles, 2 per rank; and the scratch.
+// Memory: tiles, 2 per rank; and one from the workspace: the tile in order, the scratch.
 #include "mc2/grouped_exchange.h"
 
 #include "mc2/gather.h"
@@ -53,18 +54,17 @@ namespace {
 
 class GatheredRows {
  public:
-  GatheredRows(const RowLists& lists, const GroupedProduct& product, const GroupedGatherCall& call, int rank,
-               int64_t tile_rows)
-      : lists_(lists), product_(product), call_(call), rank_(rank), tile_rows_(tile_rows) {}
+  GatheredRows(const RowLists& lists, const GroupedProduct& product, const GroupedGatherCall& call, int rank, int ranks,
+               const Mc2Plan& plan, char* tile)
+      : lists_(lists), product_(product), call_(call), rank_(rank), ranks_(ranks), plan_(plan), tile_(tile) {}
 
-  int64_t tiles_of(int d) const { return ceil_div(lists_.owned_rows(d), tile_rows_); }
+  int64_t tiles_of(int d) const { return ceil_div(lists_.owned_rows(d), plan_.tile_rows); }
+  int64_t place(int slot, int from) const { return (int64_t{slot} * ranks_ + from) * plan_.tile_bytes; }
 
-  int64_t fill(int d, int64_t i, char* tile) const {
-    int64_t bytes = 0;
-    const ConstTensor& scales = product_.options.x_scales;
-    lists_.for_owned(rank_, d, i * tile_rows_, tile_rows_, [&](const Run& run) {
-      const Tensor to = rows_in(tile).narrowed(0, run.at, run.rows);
-      bytes += run.rows * to.shape[1] * size_bytes(to.dtype);
+  int64_t fill(int d, int64_t i, char* piece) const {
+    int64_t row = 0;
+    lists_.for_owned(rank_, d, i * plan_.tile_rows, plan_.tile_rows, [&](const Run& run) {
+      const Tensor to = rows_in(piece).narrowed(0, row, run.rows);
       if (call_.slot_of_row == nullptr) {
         copy_rows(call_.x.narrowed(0, run.sent, run.rows), to);
       } else {
@@ -73,38 +73,55 @@ class GatheredRows {
           copy_rows(call_.x.narrowed(0, token, 1), to.narrowed(0, j, 1));
         }
       }
-      if (!is_given(scales)) return;
-      const ConstTensor from = scales.narrowed(0, run.sent, run.rows);
-      copy_elements(from.data, from.strides[0], scales_in(tile, run.at), 1, run.rows, 4);
-      bytes += run.rows * 4;
+      row += run.rows;
     });
-    return bytes;
+    if (!has_scales()) return row * row_bytes();
+    // Behind these rows: their scales.
+    float* scales = scales_behind(piece, row);
+    lists_.for_owned(rank_, d, i * plan_.tile_rows, plan_.tile_rows, [&](const Run& run) {
+      const ConstTensor from = product_.options.x_scales.narrowed(0, run.sent, run.rows);
+      copy_elements(from.data, from.strides[0], scales, 1, run.rows, 4);
+      scales += run.rows;
+    });
+    return reinterpret_cast<char*>(scales) - piece;
   }
 
-  Status consume(int64_t i, char* tile) const {
-    const int64_t first = i * tile_rows_, rows = std::min(tile_rows_, lists_.owned_rows(rank_) - first);
-    const Tensor x = rows_in(tile).narrowed(0, 0, rows);
-    if (product_.options.exchanged) copy_rows(x, product_.options.exchanged.narrowed(0, first, rows));
-    ConstTensor scales;
-    if (is_given(product_.options.x_scales)) {
-      scales = ConstTensor::contiguous(DType::f32, {rows}, scales_in(tile, 0));
+  // All pieces become the tile, whose rows are in the order of the experts.
+  Status consume(int64_t i, char* staging, int slot) const {
+    const int64_t first = i * plan_.tile_rows, rows = std::min(plan_.tile_rows, lists_.owned_rows(rank_) - first);
+    float* const scales = scales_behind(tile_, rows);
+    for (int s = 0; s < ranks_; ++s) {
+      char* const piece = staging + place(slot, s);
+      const int64_t count = lists_.owned_between(s, rank_, first, rows);
+      int64_t row = 0;
+      lists_.for_owned(s, rank_, first, rows, [&](const Run& run) {
+        copy_rows(rows_in(piece).narrowed(0, row, run.rows), rows_in(tile_).narrowed(0, run.at, run.rows));
+        if (has_scales()) copy_elements(scales_behind(piece, count) + row, 1, scales + run.at, 1, run.rows, 4);
+        row += run.rows;
+      });
     }
-    return product_(lists_, rank_, first, x, scales, call_.out.narrowed(0, first, rows));
+    const Tensor x = rows_in(tile_).narrowed(0, 0, rows);
+    if (product_.options.exchanged) copy_rows(x, product_.options.exchanged.narrowed(0, first, rows));
+    const ConstTensor of_rows = has_scales() ? ConstTensor::contiguous(DType::f32, {rows}, scales) : ConstTensor();
+    return product_(lists_, rank_, first, x, of_rows, call_.out.narrowed(0, first, rows));
   }
 
  private:
-  Tensor rows_in(char* tile) const { return Tensor::contiguous(call_.x.dtype, {tile_rows_, call_.x.shape[1]}, tile); }
-  // Behind all rows of a tile.
-  float* scales_in(char* tile, int64_t row) const {
-    return reinterpret_cast<float*>(tile + round_up(tile_rows_ * call_.x.shape[1] * size_bytes(call_.x.dtype), 4)) +
-           row;
+  bool has_scales() const { return is_given(product_.options.x_scales); }
+  int64_t row_bytes() const { return call_.x.shape[1] * size_bytes(call_.x.dtype); }
+  Tensor rows_in(char* piece) const {
+    return Tensor::contiguous(call_.x.dtype, {plan_.tile_rows, call_.x.shape[1]}, piece);
+  }
+  float* scales_behind(char* piece, int64_t rows) const {
+    return reinterpret_cast<float*>(piece + round_up(rows * row_bytes(), 4));
   }
 
   const RowLists& lists_;
   const GroupedProduct& product_;
   const GroupedGatherCall& call_;
-  const int rank_;
-  const int64_t tile_rows_;
+  const int rank_, ranks_;
+  const Mc2Plan& plan_;
+  char* const tile_;
 };
 
 class ScatteredRows {
@@ -209,8 +226,12 @@ Status run_grouped_gather(ShapeCheck& check, Communicator::Impl& communicator, c
   const Mc2Plan plan =
       plan_tiles(check, communicator, call.op, lists.most_owned(), row_bytes.value(), product.options.shards.tile_rows);
   if (!check.ok()) return check.status();
-  GatheredRows rows(lists, product, call, communicator.transport->rank(), plan.tile_rows);
-  return PieceGather(communicator, to_string(call.op), plan.tile_bytes, rows).run(entry);
+  const Result<WorkspaceLease> tile = product.context.impl().workspaces.lease(plan.tile_bytes);
+  if (!tile.ok()) return tile.status();
+  const Transport& transport = *communicator.transport;
+  GatheredRows rows(lists, product, call, transport.rank(), transport.world_size(), plan,
+                    static_cast<char*>(tile.value().data()));
+  return PieceGather(communicator, to_string(call.op), rows).run(entry);
 }
 
 Status run_grouped_scatter(Communicator::Impl& communicator, const Entry& entry, const RowLists& lists,

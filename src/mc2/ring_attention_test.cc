@@ -120,13 +120,14 @@ class Problem {
     Status status = ring_attention_forward(test::rank_context(rank), communicator, in,
                                            {.out = s.out.tensor, .softmax_lse = s.lse.tensor}, options);
     if (!status.ok()) return status;
-    const CommunicatorStats stats = communicator.stats();
-    EXPECT_LE(stats.peak_staging_bytes, 2 * c.ranks * stats.tile_bytes);
+    expect_bounded(communicator);
     std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
-    return ring_attention_backward(
+    status = ring_attention_backward(
         test::rank_context(rank), communicator, in,
         {.out = s.out.tensor, .softmax_lse = s.lse.tensor, .grad_out = s.grad_out.tensor},
         {.grad_query = s.grad_query.tensor, .grad_key = s.grad_key.tensor, .grad_value = s.grad_value.tensor}, options);
+    expect_bounded(communicator);
+    return status;
   }
 
   // Tiles of a rank's keys: which rows, and of which tokens.
@@ -317,6 +318,10 @@ class Problem {
   std::vector<Shard> shards;
 
  private:
+  void expect_bounded(const Communicator& communicator) const {
+    const CommunicatorStats stats = communicator.stats();
+    EXPECT_LE(stats.peak_staging_bytes, 2 * c.ranks * stats.tile_bytes);
+  }
   // What all ranks have, side by side. The bound is the naive form's error over the whole sequence: one rank's rows may
   // be too few to tell it. Beyond that, backward reads an `out` that was rounded to c.out, the naive form one that was
   // not: where dP - delta cancels (a row of one key), all that is left is that rounding.

@@ -68,6 +68,7 @@ Status exchange_counts(Communicator::Impl& communicator, const char* name, const
   Exchange exchange(communicator, name);
   const int rank = exchange.rank(), ranks = exchange.world_size();
   const int64_t bytes = lists.num_experts() * 8, slot = round_up(bytes, 64);
+  communicator.stats.tile_bytes = slot;
   for (int peer = 0; peer < ranks; ++peer) {
     if (peer != rank) exchange.expect(peer, 1, 1);
   }
