@@ -24,7 +24,7 @@ opst_status fail(opst_status code, const char* function, const char* format, ...
 opst_status report(const char* function, const Status& status) noexcept {
   if (status.ok()) return OPST_OK;
   const char* message = status.message().c_str();
-  const size_t name = std::strspn(message, "abcdefghijklmnopqrstuvwxyz0123456789_:");
+  const size_t name = std::strspn(message, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:");
   if (name > 1 && message[name - 1] == ':' && message[name] == ' ') message += name + 1;
   return fail(static_cast<opst_status>(status.code()), function, "%s", message);
 }

@@ -71,6 +71,7 @@ struct Operation {
 struct Operations {
   explicit Operations(opst_context* c, Random& random) : context(c), rng(random) {
     attention();
+    empty();
     paged();
     products();
     rows();
@@ -121,6 +122,26 @@ struct Operations {
           return opst_flash_attention_backward_workspace(context, &inputs, &saved, &gradients, &options, b, e);
         },
         opst_flash_attention_backward);
+  }
+
+  // Calls of nothing to compute, which write all the same.
+  void empty() {
+    no_queries = inputs, no_queries.query = &no_q.c;
+    no_saved.out = &no_q.c, no_saved.softmax_lse = &no_lse.c, no_saved.grad_out = &no_q.c;
+    zeros.grad_key = &zero_k.c, zeros.grad_value = &zero_v.c;
+    add(
+        "attention backward without queries",
+        [this](auto* b, auto* e) {
+          return opst_flash_attention_backward_workspace(context, &no_queries, &no_saved, &zeros, nullptr, b, e);
+        },
+        opst_flash_attention_backward);
+    add(
+        "grouped matmul of empty groups",
+        [this](auto* b, auto* e) {
+          return opst_grouped_matmul_workspace(context, &x.c, &stack.c, &nobody.c, OPST_GROUP_COUNTS, &zero_y.c,
+                                               nullptr, b, e);
+        },
+        opst_grouped_matmul);
   }
 
   void paged() {
@@ -221,6 +242,14 @@ struct Operations {
         opst_layer_norm_backward);
   }
 
+  // All that the calls write.
+  std::vector<const Numbers*> written() const {
+    return {&out,    &lse,    &last_out,   &vout,       &grad_q,   &grad_k,         &grad_v,
+            &zero_k, &zero_v, &zero_y,     &page_out,   &page_lse, &grad_key_cache, &grad_value_cache,
+            &y,      &yq,     &gathered_k, &gathered_v, &yd,       &y_scales,       &normed,
+            &sum,    &rstd,   &grad_gain,  &grad_bias};
+  }
+
   opst_context* context;
   Random& rng;
   std::vector<Operation> all;
@@ -232,6 +261,8 @@ struct Operations {
   Numbers cu_q{DType::i32, {4}, {0, 1, 30, 39}}, cu_k{DType::i32, {4}, {0, 20, 50, 90}};
   Numbers grad_out{DType::f32, {1, 4, 150, 32}, rng}, grad_q{DType::f32, {1, 4, 150, 32}};
   Numbers grad_k{DType::f32, {1, 2, 600, 32}}, grad_v{DType::f32, {1, 2, 600, 32}};
+  Numbers no_q{DType::f32, {1, 4, 0, 32}}, no_lse{DType::f32, {1, 4, 0}}, zero_k{DType::f32, {1, 2, 600, 32}};
+  Numbers zero_v{DType::f32, {1, 2, 600, 32}}, zero_y{DType::f32, {50, 48}}, nobody{DType::i64, {3}, {0, 0, 0}};
   Numbers tokens{DType::f32, {6, 2, 16}, rng}, slots{DType::i64, {6}, {0, 1, 2, 5, 6, 7}};
   Numbers key_cache{DType::f32, {3, 4, 2, 16}, rng}, value_cache{DType::f32, {3, 4, 2, 16}, rng};
   Numbers table{DType::i32, {2, 2}, {0, 1, 1, 2}}, lengths{DType::i32, {2}, {7, 5}};
@@ -245,12 +276,13 @@ struct Operations {
   Numbers gain{DType::f32, {64}, rng}, grad_gain{DType::f32, {64}}, grad_bias{DType::f32, {64}};
   Numbers normed{DType::f32, {50, 64}}, sum{DType::f32, {50, 64}}, rstd{DType::f32, {50}};
   opst_weight* packed = nullptr;
-  opst_attention_inputs inputs = OPST_ATTENTION_INPUTS, few = inputs, masked = inputs, varlen = inputs, pages = inputs;
+  opst_attention_inputs inputs = OPST_ATTENTION_INPUTS, few = inputs, masked = inputs, varlen = inputs, pages = inputs,
+                        no_queries = inputs;
   opst_attention_outputs outputs = OPST_ATTENTION_OUTPUTS, few_outputs = outputs, varlen_outputs = outputs,
                          page_outputs = outputs;
   opst_attention_options options = OPST_ATTENTION_OPTIONS, standard = options;
-  opst_attention_saved saved = OPST_ATTENTION_SAVED, page_saved = saved;
-  opst_attention_gradients gradients = OPST_ATTENTION_GRADIENTS, page_gradients = gradients;
+  opst_attention_saved saved = OPST_ATTENTION_SAVED, page_saved = saved, no_saved = saved;
+  opst_attention_gradients gradients = OPST_ATTENTION_GRADIENTS, page_gradients = gradients, zeros = gradients;
   opst_matmul_options quantised = OPST_MATMUL_OPTIONS;
 };
 
@@ -260,11 +292,45 @@ struct Counts {
 
 TEST(CMemory, TheCountersCount) {
   const Counts before;
-  delete new int(1);
-  free(malloc(1));
+  void* volatile memory = ::operator new(1);
+  ::operator delete(memory);
+  const Counts between;
+  memory = malloc(1);
+  free(memory);
   const Counts after;
-  EXPECT_GT(after.news, before.news);
-  EXPECT_TRUE(!OPST_COUNTS_MALLOC || after.mallocs > before.mallocs);
+  EXPECT_EQ(between.news, before.news + 1);
+  EXPECT_TRUE(!OPST_COUNTS_MALLOC || after.mallocs == between.mallocs + 1);
+}
+
+// Every byte of the outputs is as it was; afterwards the second phases write all of them.
+TEST(CMemory, TheFirstPhaseWritesNothing) {
+  Random random(test::seed());
+  const CContext context(2);
+  Operations operations(context, random);
+  const auto bytes_of = [](const Numbers& numbers) {
+    return std::string(static_cast<const char*>(numbers.memory.data()),
+                       static_cast<size_t>(numbers.memory.size_bytes()));
+  };
+  const auto untouched = [&](const Numbers& n) { return bytes_of(n).find_first_not_of('\xff') == std::string::npos; };
+  const std::string keys = bytes_of(operations.key_cache), values = bytes_of(operations.value_cache);
+  std::vector<std::pair<int64_t, opst_executor*>> planned;
+  for (const Operation& operation : operations.all) {
+    SCOPED_TRACE(operation.name);
+    auto& [bytes, executor] = planned.emplace_back();
+    ASSERT_EQ(operation.plan(&bytes, &executor), OPST_OK) << opst_last_error();
+    for (const Numbers* numbers : operations.written()) ASSERT_TRUE(untouched(*numbers));
+    ASSERT_EQ(bytes_of(operations.key_cache), keys);
+    ASSERT_EQ(bytes_of(operations.value_cache), values);
+  }
+  for (size_t i = 0; i < planned.size(); ++i) {
+    const auto& [bytes, executor] = planned[i];
+    const test::GuardedBuffer workspace(bytes);
+    EXPECT_EQ(operations.all[i].run(bytes > 0 ? workspace.data() : nullptr, bytes, executor), OPST_OK);
+    opst_executor_destroy(executor);
+  }
+  for (const Numbers* numbers : operations.written()) EXPECT_FALSE(untouched(*numbers));
+  EXPECT_NE(bytes_of(operations.key_cache), keys);
+  EXPECT_NE(bytes_of(operations.value_cache), values);
 }
 
 TEST(CMemory, TheSecondPhaseAllocatesNothing) {

@@ -118,16 +118,18 @@ TEST(CRefusals, TensorsThatAreNone) {
   refused([](opst_tensor& x) { x.dtype = -1; }, "x dtype is -1, but must be from 0 to 10");
   refused([](opst_tensor& x) { x.rank = 6; }, "x rank is 6, but must be from 0 to 5");
   refused([](opst_tensor& x) { x.rank = -2147483647 - 1; }, "x rank is -2147483648, but must be from 0 to 5");
-  refused([](opst_tensor& x) { x.shape[0] = -4; }, "x dim 0 (dim_0) is -4, but must be >= 0");
+  refused([](opst_tensor& x) { x.shape[0] = -4; }, "x dim 0 is -4, but must be >= 0");
   refused(
       [](opst_tensor& x) {
         x.shape[0] = INT64_MAX;
         x.shape[1] = INT64_MAX;
       },
-      "x f32 [9223372036854775807, 9223372036854775807] has 2^56 bytes or more");
-  refused([](opst_tensor& x) { x.data = static_cast<char*>(x.data) + 2; }, "");
-  refused([](opst_tensor& x) { x.shape[1] = 7; }, "");
-  refused([](opst_tensor& x) { x.dtype = OPST_I32; }, "");
+      "x f32 [9223372036854775807, 9223372036854775807] has more bytes than the limit of 2^56, repeated elements "
+      "counted");
+  refused([](opst_tensor& x) { x.data = static_cast<char*>(x.data) + 2; },
+          "x f32 [4, 8] lies 2 beyond a multiple of 4 bytes, but elements must lie at multiples of their size");
+  refused([](opst_tensor& x) { x.shape[1] = 7; }, "x dim 1 (features) is 7, but weight set features = 8");
+  refused([](opst_tensor& x) { x.dtype = OPST_I32; }, "x is i32, but must be f32, bf16 or f16");
 }
 
 TEST(CRefusals, NumbersThatAreNoEnumerators) {
