@@ -47,6 +47,7 @@ quiet ${CC:-gcc} -std=c11 -Wall -Wextra -pedantic -Werror -O2 "$work/c_consumer/
   $(PKG_CONFIG_PATH=$pc pkg-config --static --cflags --libs opst)
 LD_LIBRARY_PATH=$(dirname "$pc") "$work/c_by_pkg_config" | cmp - "$work/c_expected"
 echo "consumer: C, pkg-config"
+"$root/scripts/check_abi.py" "$(find "$work/prefix" -name 'libopst.a' -o -name 'libopst.so')"
 
 # Nothing but what is promised.
 if find "$work/prefix" -type f | grep -vE '/include/opst/[a-z0-9_]+\.h$|/libopst\.(a|so[0-9.]*)$|/opst[-_][a-z-]*\.cmake$|/opst\.pc$|/bin/opst$|/LICENSE$'; then

@@ -10,7 +10,8 @@
  * Phase 1 checks every argument, writes nothing but *workspace_bytes and *executor, and allocates the executor. Where it
  * refuses the call, *workspace_bytes is 0 and *executor NULL. The executor keeps the tensors (addresses, sizes,
  * strides) and the options; weights that it needs live at least as long as it does.
- * Phase 2 runs the call in the caller's memory. Where it succeeds it has allocated nothing. It checks again what may have
+ * Phase 2 runs the call in the caller's memory. Where it succeeds it has allocated nothing (but the stacks of threads that
+ * a forked child starts anew). It checks again what may have
  * changed: the integers in lengths, tables, slots and group lists are read anew, and where the same workspace no longer
  * holds the call (longer lists than in phase 1) it is refused. The contents of all other tensors are free to change.
  *

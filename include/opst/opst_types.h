@@ -15,7 +15,7 @@
 #define OPST_FIND_SHARED (-1)
 
 /* What a function returns. Other than OPST_OK: opst_last_error() names function, argument, what it got and what it
- * expected, and no output has been written (but after OPST_INTERNAL from a run that was interrupted). */
+ * expected, and no output has been written. */
 typedef int32_t opst_status;
 enum {
   OPST_OK = 0,

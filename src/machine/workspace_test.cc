@@ -116,6 +116,24 @@ TEST(Workspace, RehearsesACallAndLendsItMemory) {
   EXPECT_EQ(pool.held_bytes(), 0);
 }
 
+// What is given back before the run counts once.
+TEST(Workspace, RehearsalsAndLentMemoryReuseWhatIsGivenBack) {
+  WorkspacePool pool;
+  const auto call = [&]() -> Status {
+    {
+      Result<WorkspaceLease> plan = pool.lease_for_plan(640);
+      if (!plan.ok()) return plan.status();
+    }
+    return pool.lease(1000).status();
+  };
+  pool.rehearse();
+  EXPECT_FALSE(call().ok());
+  EXPECT_EQ(pool.most_bytes(), 1024);
+  alignas(64) char memory[1024];
+  pool.lend(memory, sizeof(memory));
+  EXPECT_TRUE(call().ok());
+}
+
 TEST(Workspace, ARehearsalEndsWhereNoMemoryIsNeeded) {
   WorkspacePool pool;
   EXPECT_TRUE(pool.ready().ok());

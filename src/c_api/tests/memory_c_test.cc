@@ -13,7 +13,7 @@
 #include "opst/attention.h"
 #include "opst/matmul.h"
 #include "testing/compare.h"
-#include "testing/count_allocations.h"
+#include "testing/fail_allocations.h"
 
 // malloc and its kin beside every form of new: a sanitizer has its own, which cannot be replaced.
 #if !defined(__SANITIZE_ADDRESS__) && !OPST_HAS_FEATURE(address_sanitizer) && !OPST_THREAD_SANITIZER
@@ -228,6 +228,12 @@ struct Operations {
         },
         opst_rms_norm_backward);
     add(
+        "rms_norm backward without the weight's gradient",
+        [this](auto* b, auto* e) {
+          return opst_rms_norm_backward_workspace(context, &x.c, &x.c, &gain.c, 1e-5, &grad_rows.c, nullptr, b, e);
+        },
+        opst_rms_norm_backward);
+    add(
         "layer_norm",
         [this](auto* b, auto* e) {
           return opst_layer_norm_workspace(context, &x.c, &gain.c, &gain.c, 1e-5, &normed.c, nullptr, nullptr, b, e);
@@ -247,7 +253,7 @@ struct Operations {
     return {&out,    &lse,    &last_out,   &vout,       &grad_q,   &grad_k,         &grad_v,
             &zero_k, &zero_v, &zero_y,     &page_out,   &page_lse, &grad_key_cache, &grad_value_cache,
             &y,      &yq,     &gathered_k, &gathered_v, &yd,       &y_scales,       &normed,
-            &sum,    &rstd,   &grad_gain,  &grad_bias};
+            &sum,    &rstd,   &grad_gain,  &grad_bias,  &grad_rows};
   }
 
   opst_context* context;
@@ -275,6 +281,7 @@ struct Operations {
   Numbers y_scales{DType::f32, {50}}, stack{DType::f32, {3, 48, 64}, rng}, counts{DType::i64, {3}, {10, 0, 30}};
   Numbers gain{DType::f32, {64}, rng}, grad_gain{DType::f32, {64}}, grad_bias{DType::f32, {64}};
   Numbers normed{DType::f32, {50, 64}}, sum{DType::f32, {50, 64}}, rstd{DType::f32, {50}};
+  Numbers grad_rows{DType::f32, {50, 64}};
   opst_weight* packed = nullptr;
   opst_attention_inputs inputs = OPST_ATTENTION_INPUTS, few = inputs, masked = inputs, varlen = inputs, pages = inputs,
                         no_queries = inputs;
@@ -357,6 +364,24 @@ TEST(CMemory, TheSecondPhaseAllocatesNothing) {
   }
 }
 
+// The first region of a context's threads is none of a call's: these are started before.
+TEST(CMemory, TheFirstRunOfAContextAllocatesNothing) {
+  Random random(test::seed());
+  Numbers x(DType::f32, {200, 256}, random), w(DType::f32, {256, 256}, random), y(DType::f32, {200, 256});
+  const CContext context(3);
+  int64_t bytes = 0;
+  opst_executor* executor = nullptr;
+  ASSERT_EQ(opst_matmul_workspace(context, &x.c, &w.c, &y.c, nullptr, &bytes, &executor), OPST_OK);
+  const test::GuardedBuffer workspace(bytes);
+  const Counts before;
+  const opst_status status = opst_matmul(workspace.data(), bytes, executor);
+  const Counts after;
+  EXPECT_EQ(status, OPST_OK) << opst_last_error();
+  EXPECT_EQ(after.news, before.news);
+  EXPECT_EQ(after.mallocs, before.mallocs);
+  opst_executor_destroy(executor);
+}
+
 // The first phase says what the plans of the C++ interface say.
 TEST(CMemory, TheSizeIsThatOfThePlan) {
   Random random(test::seed());
@@ -386,6 +411,46 @@ TEST(CMemory, TheSizeIsThatOfThePlan) {
     ASSERT_TRUE(product.ok());
     expect("matmul", plan_matmul(product.value(), machine, threads).scratch_bytes(threads));
   }
+}
+
+Status as_core(opst_status status) {
+  return status == OPST_OK ? Status() : Status(static_cast<StatusCode>(status), "");
+}
+
+// Whatever the allocation that fails in what may allocate: out_of_memory, and nothing is leaked.
+TEST(CMemory, ExhaustedMemory) {
+  Random random(test::seed());
+  const CContext context(2);
+  Operations operations(context, random);
+  for (const Operation& operation : operations.all) {
+    SCOPED_TRACE(operation.name);
+    const int64_t live = test::live_allocations;
+    const int64_t failed = test::fail_each_allocation([&] {
+      int64_t bytes = 0;
+      opst_executor* executor = nullptr;
+      const opst_status status = operation.plan(&bytes, &executor);
+      opst_executor_destroy(executor);
+      return as_core(status);
+    });
+    EXPECT_GT(failed, 0);
+    EXPECT_EQ(test::live_allocations, live);
+  }
+  const int64_t live = test::live_allocations;
+  EXPECT_GT(test::fail_each_allocation([&] {
+              opst_weight* weight = nullptr;
+              const opst_status status = opst_weight_pack(context, &operations.stack.c, &weight);
+              opst_weight_destroy(weight);
+              return as_core(status);
+            }),
+            0);
+  EXPECT_GT(test::fail_each_allocation([&] {
+              opst_context* made = nullptr;
+              const opst_status status = opst_context_create(nullptr, &made);
+              opst_context_destroy(made);
+              return as_core(status);
+            }),
+            0);
+  EXPECT_EQ(test::live_allocations, live);
 }
 
 // One context, one executor and one workspace for each thread: the bits of one thread alone.
