@@ -1,7 +1,9 @@
 // Phase 2 takes nothing from the heap, and several threads use one context.
 #include <atomic>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <thread>
@@ -364,11 +366,19 @@ TEST(CMemory, TheSecondPhaseAllocatesNothing) {
   }
 }
 
-// The first region of a context's threads is none of a call's: these are started before.
+// Of this process.
+int64_t num_threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
+
+// A context's threads, whose stacks are memory too, are started with it and not by its first run.
 TEST(CMemory, TheFirstRunOfAContextAllocatesNothing) {
   Random random(test::seed());
   Numbers x(DType::f32, {200, 256}, random), w(DType::f32, {256, 256}, random), y(DType::f32, {200, 256});
+  const int64_t threads_before = num_threads();
   const CContext context(3);
+  EXPECT_EQ(num_threads(), threads_before + 2);
   int64_t bytes = 0;
   opst_executor* executor = nullptr;
   ASSERT_EQ(opst_matmul_workspace(context, &x.c, &w.c, &y.c, nullptr, &bytes, &executor), OPST_OK);
