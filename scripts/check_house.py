@@ -21,10 +21,11 @@ FUNCTION_LINES = 80
 # raises a bound says in the commit what the lines buy, and why the room's furniture did not hold it already.
 ROOM_LINES = {
     "attention": 10960,
+    "c_api": 1550,
     "core": 1350,
     "graph": 2080,
     "kv_cache": 2000,
-    "machine": 1475,
+    "machine": 1560,
     "matmul": 4720,
     "mc2": 4750,
     "model": 3800,

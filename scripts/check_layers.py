@@ -34,19 +34,22 @@ ROOMS = {
     "testing": {"core", "machine", "simd"},
     # Ordinary users of the public headers; the graph checks declared tensors and pages as the operators check theirs.
     "graph": {"core", "kv_cache"},
+    # The C interface translates; of the machine it takes contexts whose scratch memory is lent.
+    "c_api": {"core", "machine"},
     # Its exceptions end where the operators' do (core/guarded.h).
     "model": {"core"},
     "tools": {"model"},
     "python": {"model"},
     "examples": set(),
 }
-USERS = {"graph", "model", "tools", "python", "examples"}
+USERS = {"graph", "c_api", "model", "tools", "python", "examples"}
 
 # include/opst/NAME.h belongs to the room of that name, except:
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
                        "attention_backward": "attention", "block_mask": "attention",
                        "block_patterns": "attention", "communicator": "mc2", "grouped_matmul": "matmul", "lightning_indexer": "attention",
                        "moe_layer": "moe", "sequence_parallel": "mc2", "expert_parallel": "mc2",
+                        "opst": "c_api", "opst_types": "c_api",
                        "page_layout": "kv_cache", "quant_format": "quant", "rope_style": "rowwise", "sparse_indices": "attention"}
 
 # Kernel code may also include these, which hold types and constants only.
@@ -70,6 +73,7 @@ STD = set(
     cassert cctype cerrno cfenv cfloat cinttypes climits clocale cmath csetjmp csignal cstdarg cstddef cstdint cstdio
     cstdlib cstring ctime cuchar cwchar cwctype""".split()
 )
+C_STD = {"stdint.h"}  # in headers that C includes
 SYSTEM = re.compile(r"(sys|linux|asm)/.*|(unistd|fcntl|sched|pthread|signal|errno|dlfcn|time|poll|termios|cpuid)\.h")
 
 # header prefix -> who may use the package
@@ -239,6 +243,8 @@ def check_angled(file, name):
     if name == "cpuid.h" and file.room not in {"machine", "testing"}:
         return "only machine asks the processor what it can do"
     if name in STD or SYSTEM.fullmatch(name):
+        return None
+    if name in C_STD and file.is_public and file.room == "c_api":
         return None
     for pattern, who, allowed in PACKAGES:
         if pattern.match(name):

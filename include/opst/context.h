@@ -104,11 +104,12 @@ class Context {
   // Gives idle scratch memory back to the system.
   void trim();
 
+  // For the library's own rooms.
   struct Impl;
   Impl& impl() const { return *impl_; }
+  explicit Context(std::unique_ptr<Impl> impl);
 
  private:
-  explicit Context(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 

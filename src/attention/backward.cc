@@ -298,11 +298,13 @@ Status flash_attention_backward(Context& context, const AttentionInputs& inputs,
                           &to.grad_sinks, &to.grad_query_rope, &to.grad_key_rope};
     if (std::none_of(outputs.begin(), outputs.end(), [](const Tensor* t) { return bool{*t}; })) return {};
     if (p.batch == 0 || p.num_heads == 0 || p.query_len == 0) {
+      const Status ready = impl.workspaces.ready();
+      if (!ready.ok()) return ready;
       for (const Tensor* t : outputs) fill(*t, 0, impl.pool);
       return {};
     }
     if (p.paged && !p.sparse_indices && (to.grad_key || to.grad_value || to.grad_key_rope)) {
-      Result<WorkspaceLease> lease = impl.workspaces.lease(Arena::size_of<int64_t>(problem.num_blocks));
+      Result<WorkspaceLease> lease = impl.workspaces.lease_for_plan(Arena::size_of<int64_t>(problem.num_blocks));
       if (!lease.ok()) return lease.status();
       auto* ordinals = static_cast<int64_t*>(lease.value().data());
       problem.shared_blocks = KeyGradients::number_shared(in, p, problem.num_blocks, ordinals);

@@ -234,6 +234,7 @@ Status gather_pa_kv_cache(Context& context, const ConstTensor& key_cache, const 
     const TokenTasks tasks(tokens, elements);
     ThreadPool& pool = context.impl().pool;
     check_scales(check, sequences, cache, sizes.num_kv_heads, tasks, pool);
+    if (check.ok()) check.require(context.impl().workspaces.ready());
     if (!check.ok()) return;
     const Isa isa = context.machine().isa;
     const auto side_of = [&](PageSide side, const Tensor& to) -> Side {

@@ -42,6 +42,7 @@ Status scatter_pa_kv_cache(Context& context, const ConstTensor& key_rows, const 
     const int64_t elements = check["tokens"] * sizes.num_kv_heads * (sizes.head_dim + sizes.value_head_dim);
     if (elements == 0) return;
     if (options.scales_given) check_slot_scales(check, cache, slot_mapping, sizes);
+    if (check.ok()) check.require(context.impl().workspaces.ready());
     if (!check.ok()) return;
     const CacheSide keys(cache, PageSide::key), values(cache, PageSide::value);
     const Isa isa = context.machine().isa;

@@ -64,9 +64,54 @@ WorkspaceLease::~WorkspaceLease() {
 }
 
 Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
+  if (source_ == Source::rehearsal && size_bytes >= 0 && size_bytes < kMaxBytes) {
+    most_bytes_ = std::max(most_bytes_, used_bytes_ + round_up(size_bytes, kLentAlignment));
+    rehearsed_ = true;
+    return Status(StatusCode::internal, "rehearsed");
+  }
+  if (size_bytes == 0) return WorkspaceLease(this, Buffer(), 0);
+  if (size_bytes < 0 || size_bytes >= kMaxBytes) return Status::out_of_memory();
+  return source_ == Source::lent ? lease_lent(size_bytes) : lease_own(size_bytes);
+}
+
+Result<WorkspaceLease> WorkspacePool::lease_for_plan(int64_t size_bytes) {
+  if (source_ != Source::rehearsal || size_bytes < 0 || size_bytes >= kMaxBytes) return lease(size_bytes);
+  const int64_t bytes = round_up(size_bytes, kLentAlignment);
+  Result<Buffer> memory = Buffer::allocate(bytes);
+  if (!memory.ok()) return memory.status();
+  used_bytes_ += bytes;
+  most_bytes_ = std::max(most_bytes_, used_bytes_);
+  return WorkspaceLease(this, std::move(memory.value()), size_bytes);
+}
+
+Result<WorkspaceLease> WorkspacePool::lease_lent(int64_t size_bytes) {
+  const int64_t bytes = round_up(size_bytes, kLentAlignment);
+  if (bytes > lent_bytes_ - used_bytes_) {
+    exhausted_ = true;
+    return Status::out_of_memory();
+  }
+  char* const piece = lent_ + used_bytes_;
+  used_bytes_ += bytes;
+  const std::shared_ptr<void> of_the_caller(std::shared_ptr<void>(), piece);  // owns nothing
+  return WorkspaceLease(this, Buffer::part_of(of_the_caller, piece, bytes), size_bytes);
+}
+
+void WorkspacePool::rehearse() {
+  source_ = Source::rehearsal;
+  rehearsed_ = false;
+  most_bytes_ = used_bytes_ = 0;
+}
+
+void WorkspacePool::lend(void* memory, int64_t size_bytes) {
+  source_ = Source::lent;
+  exhausted_ = false;
+  lent_ = static_cast<char*>(memory);
+  lent_bytes_ = size_bytes;
+  used_bytes_ = 0;
+}
+
+Result<WorkspaceLease> WorkspacePool::lease_own(int64_t size_bytes) {
   return guarded([&]() -> Result<WorkspaceLease> {
-    if (size_bytes == 0) return WorkspaceLease(this, Buffer(), 0);
-    if (size_bytes < 0 || size_bytes >= kMaxBytes) return Status::out_of_memory();
     const auto better = [size_bytes](const Buffer& a, const Buffer& b) {
       const bool fits = a.size_bytes() >= size_bytes;
       if (fits != (b.size_bytes() >= size_bytes)) return fits;
@@ -105,6 +150,11 @@ Result<WorkspaceLease> WorkspacePool::lease(int64_t size_bytes) {
 // An idle buffer is nobody's. Before the system takes it back its bytes are allowed again: the next owner of these
 // addresses is another one.
 void WorkspacePool::give_back(Buffer buffer) {
+  if (source_ != Source::own) {
+    used_bytes_ -= buffer.size_bytes();
+    allow(buffer.data(), buffer.size_bytes());
+    return;
+  }
   forbid(buffer.data(), buffer.size_bytes());
   const std::lock_guard<ForkSafeMutex> lock(mutex_);
   idle_.push_back(std::move(buffer));

@@ -1,5 +1,5 @@
 // Memory of a Context: scratch that operators lease for one call and give back, so that in steady state nothing is
-// allocated; at the end of the file, memory for packed weights.
+// allocated, or whose memory a caller lends; at the end of the file, memory for packed weights.
 //
 //   Result<WorkspaceLease> lease = context.impl().workspaces.lease(plan.scratch_bytes);
 //   if (!lease.ok()) return lease.status();
@@ -68,13 +68,37 @@ class WorkspaceLease {
 };
 
 // In a forked child the buffers that the parent's other threads had on lease stay on lease: nobody there returns them.
+//
+// A call in two phases (opst.h): first a rehearsal of it, which ends between its plan and its run and tells how many
+// bytes it leases; then, any time later, the call itself in memory that its caller lends. The operators of opst.h have
+// such a point: each of them leases there, or asks ready(), before it writes anything.
+//
+//   pool.rehearse();
+//   const Status status = flash_attention_forward(...);          // "rehearsed", or why the call is refused
+//   if (pool.rehearsed()) ... pool.most_bytes() ...
+//   pool.lend(memory, size_bytes);
+//   const Status status = flash_attention_forward(...);          // allocates nothing
+// A pool that rehearses or lends serves one call at a time, whose leases end in the reverse order of their beginnings.
 class WorkspacePool {
  public:
   ~WorkspacePool() { trim(); }
   // At least `size_bytes` of memory: the smallest idle buffer that is large enough; else the largest idle one is
-  // replaced by a larger one.
+  // replaced by a larger one. Lent memory: the next bytes of it, or out_of_memory.
   Result<WorkspaceLease> lease(int64_t size_bytes);
+  // The same for what a plan is made from, which a rehearsal needs, too.
+  Result<WorkspaceLease> lease_for_plan(int64_t size_bytes);
+  // Where an operator that needs no scratch memory would lease it: ok, unless this is a rehearsal.
+  Status ready() { return lease(0).status(); }
   void trim();
+
+  void rehearse();
+  bool rehearsed() const { return rehearsed_; }       // whether the call came to its run
+  int64_t most_bytes() const { return most_bytes_; }  // that it leases at once
+  // `memory` is at a multiple of kLentAlignment.
+  void lend(void* memory, int64_t size_bytes);
+  bool exhausted() const { return exhausted_; }  // whether a call since then wanted more
+  static constexpr int64_t kLentAlignment = 64;
+
   int64_t held_bytes() const {  // idle and leased
     const std::lock_guard<ForkSafeMutex> lock(mutex_);
     return held_bytes_;
@@ -86,7 +110,17 @@ class WorkspacePool {
 
  private:
   friend class WorkspaceLease;
+  enum class Source { own, rehearsal, lent };
   void give_back(Buffer buffer);
+  Result<WorkspaceLease> lease_own(int64_t size_bytes);
+  Result<WorkspaceLease> lease_lent(int64_t size_bytes);
+
+  // Of one call at a time.
+  Source source_ = Source::own;
+  bool rehearsed_ = false, exhausted_ = false;
+  int64_t most_bytes_ = 0, used_bytes_ = 0;
+  char* lent_ = nullptr;
+  int64_t lent_bytes_ = 0;
 
   mutable ForkSafeMutex mutex_;
   std::vector<Buffer> idle_;  // with room for every buffer that exists, so that giving one back cannot fail

@@ -76,6 +76,80 @@ TEST(Workspace, ZeroBytesNeedNothing) {
   EXPECT_EQ(pool.held_bytes(), 0);
 }
 
+// A call that plans with one lease and runs with another: first its rehearsal, then itself in lent memory.
+TEST(Workspace, RehearsesACallAndLendsItMemory) {
+  WorkspacePool pool;
+  bool ran = false;
+  const auto call = [&](int64_t plan_bytes, int64_t run_bytes) -> Status {
+    Result<WorkspaceLease> plan = pool.lease_for_plan(plan_bytes);
+    if (!plan.ok()) return plan.status();
+    std::memset(plan.value().data(), 1, static_cast<size_t>(plan_bytes));
+    Result<WorkspaceLease> run = pool.lease(run_bytes);
+    if (!run.ok()) return run.status();
+    EXPECT_EQ(static_cast<char*>(run.value().data()) - static_cast<char*>(plan.value().data()), 128);
+    std::memset(run.value().data(), 2, static_cast<size_t>(run_bytes));
+    ran = true;
+    return {};
+  };
+  pool.rehearse();
+  EXPECT_FALSE(call(100, 1000).ok());
+  EXPECT_TRUE(pool.rehearsed());
+  EXPECT_EQ(pool.most_bytes(), 128 + 1024);
+  EXPECT_FALSE(ran);
+  EXPECT_EQ(pool.allocations(), 0);
+
+  alignas(64) char memory[128 + 1024];
+  for (int i = 0; i < 3; ++i) {
+    ran = false;
+    pool.lend(memory, sizeof(memory));
+    EXPECT_TRUE(call(100, 1000).ok());
+    EXPECT_TRUE(ran);
+    EXPECT_FALSE(pool.exhausted());
+    EXPECT_EQ(memory[99], 1);
+    EXPECT_EQ(memory[128 + 999], 2);
+  }
+  pool.lend(memory, sizeof(memory) - 64);
+  EXPECT_EQ(call(100, 1000).code(), StatusCode::out_of_memory);
+  EXPECT_TRUE(pool.exhausted());
+  EXPECT_TRUE(call(100, 900).ok());
+  EXPECT_EQ(pool.allocations(), 0);
+  EXPECT_EQ(pool.held_bytes(), 0);
+}
+
+// What is given back before the run counts once.
+TEST(Workspace, RehearsalsAndLentMemoryReuseWhatIsGivenBack) {
+  WorkspacePool pool;
+  const auto call = [&]() -> Status {
+    {
+      Result<WorkspaceLease> plan = pool.lease_for_plan(640);
+      if (!plan.ok()) return plan.status();
+    }
+    return pool.lease(1000).status();
+  };
+  pool.rehearse();
+  EXPECT_FALSE(call().ok());
+  EXPECT_EQ(pool.most_bytes(), 1024);
+  alignas(64) char memory[1024];
+  pool.lend(memory, sizeof(memory));
+  EXPECT_TRUE(call().ok());
+}
+
+TEST(Workspace, ARehearsalEndsWhereNoMemoryIsNeeded) {
+  WorkspacePool pool;
+  EXPECT_TRUE(pool.ready().ok());
+  pool.rehearse();
+  EXPECT_FALSE(pool.ready().ok());
+  EXPECT_TRUE(pool.rehearsed());
+  EXPECT_EQ(pool.most_bytes(), 0);
+  pool.rehearse();
+  EXPECT_FALSE(pool.rehearsed());
+  EXPECT_EQ(pool.lease(kMaxBytes).status().code(), StatusCode::out_of_memory);
+  EXPECT_FALSE(pool.rehearsed());
+  pool.lend(nullptr, 0);
+  EXPECT_TRUE(pool.ready().ok());
+  EXPECT_FALSE(pool.lease(1).ok());
+}
+
 TEST(Workspace, ImpossibleSizesAreOutOfMemoryAndLeaveThePoolUsable) {
   WorkspacePool pool;
   { const WorkspaceLease a = lease(pool, kMiB); }

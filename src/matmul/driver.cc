@@ -326,6 +326,8 @@ Wave wave_from(std::span<const SingleProduct> products, size_t begin, int num_th
 Status multiply_all(Context& context, const MatmulProblem& problem, std::span<SingleProduct> products) {
   const int threads = context.impl().pool.num_threads();
   if (problem.x_dtype == DType::f64) {
+    const Status ready = context.impl().workspaces.ready();
+    if (!ready.ok()) return ready;
     for (const SingleProduct& product : products) {
       if (product.plan.num_tasks() > 0) multiply_f64(context, problem.activation, *product.operands);
     }
@@ -337,7 +339,7 @@ Status multiply_all(Context& context, const MatmulProblem& problem, std::span<Si
     wave = wave_from(products, begin, threads);
     most = std::max(most, wave.scratch_bytes(threads));
   }
-  if (most == 0 && !problem.has_out_scales) return {};
+  if (most == 0 && !problem.has_out_scales) return context.impl().workspaces.ready();
   const Result<WorkspaceLease> lease = context.impl().workspaces.lease(most);
   if (!lease.ok()) return lease.status();
   for (size_t begin = 0; begin < products.size(); begin = wave.end) {

@@ -79,8 +79,8 @@ Status multiply_groups(Context& context, MatmulProblem problem, const GroupList&
                        const Describe& describe) {
   int64_t count = 0;
   for_each_group(groups, [&](const Group& group) { count += of_empty || group.rows > 0; });
-  if (count == 0) return {};
-  const Result<WorkspaceLease> lease = context.impl().workspaces.lease(description_bytes(count));
+  if (count == 0) return context.impl().workspaces.ready();
+  const Result<WorkspaceLease> lease = context.impl().workspaces.lease_for_plan(description_bytes(count));
   if (!lease.ok()) return lease.status();
   Arena arena(lease.value());
   auto* const products = arena.take<SingleProduct>(count);

@@ -32,6 +32,11 @@ void check_norm(ShapeCheck& check, std::initializer_list<Input> inputs, std::ini
   check_eps(check, options.eps);
 }
 
+// Whether a norm runs: its call is in order, and no rehearsal.
+bool ready(ShapeCheck& check, Context& context) {
+  return check.ok() && check.require(context.impl().workspaces.ready()).ok();
+}
+
 ConstRow weight_row(const ConstTensor& weight) { return {weight.data, weight.strides[0]}; }
 
 // `before(row)` may write the row of x.
@@ -88,10 +93,12 @@ Status run_backward(Context& context, NormBackward kernel, const ConstTensor& gr
             .eps = eps});
   };
   if (!gradients.weight && !gradients.bias) {
+    const Status ready = context.impl().workspaces.ready();
+    if (!ready.ok()) return ready;
     if (gradients.x) for_each_row(context, rows, features, [&](int64_t row, int) { run(row, nullptr, nullptr); });
     return {};
   }
-  if (features == 0) return {};
+  if (features == 0) return context.impl().workspaces.ready();
   // Sums of a weight's gradient: the rows are cut into chunks, each with a sum of its own, in an order that depends on
   // the sizes alone. 64 chunks keep that many threads at work.
   constexpr int64_t kChunkElements = int64_t{1} << 14, kMaxChunks = 64;
@@ -126,7 +133,7 @@ Status rms_norm(Context& context, const ConstTensor& x, const ConstTensor& weigh
     const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
     check_features(check.tensor("weight", weight), x.dtype);
     check_norm(check, {{"x", &x}}, {{"out", &out}}, norm);
-    if (!check.ok()) return;
+    if (!ready(check, context)) return;
     const Norm kernel = kernels_of(context, x.dtype).rms_norm[weight.dtype == DType::f32];
     run_norm(context, kernel, x, out, norm, [](int64_t) {});
   });
@@ -138,7 +145,7 @@ Status add_rms_norm(Context& context, const ConstTensor& a, const ConstTensor& b
     const LayerNormOptions norm = {.eps = options.eps, .weight = weight, .rstd = options.rstd};
     check_features(check.tensor("weight", weight), a.dtype);
     check_norm(check, {{"a", &a}, {"b", &b}}, {{"out", &out}, {"sum", &sum}}, norm);
-    if (!check.ok()) return;
+    if (!ready(check, context)) return;
     const TypeKernels& table = kernels_of(context, a.dtype);
     const int64_t features = check["features"];
     run_norm(context, table.rms_norm[weight.dtype == DType::f32], sum, out, norm,
@@ -171,7 +178,7 @@ Status layer_norm(Context& context, const ConstTensor& x, const Tensor& out, con
                     to_string(weight.dtype));
     }
     check_norm(check, {{"x", &x}}, {{"out", &out}}, options);
-    if (!check.ok()) return;
+    if (!ready(check, context)) return;
     const ConstTensor& any = weight ? weight : bias;
     const Norm kernel = kernels_of(context, x.dtype).layer_norm[!any || any.dtype == DType::f32];
     run_norm(context, kernel, x, out, options, [](int64_t) {});
