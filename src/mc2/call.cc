@@ -1,7 +1,6 @@
 // Splits, the product of a tile, signatures, division of weights over ranks.
 #include "mc2/call.h"
 
-#include <charconv>
 #include <vector>
 
 #include "core/guarded.h"
@@ -101,14 +100,6 @@ void SignatureText::add(std::string_view part) {
     entry_.signature_hash = (entry_.signature_hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
     if (length_ < kSignatureBytes - 1) entry_.signature[length_++] = c;
   }
-}
-void SignatureText::add(int64_t number) {
-  char digits[24];
-  add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
-}
-void SignatureText::add(double number) {
-  char digits[32];
-  add({digits, static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)});
 }
 void SignatureText::add(const Split& split) {
   add("[");

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <string_view>
+#include <type_traits>
 
 #include "core/elements.h"
 #include "core/int_math.h"
@@ -38,7 +40,7 @@ void check_tile_rows(ShapeCheck& check, int64_t tile_rows);
 Mc2Plan plan_tiles(ShapeCheck& check, Communicator::Impl& communicator, Mc2Operator op, int64_t rows, int64_t row_bytes,
                    int64_t tile_rows);
 
-// body(communicator.impl()), which no other thread's call enters meanwhile. Its failure ends the communicator.
+// body(check, communicator.impl()), which no other thread's call enters meanwhile. Its failure ends the communicator.
 template <class Body>
 Status alone(const char* name, Communicator& communicator, const Body& body) {
   Communicator::Impl& own = communicator.impl();
@@ -46,7 +48,7 @@ Status alone(const char* name, Communicator& communicator, const Body& body) {
   if (!status.ok()) return status;
   status = own.status;
   if (status.ok()) {
-    status = body(own);
+    status = checked(name, [&](ShapeCheck& check) -> Status { return body(check, own); });
     if (!status.ok()) status = own.poison(std::move(status));
   }
   own.busy.store(false, std::memory_order_release);
@@ -58,8 +60,13 @@ class SignatureText {
  public:
   explicit SignatureText(Entry& entry) : entry_(entry) {}
   void add(std::string_view part);
-  void add(int64_t number);
-  void add(double number);
+  template <class Number>
+  requires std::is_arithmetic_v<Number>
+  void add(Number number) {
+    char digits[32];
+    add(std::string_view(digits,
+                         static_cast<size_t>(std::to_chars(digits, digits + sizeof(digits), number).ptr - digits)));
+  }
   void add(const Split& split);
   template <class... Parts>
   void write(const Parts&... parts) {

@@ -95,14 +95,10 @@ Status dispatch(const DispatchCall& call, const ConstTensor& x, const MoeDispatc
                        .bias = call.bias};
     Status status = run_row_move(call.check, call.communicator, call.op, entry, lists, move, call.options.tile_rows);
     if (!status.ok()) return status;
+    store_expert_rows(lists, call.rank(), outputs.expert_tokens);
     const int64_t begin = lists.experts().offset(call.rank());
-    for (int64_t e = 0; e < lists.experts().size(call.rank()); ++e) {
-      int64_t all = 0;
-      for (int s = 0; s < call.ranks(); ++s) {
-        all += lists.count(s, begin + e);
-        if (is_given(outputs.rank_tokens)) moe::store_index(outputs.rank_tokens, lists.count(s, begin + e), e, s);
-      }
-      if (is_given(outputs.expert_tokens)) moe::store_index(outputs.expert_tokens, all, e);
+    for (int64_t e = 0; is_given(outputs.rank_tokens) && e < lists.experts().size(call.rank()); ++e) {
+      for (int s = 0; s < call.ranks(); ++s) moe::store_index(outputs.rank_tokens, lists.count(s, begin + e), e, s);
     }
     return {};
   });
@@ -243,13 +239,9 @@ Status to_attention(ShapeCheck& check, Context& context, Communicator::Impl& own
   auto rows = check.tensor("rows", in.combine.rows).dims({"rows", multiplies ? "k" : "hidden"});
   if (!multiplies) rows.dtype({dtype});
   kinds.check_ids(in.combine.topk_ids);
-  if (is_given(in.combine.topk_weights)) {
-    check.tensor("topk_weights", in.combine.topk_weights).dtype({DType::f32, dtype}).dims({"tokens", "top_k"});
-    check.require(kinds.has_experts(), "topk_weights are given, but num_experts is 0");
-  }
-  if (is_given(in.combine.residual) && !same_view(in.combine.residual, out)) {
-    check.tensor("residual", in.combine.residual).dtype({dtype}).dims({"tokens", "hidden"});
-  }
+  check_weights_and_residual(check, in.combine.topk_weights, in.combine.residual, out, dtype);
+  check.require(kinds.has_experts() || !is_given(in.combine.topk_weights),
+                "topk_weights are given, but num_experts is 0");
   check.output("out", out).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "hidden"});
   if (check.ok()) kinds.check_roles("out", out.shape[0], "rows", in.combine.rows.shape[0]);
   const Mc2Options of_product = {};
@@ -266,58 +258,45 @@ Status to_attention(ShapeCheck& check, Context& context, Communicator::Impl& own
 Status moe_dispatch(Context& context, Communicator& communicator, const ConstTensor& x, const ConstTensor& topk_ids,
                     int64_t num_experts, const MoeDispatchOutputs& outputs, const ExpertShardOptions& options) {
   constexpr auto op = Mc2Operator::moe_dispatch;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      check.tensor("x", x).dims({"tokens", "hidden"});
-      check.tensor("topk_ids", topk_ids).dtype({DType::i64, DType::i32}).dims({"tokens", "top_k"});
-      check.output("rows", outputs.rows).dtype({x.dtype}).dims({"rows", "hidden"});
-      if (!check.ok()) return check.status();
-      const mc2::DispatchCall call{check, context, own, op, topk_ids, x.dtype, x.shape[1], num_experts, options};
-      return mc2::dispatch(call, x, outputs);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    check.tensor("x", x).dims({"tokens", "hidden"});
+    check.tensor("topk_ids", topk_ids).dtype({DType::i64, DType::i32}).dims({"tokens", "top_k"});
+    check.output("rows", outputs.rows).dtype({x.dtype}).dims({"rows", "hidden"});
+    if (!check.ok()) return check.status();
+    const mc2::DispatchCall call{check, context, own, op, topk_ids, x.dtype, x.shape[1], num_experts, options};
+    return mc2::dispatch(call, x, outputs);
   });
 }
 
 Status moe_combine(Context& context, Communicator& communicator, const MoeCombineInputs& inputs, int64_t num_experts,
                    const Tensor& out, const ExpertShardOptions& options) {
   constexpr auto op = Mc2Operator::moe_combine;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      const DType dtype = inputs.rows.dtype;
-      check.tensor("rows", inputs.rows).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "hidden"});
-      check.tensor("topk_ids", inputs.topk_ids).dtype({DType::i64, DType::i32}).dims({"tokens", "top_k"});
-      if (is_given(inputs.topk_weights)) {
-        check.tensor("topk_weights", inputs.topk_weights).dtype({DType::f32, dtype}).dims({"tokens", "top_k"});
-      }
-      if (is_given(inputs.residual) && !same_view(inputs.residual, out)) {
-        check.tensor("residual", inputs.residual).dtype({dtype}).dims({"tokens", "hidden"});
-      }
-      check.output("out", out).dtype({dtype}).dims({"tokens", "hidden"});
-      if (!check.ok()) return check.status();
-      const mc2::DispatchCall call{check,       context, own, op, inputs.topk_ids, dtype, inputs.rows.shape[1],
-                                   num_experts, options};
-      return mc2::combine(call, inputs, out);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    const DType dtype = inputs.rows.dtype;
+    check.tensor("rows", inputs.rows).dtype({DType::f32, DType::bf16, DType::f16}).dims({"rows", "hidden"});
+    check.tensor("topk_ids", inputs.topk_ids).dtype({DType::i64, DType::i32}).dims({"tokens", "top_k"});
+    mc2::check_weights_and_residual(check, inputs.topk_weights, inputs.residual, out, dtype);
+    check.output("out", out).dtype({dtype}).dims({"tokens", "hidden"});
+    if (!check.ok()) return check.status();
+    const mc2::DispatchCall call{check,       context, own, op, inputs.topk_ids, dtype, inputs.rows.shape[1],
+                                 num_experts, options};
+    return mc2::combine(call, inputs, out);
   });
 }
 
 Status attention_to_ffn(Context& context, Communicator& communicator, const AttentionToFfnInputs& inputs,
                         const MoeDispatchOutputs& outputs, const AttentionFfnOptions& options) {
   constexpr auto op = Mc2Operator::attention_to_ffn;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      return mc2::to_ffn(check, context, own, inputs, outputs, options);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    return mc2::to_ffn(check, context, own, inputs, outputs, options);
   });
 }
 
 Status ffn_to_attention(Context& context, Communicator& communicator, const FfnToAttentionInputs& inputs,
                         const Tensor& out, const AttentionFfnOptions& options) {
   constexpr auto op = Mc2Operator::ffn_to_attention;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      return mc2::to_attention(check, context, own, inputs, out, options);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    return mc2::to_attention(check, context, own, inputs, out, options);
   });
 }
 

@@ -27,7 +27,7 @@ class Gather {
   Status run() {
     Status status = exchange_.run(make_entry(call_, false), [&] { return step(); });
     while (status.ok() && own_done_ < own_tiles_) status = multiply_own();
-    return status.ok() ? status : call_.communicator.poison(std::move(status));
+    return status;
   }
 
  private:

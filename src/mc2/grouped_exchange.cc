@@ -21,16 +21,21 @@ namespace opst {
 
 namespace mc2 {
 
-Status GroupedProduct::operator()(const RowLists& lists, int rank, int64_t first, const ConstTensor& x,
-                                  const ConstTensor& x_scales, const Tensor& out) const {
-  lists.group_counts(rank, first, x.shape[0], counts);
-  const ConstTensor list = ConstTensor::contiguous(DType::i64, {lists.experts().size(rank)}, counts);
+Status GroupedProduct::multiply(int64_t experts, const ConstTensor& x, const ConstTensor& x_scales,
+                                const Tensor& out) const {
+  const ConstTensor list = ConstTensor::contiguous(DType::i64, {experts}, counts);
   return grouped_matmul(context, x, weight, {list, GroupListType::counts}, out,
                         {.bias = options.bias,
                          .activation = options.activation,
                          .activations = options.activations,
                          .batch_invariant = true,
                          .x_scales = x_scales});
+}
+
+Status GroupedProduct::operator()(const RowLists& lists, int rank, int64_t first, const ConstTensor& x,
+                                  const ConstTensor& x_scales, const Tensor& out) const {
+  lists.group_counts(rank, first, x.shape[0], counts);
+  return multiply(lists.experts().size(rank), x, x_scales, out);
 }
 
 void GroupedProduct::check(ShapeCheck& check, const ConstTensor& x, const Tensor& out, int64_t experts) const {
@@ -41,13 +46,7 @@ void GroupedProduct::check(ShapeCheck& check, const ConstTensor& x, const Tensor
   no_rows.data = nullptr, none.data = nullptr;
   if (is_given(scales)) scales = ConstTensor::contiguous(DType::f32, {0}, nullptr);
   std::fill_n(counts, experts, 0);
-  const ConstTensor list = ConstTensor::contiguous(DType::i64, {experts}, counts);
-  check.require(grouped_matmul(context, no_rows, weight, {list, GroupListType::counts}, none,
-                               {.bias = options.bias,
-                                .activation = options.activation,
-                                .activations = options.activations,
-                                .batch_invariant = true,
-                                .x_scales = scales}));
+  check.require(multiply(experts, no_rows, scales, none));
 }
 
 namespace {
@@ -65,14 +64,7 @@ class GatheredRows {
     int64_t row = 0;
     lists_.for_owned(rank_, d, i * plan_.tile_rows, plan_.tile_rows, [&](const Run& run) {
       const Tensor to = rows_in(piece).narrowed(0, row, run.rows);
-      if (call_.slot_of_row == nullptr) {
-        copy_rows(call_.x.narrowed(0, run.sent, run.rows), to);
-      } else {
-        for (int64_t j = 0; j < run.rows; ++j) {
-          const int64_t token = call_.slot_of_row[run.sent + j] / call_.top_k;
-          copy_rows(call_.x.narrowed(0, token, 1), to.narrowed(0, j, 1));
-        }
-      }
+      copy_tokens(call_.x, call_.slot_of_row, call_.top_k, run.sent, to);
       row += run.rows;
     });
     if (!has_scales()) return row * row_bytes();
@@ -315,10 +307,8 @@ Status all_to_allv_grouped_matmul(Context& context, Communicator& communicator, 
                                   const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
                                   const GroupedExchangeOptions& options) {
   constexpr auto op = Mc2Operator::all_to_allv_grouped_matmul;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      return mc2::grouped_call(check, op, context, own, x, send_counts, weight, out, options);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    return mc2::grouped_call(check, op, context, own, x, send_counts, weight, out, options);
   });
 }
 
@@ -326,10 +316,8 @@ Status grouped_matmul_all_to_allv(Context& context, Communicator& communicator, 
                                   const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
                                   const GroupedExchangeOptions& options) {
   constexpr auto op = Mc2Operator::grouped_matmul_all_to_allv;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      return mc2::grouped_call(check, op, context, own, x, send_counts, weight, out, options);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    return mc2::grouped_call(check, op, context, own, x, send_counts, weight, out, options);
   });
 }
 

@@ -17,6 +17,10 @@ struct GroupedProduct {
                     const Tensor& out) const;
   // That dtypes, n and k agree: the product of no rows.
   void check(ShapeCheck& check, const ConstTensor& x, const Tensor& out, int64_t experts) const;
+
+ private:
+  // By `counts`.
+  Status multiply(int64_t experts, const ConstTensor& x, const ConstTensor& x_scales, const Tensor& out) const;
 };
 
 // x: rows sorted by expert, or by slot_of_row those of tokens. out [owned rows, n]

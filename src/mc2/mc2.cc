@@ -177,11 +177,11 @@ Status run(Call& call, ShapeCheck& check) {
   }
 }
 
-Status checked_call(Mc2Operator op, Context& context, Communicator::Impl& communicator, const ConstTensor& x,
-                    const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
-  return checked(to_string(op), [&](ShapeCheck& check) -> Status {
+Status call_operator(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
+                     const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
+  return alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) {
     Call call{.context = context,
-              .communicator = communicator,
+              .communicator = own,
               .op = op,
               .x = x,
               .weight = weight,
@@ -190,12 +190,6 @@ Status checked_call(Mc2Operator op, Context& context, Communicator::Impl& commun
               .product = TileProduct(context, weight, options)};
     return run(call, check);
   });
-}
-
-Status call_operator(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
-                     const GroupedWeight& weight, const Tensor& out, const Mc2Options& options) {
-  return alone(to_string(op), communicator,
-               [&](Communicator::Impl& own) { return checked_call(op, context, own, x, weight, out, options); });
 }
 
 }  // namespace

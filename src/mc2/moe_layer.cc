@@ -99,9 +99,7 @@ class Layer {
     check_.require(options_.expert_begin == 0 && options_.expert_end == -1,
                    "a range of experts is given, but ranks own them by ExpertShardOptions");
     check_.tensor("x", in_.x).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "hidden"});
-    if (is_given(in_.residual) && !same_view(in_.residual, out_.out)) {
-      check_.tensor("residual", in_.residual).dtype({dtype}).dims({"tokens", "hidden"});
-    }
+    check_weights_and_residual(check_, {}, in_.residual, out_.out, dtype);
     if (shape_.has_logits) {
       check_.tensor("logits", in_.logits).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "num_experts"});
       check_.require(!is_given(in_.topk_ids) && !is_given(in_.topk_weights), "both logits and topk_ids are given");
@@ -157,7 +155,7 @@ class Layer {
     if (status.ok() && shape_.has_shared) status = run_shared(memory, expanded);
     if (!status.ok()) return status;
     weigh(memory, weights);
-    store_counts(lists);
+    store_expert_rows(lists, rank_, out_.expert_tokens);
     return moe_finalize(
         context_,
         {.expanded = expanded,
@@ -229,15 +227,6 @@ class Layer {
     }
   }
 
-  void store_counts(const RowLists& lists) const {
-    if (!is_given(out_.expert_tokens)) return;
-    for (int64_t e = 0; e < experts_.size(rank_); ++e) {
-      int64_t all = 0;
-      for (int s = 0; s < communicator_.transport->world_size(); ++s) all += lists.count(s, experts_.offset(rank_) + e);
-      moe::store_index(out_.expert_tokens, all, e);
-    }
-  }
-
   ShapeCheck& check_;
   Context& context_;
   Communicator::Impl& communicator_;
@@ -256,10 +245,8 @@ class Layer {
 Status moe_layer_forward(Context& context, Communicator& communicator, const MoeLayerInputs& inputs,
                          const MoeLayerOutputs& outputs, const MoeLayerOptions& options,
                          const ExpertShardOptions& shards) {
-  return mc2::alone("moe_layer_forward", communicator, [&](Communicator::Impl& own) {
-    return checked("moe_layer_forward", [&](ShapeCheck& check) -> Status {
-      return mc2::Layer(check, context, own, inputs, outputs, options, shards).run();
-    });
+  return mc2::alone("moe_layer_forward", communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    return mc2::Layer(check, context, own, inputs, outputs, options, shards).run();
   });
 }
 

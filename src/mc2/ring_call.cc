@@ -142,12 +142,10 @@ Status check_and_run(ShapeCheck& check, RingCall& call) {
 Status ring_attention_forward(Context& context, Communicator& communicator, const RingAttentionInputs& inputs,
                               const AttentionOutputs& outputs, const RingAttentionOptions& options) {
   constexpr auto op = Mc2Operator::ring_attention_forward;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      mc2::RingCall call{
-          .context = context, .communicator = own, .op = op, .in = inputs, .options = options, .out = outputs};
-      return mc2::check_and_run(check, call);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    mc2::RingCall call{
+        .context = context, .communicator = own, .op = op, .in = inputs, .options = options, .out = outputs};
+    return mc2::check_and_run(check, call);
   });
 }
 
@@ -155,17 +153,15 @@ Status ring_attention_backward(Context& context, Communicator& communicator, con
                                const AttentionSaved& saved, const AttentionGradients& gradients,
                                const RingAttentionOptions& options) {
   constexpr auto op = Mc2Operator::ring_attention_backward;
-  return mc2::alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op), [&](ShapeCheck& check) -> Status {
-      mc2::RingCall call{.context = context,
-                         .communicator = own,
-                         .op = op,
-                         .in = inputs,
-                         .options = options,
-                         .saved = saved,
-                         .gradients = gradients};
-      return mc2::check_and_run(check, call);
-    });
+  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
+    mc2::RingCall call{.context = context,
+                       .communicator = own,
+                       .op = op,
+                       .in = inputs,
+                       .options = options,
+                       .saved = saved,
+                       .gradients = gradients};
+    return mc2::check_and_run(check, call);
   });
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "mc2/scatter.h"
+#include "moe/moe.h"
 #include "opst/moe.h"
 
 namespace opst::mc2 {
@@ -62,6 +63,33 @@ Status sort_slots(Context& context, const ConstTensor& ids, int64_t num_experts,
                      {.row_of_slot = integers({tokens, top_k}, slots.row_of_slot),
                       .slot_of_row = integers({tokens * top_k}, slots.slot_of_row),
                       .expert_tokens = integers({num_experts}, counts)});
+}
+
+void check_weights_and_residual(ShapeCheck& check, const ConstTensor& topk_weights, const ConstTensor& residual,
+                                const Tensor& out, DType dtype) {
+  if (is_given(topk_weights)) {
+    check.tensor("topk_weights", topk_weights).dtype({DType::f32, dtype}).dims({"tokens", "top_k"});
+  }
+  if (is_given(residual) && !same_view(residual, out)) {
+    check.tensor("residual", residual).dtype({dtype}).dims({"tokens", "hidden"});
+  }
+}
+
+void store_expert_rows(const RowLists& lists, int rank, const Tensor& expert_tokens) {
+  if (!is_given(expert_tokens)) return;
+  for (int64_t e = 0; e < lists.experts().size(rank); ++e) {
+    int64_t rows = 0;
+    for (int s = 0; s < lists.ranks(); ++s) rows += lists.count(s, lists.experts().offset(rank) + e);
+    moe::store_index(expert_tokens, rows, e);
+  }
+}
+
+void copy_tokens(const ConstTensor& tokens, const int64_t* slot_of_row, int64_t top_k, int64_t first,
+                 const Tensor& to) {
+  if (slot_of_row == nullptr) return copy_rows(tokens.narrowed(0, first, to.shape[0]), to);
+  for (int64_t i = 0; i < to.shape[0]; ++i) {
+    copy_rows(tokens.narrowed(0, slot_of_row[first + i] / top_k, 1), to.narrowed(0, i, 1));
+  }
 }
 
 Status exchange_counts(Communicator::Impl& communicator, const char* name, const Entry& entry, RowLists& lists) {
@@ -168,14 +196,11 @@ class Rows : public RingOrder {
   int64_t place(const Run& run) const { return move_.to_owners ? run.owned : run.sent; }
 
   Status put(const Run& run, const Tensor& to) const {
-    const int64_t first = move_.to_owners ? run.sent : run.owned;
-    if (move_.to_owners && move_.slot_of_row != nullptr) {
-      for (int64_t i = 0; i < run.rows; ++i) {
-        copy_rows(move_.from.narrowed(0, move_.slot_of_row[first + i] / move_.top_k, 1), to.narrowed(0, i, 1));
-      }
+    if (move_.product == nullptr && move_.to_owners) {
+      copy_tokens(move_.from, move_.slot_of_row, move_.top_k, run.sent, to);
       return {};
     }
-    const ConstTensor from = move_.from.narrowed(0, first, run.rows);
+    const ConstTensor from = move_.from.narrowed(0, move_.to_owners ? run.sent : run.owned, run.rows);
     if (move_.product != nullptr) return (*move_.product)(from, {}, 0, move_.bias, to);
     copy_rows(from, to);
     return {};

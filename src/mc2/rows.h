@@ -29,6 +29,7 @@ class RowLists {
 
   int64_t num_experts() const { return experts_->total(); }
   const Split& experts() const { return *experts_; }
+  int ranks() const { return ranks_; }
   int64_t* counts(int rank) const { return counts_ + rank * num_experts(); }
   int64_t count(int rank, int64_t expert) const { return counts(rank)[expert]; }
   // After all counts are there.
@@ -89,6 +90,16 @@ struct SortedSlots {
 // Sorts, and counts slots of each expert.
 Status sort_slots(Context& context, const ConstTensor& ids, int64_t num_experts, const SortedSlots& slots,
                   int64_t* counts);
+
+// expert_tokens[e] = rows of all ranks for this rank's expert e, where it is given.
+void store_expert_rows(const RowLists& lists, int rank, const Tensor& expert_tokens);
+
+// Sent rows from `first` on become those of `to`: row i is of token slot_of_row[i] / top_k; null: tokens are sorted.
+void copy_tokens(const ConstTensor& tokens, const int64_t* slot_of_row, int64_t top_k, int64_t first, const Tensor& to);
+
+// topk_weights and residual of a weighted sum `out`, where they are given; the residual may be `out` itself.
+void check_weights_and_residual(ShapeCheck& check, const ConstTensor& topk_weights, const ConstTensor& residual,
+                                const Tensor& out, DType dtype);
 
 // Every rank's counts to every rank, as a call of its own; then the lists.
 Status exchange_counts(Communicator::Impl& communicator, const char* name, const Entry& entry, RowLists& lists);

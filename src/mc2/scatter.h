@@ -55,7 +55,7 @@ template <class Work>
 class Scatter {
  public:
   Scatter(Communicator::Impl& communicator, const char* name, int64_t tile_bytes, Work& work)
-      : communicator_(communicator), exchange_(communicator, name), tile_bytes_(tile_bytes), work_(work) {
+      : exchange_(communicator, name), tile_bytes_(tile_bytes), work_(work) {
     for (int peer = 0; peer < exchange_.world_size(); ++peer) {
       if (peer != exchange_.rank()) exchange_.expect(peer, work.tiles_to(peer), work.tiles_from(peer));
     }
@@ -65,7 +65,7 @@ class Scatter {
     // A finished exchange may leave own tiles; a call of one rank has nothing else.
     Status status = exchange_.run(entry, [&] { return step(); });
     while (status.ok() && own_done_ < work_.own_tiles()) status = work_.make_own(own_done_++);
-    return status.ok() ? status : communicator_.poison(std::move(status));
+    return status;
   }
 
  private:
@@ -107,7 +107,6 @@ class Scatter {
     exchange_.release(s);
   }
 
-  Communicator::Impl& communicator_;
   Exchange exchange_;
   const int64_t tile_bytes_;
   Work& work_;

@@ -128,9 +128,8 @@ Status run(ShapeCheck& check, Mc2Operator op, Context& context, Communicator::Im
 
 Status call(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x, const Tensor& out,
             const HeadShardOptions& options) {
-  return alone(to_string(op), communicator, [&](Communicator::Impl& own) {
-    return checked(to_string(op),
-                   [&](ShapeCheck& check) -> Status { return run(check, op, context, own, x, out, options); });
+  return alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) {
+    return run(check, op, context, own, x, out, options);
   });
 }
 
