@@ -2,6 +2,8 @@
 // rows for which a key is read once, the fetches meanwhile, and the loop that takes a few keys at a time.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/kernels.h"
 #include "attention/key_span.h"
 #include "tile/gemm_tile.h"
@@ -19,6 +21,33 @@ inline constexpr int kMostSharing = V::kLanes >= 16  ? 8
 template <class V, class Visit>
 OPST_INLINE void for_group(int rows, const Visit& visit) {
   tile::with_rows<kMostSharing<V>>(rows < kMostSharing<V> ? rows : kMostSharing<V>, visit);
+}
+
+// visit(R, i): rows [i, i + R) of `rows`, group by group.
+template <class V, class Visit>
+OPST_INLINE void for_groups(int rows, const Visit& visit) {
+  for (int i = 0; i < rows; i += kMostSharing<V>) {
+    for_group<V>(rows - i, [&](auto group) OPST_INLINE_LAMBDA { visit(group, i); });
+  }
+}
+
+// visit(C, column, n): the next C vectors of O's columns, which are held in registers for R rows; n lanes of each are
+// there. Of few rows more vectors, or each sum would wait for the one before. `apart`: one vector at a time.
+template <class V, int R, class Visit>
+OPST_INLINE void for_columns(int64_t length, bool apart, const Visit& visit) {
+  constexpr int kLanes = V::kLanes;
+  int64_t column = 0;
+  const auto visit_by = [&](auto vectors) OPST_INLINE_LAMBDA {
+    for (; length - column >= vectors * kLanes; column += vectors * kLanes) visit(vectors, column, int64_t{kLanes});
+  };
+  if (!apart) {
+    if constexpr (R <= 2 && kLanes >= 16) visit_by(std::integral_constant<int, 8>());
+    if constexpr (R <= 4) visit_by(std::integral_constant<int, 4>());
+    visit_by(std::integral_constant<int, 2>());
+  }
+  for (; column < length; column += kLanes) {
+    visit(std::integral_constant<int, 1>(), column, int64_t{simd::clamp_lanes<V>(length - column)});
+  }
 }
 
 // The span of all keys of a tile.

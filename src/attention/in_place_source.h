@@ -21,8 +21,6 @@
 //            scales are fetched lane by lane.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/few_rows.h"
 #include "attention/online_softmax.h"
 #include "simd/float8.h"
@@ -37,8 +35,6 @@ class InPlaceSource {
   using V = typename P::V;
   using S = typename V::Scalar;
   static constexpr int kLanes = V::kLanes;
-  // Vectors of O per row held in registers: of few rows more, or each sum would wait for the one before.
-  static constexpr int columns(int rows) { return rows > 4 ? 2 : rows > 2 || kLanes < 16 ? 4 : 8; }
   static constexpr bool kScaled = __is_same(T, int8_t) && !kGroups;  // a scale for each row
 
   OPST_INLINE InPlaceSource(const QueryBlock& q, const KvTile* tiles, int64_t t, int64_t) : q_(q), tile_(tiles[t]) {}
@@ -48,10 +44,8 @@ class InPlaceSource {
 
   template <bool kRules>
   OPST_INLINE void score(const Scores<S>& s, S* row_max) const {
-    for (int i = 0; i < s.rt.rows; i += kMostSharing<V>) {
-      for_group<V>(s.rt.rows - i,
-                   [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
-    }
+    for_groups<V>(s.rt.rows,
+                  [&](auto rows, int i) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
     if constexpr (kScaled) OnlineSoftmax<P>::scale_columns(s, tile_.key_scales, tile_.count);
     if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max);
   }
@@ -196,22 +190,11 @@ class InPlaceSource {
                                 bool fetches) const {
     const int64_t length = q_.value_head_dim;
     Fetching fetching(fetches ? tile_.with_values : RowsToFetch(), tile_.count);
-    int64_t column = 0;
-    if (!kGroups || share_scales(tile_.value_groups, length)) {
-      const auto weigh_by = [&](auto vectors) OPST_INLINE_LAMBDA {
-        constexpr int C = vectors;
-        for (; length - column >= C * kLanes; column += C * kLanes) {
-          weigh_columns<R, C>(p, stride, alpha, keys, column, kLanes, out + column, out_stride, fetching);
-        }
-      };
-      if constexpr (columns(R) >= 8) weigh_by(std::integral_constant<int, 8>());
-      if constexpr (columns(R) >= 4) weigh_by(std::integral_constant<int, 4>());
-      weigh_by(std::integral_constant<int, 2>());
-    }
-    for (; column < length; column += kLanes) {
-      const int64_t n = simd::clamp_lanes<V>(length - column);
-      weigh_columns<R, 1>(p, stride, alpha, keys, column, n, out + column, out_stride, fetching);
-    }
+    const bool apart = kGroups && !share_scales(tile_.value_groups, length);
+    for_columns<V, R>(length, apart, [&](auto vectors, int64_t column, int64_t n) OPST_INLINE_LAMBDA {
+      constexpr int C = vectors;
+      weigh_columns<R, C>(p, stride, alpha, keys, column, n, out + column, out_stride, fetching);
+    });
   }
   // Of C vectors of columns, `n` lanes of each.
   template <int R, int C>

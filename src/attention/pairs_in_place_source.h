@@ -37,22 +37,18 @@ class PairsInPlaceSource {
 
   template <bool kRules>
   OPST_INLINE void score(const Scores<S>& s, S* row_max) const {
-    for (int i = 0; i < s.rt.rows; i += kMostSharing<V>) {
-      for_group<V>(s.rt.rows - i,
-                   [&](auto rows) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
-    }
+    for_groups<V>(s.rt.rows,
+                  [&](auto rows, int i) OPST_INLINE_LAMBDA { score_rows<rows>(s.rt.first + i, s.row(i), s.stride); });
     if constexpr (!kRules) OnlineSoftmax<P>::take_maxima(s, s.span.whole_end, row_max);
   }
 
   template <class Sink>
   OPST_INLINE void weigh(const Scores<S>& s, const S* alpha, S* out, int64_t out_stride) const {
     static_assert(!Sink::kOnly, "adds to what is there");
-    for (int i = 0; i < s.rt.rows; i += kMostSharing<V>) {
-      for_group<V>(s.rt.rows - i, [&](auto rows) OPST_INLINE_LAMBDA {
-        weigh_rows<rows>(reinterpret_cast<const Word*>(s.row(i)), s.stride, alpha + i, out + i * out_stride, out_stride,
-                         s.rt.first == 0 && i == 0);
-      });
-    }
+    for_groups<V>(s.rt.rows, [&](auto rows, int i) OPST_INLINE_LAMBDA {
+      weigh_rows<rows>(reinterpret_cast<const Word*>(s.row(i)), s.stride, alpha + i, out + i * out_stride, out_stride,
+                       s.rt.first == 0 && i == 0);
+    });
   }
 
   OPST_INLINE bool values_finite() const {
@@ -101,23 +97,11 @@ class PairsInPlaceSource {
   template <int R>
   OPST_NOINLINE void weigh_rows(const Word* p, int64_t stride, const S* alpha, S* out, int64_t out_stride,
                                 bool fetches) const {
-    const int64_t length = q_.value_head_dim;
     Fetching fetching(fetches ? tile_.with_values : RowsToFetch(), tile_.count);
-    int64_t column = 0;
-    const auto weigh_by = [&](auto vectors) OPST_INLINE_LAMBDA {
+    for_columns<V, R>(q_.value_head_dim, false, [&](auto vectors, int64_t column, int64_t n) OPST_INLINE_LAMBDA {
       constexpr int C = vectors;
-      for (; length - column >= C * kLanes; column += C * kLanes) {
-        weigh_columns<R, C>(p, stride, alpha, column, kPairs, out + column, out_stride, fetching);
-      }
-    };
-    // Of few rows more vectors, or each sum would wait for the one before.
-    if constexpr (R <= 2) weigh_by(std::integral_constant<int, 8>());
-    if constexpr (R <= 4) weigh_by(std::integral_constant<int, 4>());
-    weigh_by(std::integral_constant<int, 2>());
-    for (; column < length; column += kLanes) {
-      const int64_t n = simd::clamp_lanes<V>(length - column);
-      weigh_columns<R, 1>(p, stride, alpha, column, n, out + column, out_stride, fetching);
-    }
+      weigh_columns<R, C>(p, stride, alpha, column, C > 1 ? kPairs : n, out + column, out_stride, fetching);
+    });
   }
   // Of C vectors of columns; n of the columns that two vectors could have are there.
   template <int R, int C>
