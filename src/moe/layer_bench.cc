@@ -2,9 +2,13 @@
 //
 //   layer/E128/bf16/T256    E = 128: 8 of 128 experts, hidden 2048, intermediate 768. E8: 2 of 8, 1024, 3584
 //   backward/..             gradients of x and of both weights, beside the five products they are (bf16 only)
+//   swiglu_quant/..         grouped_matmul_swiglu_quant beside the product, swiglu and dynamic_quant one after the other
+//   gradients/..            gradients of grouped products, E = 16 of K = 2048, beside multiply-adds of the same length
 //
 //   products  time of the grouped products (backward: their gradients) over that of the call
 //   routing   time of gating and routing over that of the call
+//   unfused   time of the calls one after the other over that of the fused one
+//   of_peak   flops over those of multiply-adds (testing/peak.h)
 //   q4_k and bf16: rows of bf16; int8: rows of f32 with ActivationType::int8
 // OPST_NUM_THREADS sets the threads. Times are the least of several, taken in turns.
 #include <algorithm>
@@ -15,6 +19,7 @@
 #include <vector>
 
 #include "opst/moe_layer.h"
+#include "opst/rowwise.h"
 #include "quant/random_blocks.h"
 #include "testing/bench.h"
 
@@ -196,6 +201,69 @@ void run_backward(benchmark::State& state, const Shape& s, int64_t tokens) {
   report(state, times, status, 16.0 * static_cast<double>(rows) * static_cast<double>(s.hidden * s.intermediate));
 }
 
+void run_swiglu_quant(benchmark::State& state, const Shape& s, int64_t tokens) {
+  Result<Context> created = Context::create();
+  if (!created.ok()) return state.SkipWithError(created.status().message().c_str());
+  Context& context = created.value();
+  const Stack gate_up(context, Kind::int8, s.experts, 2 * s.intermediate, s.hidden);
+  Tensors t(s, DType::f32, tokens);
+  const int64_t rows = tokens * s.top_k;
+  const Tensor x = t.memory(DType::i8, {rows, s.hidden}), x_scales = t.memory(DType::f32, {rows}),
+               both = t.memory(DType::f32, {rows, 2 * s.intermediate}),
+               out = t.memory(DType::i8, {rows, s.intermediate}), out_scales = t.memory(DType::f32, {rows});
+  Status status = t.route(context);
+  if (status.ok()) status = moe_permute(context, t.x, t.slots, s.top_k, t.expanded);
+  if (status.ok()) status = dynamic_quant(context, t.expanded, x, x_scales);
+  const std::vector<double> times = least_times(
+      {[&] { return grouped_matmul_swiglu_quant(context, x, x_scales, gate_up.weight(), t.groups(), out, out_scales); },
+       [&] {
+         Status all = grouped_matmul(context, x, gate_up.weight(), t.groups(), both, {.x_scales = x_scales});
+         if (all.ok()) all = swiglu(context, both, t.hidden);
+         return all.ok() ? dynamic_quant(context, t.hidden, out, out_scales) : all;
+       }},
+      status);
+  if (!status.ok()) return state.SkipWithError(status.message().c_str());
+  for (auto _ : state) state.SetIterationTime(times[0]);
+  state.counters["unfused"] = times[1] / times[0];
+}
+
+void run_gradient(benchmark::State& state, DType type, int64_t n, int64_t rows_each, bool of_weight) {
+  constexpr int64_t kExperts = 16, kK = 2048;
+  Result<Context> created = Context::create();
+  if (!created.ok()) return state.SkipWithError(created.status().message().c_str());
+  Context& context = created.value();
+  Memory memory;
+  const int64_t rows = kExperts * rows_each;
+  const Tensor x = memory(type, {rows, kK}), weight = memory(type, {kExperts, n, kK}), g = memory(type, {rows, n}),
+               grad_x = memory(type, {rows, kK}), grad_weight = memory(type, {kExperts, n, kK});
+  std::vector<int64_t> counts(kExperts, rows_each);
+  const GroupList groups{ConstTensor::contiguous(DType::i64, {kExperts}, counts.data()), GroupListType::counts};
+  const MatmulGradients gradients = of_weight ? MatmulGradients{.weight = grad_weight} : MatmulGradients{.x = grad_x};
+  Status status;
+  const double flops = 2.0 * static_cast<double>(rows) * static_cast<double>(n) * static_cast<double>(kK);
+  const test::Fraction f = test::measure_fraction(context, test::peak_kind(type), flops, [&] {
+    status = grouped_matmul_backward(context, g, of_weight ? x : ConstTensor(), of_weight ? ConstTensor() : weight,
+                                     groups, gradients);
+  });
+  if (!status.ok()) return state.SkipWithError(status.message().c_str());
+  for (auto _ : state) state.SetIterationTime(f.call_seconds);
+  test::report(state, f);
+}
+
+void register_gradients() {
+  for (const DType type : {DType::f32, DType::bf16}) {
+    for (const int64_t n : {int64_t{1024}, int64_t{4096}}) {
+      for (const int64_t rows : {int64_t{64}, int64_t{128}, int64_t{512}}) {
+        for (const bool of_weight : {false, true}) {
+          const std::string name = std::string("gradients/") + to_string(type) + "/n" + std::to_string(n) + "/rows" +
+                                   std::to_string(rows) + (of_weight ? "/weight" : "/x");
+          test::register_bench(name, [=](benchmark::State& s) { run_gradient(s, type, n, rows, of_weight); });
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace opst
 
@@ -208,9 +276,12 @@ int main(int argc, char** argv) {
         opst::test::register_bench(name, [=, &shape](benchmark::State& s) { opst::run_layer(s, shape, kind, tokens); });
       }
       if (tokens < 256) continue;
+      opst::test::register_bench(std::string("swiglu_quant/") + shape.name + "/T" + std::to_string(tokens),
+                                 [=, &shape](benchmark::State& s) { opst::run_swiglu_quant(s, shape, tokens); });
       opst::test::register_bench(std::string("backward/") + shape.name + "/bf16/T" + std::to_string(tokens),
                                  [=, &shape](benchmark::State& s) { opst::run_backward(s, shape, tokens); });
     }
   }
+  opst::register_gradients();
   return opst::test::run_benches(argc, argv);
 }
