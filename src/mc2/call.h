@@ -116,10 +116,6 @@ struct Call {
   int64_t tiles(int64_t count) const { return ceil_div(count, plan.tile_rows); }
   // Rows of tile i of a rank with `count` rows.
   int64_t tile_size(int64_t count, int64_t i) const { return std::min(plan.tile_rows, count - i * plan.tile_rows); }
-  // Slot `slot` of what `from` sends, in a receiver's staging area.
-  char* slot(char* staging, int slot, int from) const {
-    return staging + (int64_t{slot} * ranks() + from) * plan.tile_bytes;
-  }
   ConstTensor scales(int64_t first, int64_t count) const {
     return is_given(options.x_scales) ? options.x_scales.narrowed(0, first, count) : ConstTensor();
   }

@@ -1,6 +1,7 @@
 // moe_dispatch, moe_combine, and between ranks of two kinds attention_to_ffn, ffn_to_attention:
 // check -> sort of slots -> counts of all ranks -> rows change their places.
 #include "mc2/rows.h"
+#include "moe/layer.h"
 #include "moe/moe.h"
 
 namespace opst {
@@ -162,22 +163,21 @@ class TwoKinds {
       check_.require(!is_given(ids), "topk_ids are given, but num_experts is 0");
     }
   }
-  // Dtypes, n and k, by the product of no rows.
-  void check_product(const GroupedWeight& weight, const TileProduct& product, ConstTensor from, const ConstTensor& bias,
-                     Tensor to) const {
-    check_.require(!has_experts(), "a weight is given, but rows go to experts");
-    const bool ints = weight.kind() == MatmulWeight::integers;
-    const size_t count = ints ? weight.integers().size() : weight.packed().size();
-    check_.require(count == 1, "the weight has ", count, " matrices, but must have 1");
-    from.shape[0] = to.shape[0] = 0;
-    from.data = nullptr, to.data = nullptr;
-    if (check_.ok()) check_.require(product(from, {}, 0, bias, to));
-  }
-
-  // body(call) where rows have `hidden` columns.
+  // Rows of `from` become those of `to`; with a weight, products that do.
+  struct Way {
+    const GroupedWeight& weight;
+    const ConstTensor& bias;
+    ConstTensor from;
+    Tensor to;
+  };
+  // body(call) for an attention rank's `tokens`, after the last checks.
   template <class Body>
-  Status run(Mc2Operator op, const ConstTensor& ids, DType dtype, int64_t hidden, int64_t tokens,
-             const TileProduct* product, const ConstTensor& bias, const Body& body) const {
+  Status run(Mc2Operator op, const ConstTensor& ids, int64_t tokens, const Way& way, const Body& body) const {
+    const bool multiplies = moe::is_there(way.weight);
+    const Mc2Options of_product = {};
+    const TileProduct product(context_, way.weight, of_product);
+    if (check_.ok() && multiplies) check_product(way, product);
+    if (!check_.ok()) return check_.status();
     const Result<WorkspaceLease> lease =
         context_.impl().workspaces.lease(has_experts() ? 0 : Arena::size_of<int32_t>(tokens));
     if (!lease.ok()) return lease.status();
@@ -189,12 +189,24 @@ class TwoKinds {
       for (int f = 0; f < slices.parts; ++f) std::fill_n(data + slices.offset(f), slices.size(f), f);
       of_tokens = ConstTensor::contiguous(DType::i32, {tokens, 1}, data);
     }
-    const DispatchCall call{check_, context_,     communicator_, op,      of_tokens, dtype,
-                            hidden, num_experts_, shards_,       product, bias};
+    const DispatchCall call{check_,       context_,        communicator_, op,      of_tokens,
+                            way.to.dtype, way.to.shape[1], num_experts_,  shards_, multiplies ? &product : nullptr,
+                            way.bias};
     return body(call);
   }
 
  private:
+  // Dtypes, n and k, by the product of no rows.
+  void check_product(Way way, const TileProduct& product) const {
+    check_.require(!has_experts(), "a weight is given, but rows go to experts");
+    const bool ints = way.weight.kind() == MatmulWeight::integers;
+    const size_t count = ints ? way.weight.integers().size() : way.weight.packed().size();
+    check_.require(count == 1, "the weight has ", count, " matrices, but must have 1");
+    way.from.shape[0] = way.to.shape[0] = 0;
+    way.from.data = nullptr, way.to.data = nullptr;
+    if (check_.ok()) check_.require(product(way.from, {}, 0, way.bias, way.to));
+  }
+
   ShapeCheck& check_;
   Context& context_;
   Communicator::Impl& communicator_;
@@ -205,36 +217,25 @@ class TwoKinds {
   bool attends_ = false;
 };
 
-bool has_weight(const GroupedWeight& weight) {
-  return weight.kind() != MatmulWeight::unpacked || is_given(weight.stack());
-}
-
 Status to_ffn(ShapeCheck& check, Context& context, Communicator::Impl& own, const AttentionToFfnInputs& in,
               const MoeDispatchOutputs& outputs, const AttentionFfnOptions& options) {
-  constexpr auto op = Mc2Operator::attention_to_ffn;
   const TwoKinds kinds(check, context, own, options);
   if (!check.ok()) return check.status();
-  const bool multiplies = has_weight(in.weight);
+  const bool multiplies = moe::is_there(in.weight);
   check.tensor("x", in.x).dims({"tokens", multiplies ? "k" : "hidden"});
   kinds.check_ids(in.topk_ids);
   auto rows = check.output("rows", outputs.rows).dims({"rows", "hidden"});
   if (!multiplies) rows.dtype({in.x.dtype});
   if (check.ok()) kinds.check_roles("x", in.x.shape[0], "outputs.rows", outputs.rows.shape[0]);
-  const Mc2Options of_product = {};
-  const TileProduct product(context, in.weight, of_product);
-  if (check.ok() && multiplies) kinds.check_product(in.weight, product, in.x, in.bias, outputs.rows);
-  if (!check.ok()) return check.status();
-  return kinds.run(op, in.topk_ids, outputs.rows.dtype, outputs.rows.shape[1], in.x.shape[0],
-                   multiplies ? &product : nullptr, in.bias,
+  return kinds.run(Mc2Operator::attention_to_ffn, in.topk_ids, in.x.shape[0], {in.weight, in.bias, in.x, outputs.rows},
                    [&](const DispatchCall& call) { return dispatch(call, in.x, outputs); });
 }
 
 Status to_attention(ShapeCheck& check, Context& context, Communicator::Impl& own, const FfnToAttentionInputs& in,
                     const Tensor& out, const AttentionFfnOptions& options) {
-  constexpr auto op = Mc2Operator::ffn_to_attention;
   const TwoKinds kinds(check, context, own, options);
   if (!check.ok()) return check.status();
-  const bool multiplies = has_weight(in.weight);
+  const bool multiplies = moe::is_there(in.weight);
   const DType dtype = out.dtype;
   auto rows = check.tensor("rows", in.combine.rows).dims({"rows", multiplies ? "k" : "hidden"});
   if (!multiplies) rows.dtype({dtype});
@@ -244,11 +245,8 @@ Status to_attention(ShapeCheck& check, Context& context, Communicator::Impl& own
                 "topk_weights are given, but num_experts is 0");
   check.output("out", out).dtype({DType::f32, DType::bf16, DType::f16}).dims({"tokens", "hidden"});
   if (check.ok()) kinds.check_roles("out", out.shape[0], "rows", in.combine.rows.shape[0]);
-  const Mc2Options of_product = {};
-  const TileProduct product(context, in.weight, of_product);
-  if (check.ok() && multiplies) kinds.check_product(in.weight, product, in.combine.rows, in.bias, out);
-  if (!check.ok()) return check.status();
-  return kinds.run(op, in.combine.topk_ids, dtype, out.shape[1], out.shape[0], multiplies ? &product : nullptr, in.bias,
+  return kinds.run(Mc2Operator::ffn_to_attention, in.combine.topk_ids, out.shape[0],
+                   {in.weight, in.bias, in.combine.rows, out},
                    [&](const DispatchCall& call) { return combine(call, in.combine, out); });
 }
 

@@ -48,6 +48,11 @@ struct Communicator::Impl {
 
 namespace mc2 {
 
+// Of a staging area of equal tiles: where slot `slot` of what `from` sends begins.
+inline int64_t slot_offset(int slot, int ranks, int from, int64_t tile_bytes) {
+  return (int64_t{slot} * ranks + from) * tile_bytes;
+}
+
 class Exchange {
  public:
   Exchange(Communicator::Impl& communicator, const char* operator_name)
@@ -92,6 +97,13 @@ class Exchange {
   void release(int from);
   char* staging(int of) const { return transport_.staging(of); }
   char* own_staging() const { return transport_.staging(rank()); }
+  // The slot of the next tile to `to`, and that of the next one from `from`, where tiles are equal.
+  char* slot_to(int to, int64_t tile_bytes) const {
+    return staging(to) + slot_offset(send_slot(to), world_size(), rank(), tile_bytes);
+  }
+  char* slot_from(int from, int64_t tile_bytes) const {
+    return own_staging() + slot_offset(receive_slot(from), world_size(), from, tile_bytes);
+  }
   // Whether that rank has begun this call, with the same signature. Asked before direct_out, or a rank that begins in
   // between would get a tile through a slot that it does not look at.
   bool met(int peer);

@@ -56,7 +56,7 @@ class Gather {
   void send(int d) {
     const int64_t i = exchange_.peer(d).sent, first = i * call_.plan.tile_rows;
     const int64_t rows = call_.tile_size(call_.x.shape[0], i);
-    char* const slot = call_.slot(exchange_.staging(d), exchange_.send_slot(d), call_.rank());
+    char* const slot = exchange_.slot_to(d, call_.plan.tile_bytes);
     copy_rows(call_.x.narrowed(0, first, rows), slot_rows(slot, rows));
     int64_t bytes = rows * k() * size_bytes(call_.x.dtype);
     if (is_given(call_.options.x_scales)) {
@@ -83,7 +83,7 @@ class Gather {
 
   Status multiply_arrived(int source) {
     const int64_t i = exchange_.peer(source).received, rows = call_.tile_size(call_.rows.size(source), i);
-    char* const slot = call_.slot(exchange_.own_staging(), exchange_.receive_slot(source), source);
+    char* const slot = exchange_.slot_from(source, call_.plan.tile_bytes);
     Status status =
         multiply(slot_rows(slot, rows), slot_scales(slot, rows), call_.rows.offset(source) + i * call_.plan.tile_rows);
     exchange_.release(source);

@@ -58,7 +58,7 @@ class GatheredRows {
       : lists_(lists), product_(product), call_(call), rank_(rank), ranks_(ranks), plan_(plan), tile_(tile) {}
 
   int64_t tiles_of(int d) const { return ceil_div(lists_.owned_rows(d), plan_.tile_rows); }
-  int64_t place(int slot, int from) const { return (int64_t{slot} * ranks_ + from) * plan_.tile_bytes; }
+  int64_t place(int slot, int from) const { return slot_offset(slot, ranks_, from, plan_.tile_bytes); }
 
   int64_t fill(int d, int64_t i, char* piece) const {
     int64_t row = 0;
@@ -237,9 +237,9 @@ Status run_grouped_scatter(Communicator::Impl& communicator, const Entry& entry,
 
 namespace {
 
-Status grouped_call(ShapeCheck& check, Mc2Operator op, Context& context, Communicator::Impl& own, const ConstTensor& x,
-                    const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
-                    const GroupedExchangeOptions& options) {
+Status run(ShapeCheck& check, Mc2Operator op, Context& context, Communicator::Impl& own, const ConstTensor& x,
+           const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
+           const GroupedExchangeOptions& options) {
   const bool gathers = op == Mc2Operator::all_to_allv_grouped_matmul;
   const int rank = own.transport->rank(), ranks = own.transport->world_size();
   check.tensor("x", x).dims({"x_rows", "k"});
@@ -300,25 +300,29 @@ Status grouped_call(ShapeCheck& check, Mc2Operator op, Context& context, Communi
   return run_grouped_scatter(own, entry, lists, product, call);
 }
 
+Status call(Mc2Operator op, Context& context, Communicator& communicator, const ConstTensor& x,
+            const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
+            const GroupedExchangeOptions& options) {
+  return alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) {
+    return run(check, op, context, own, x, send_counts, weight, out, options);
+  });
+}
+
 }  // namespace
 }  // namespace mc2
 
 Status all_to_allv_grouped_matmul(Context& context, Communicator& communicator, const ConstTensor& x,
                                   const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
                                   const GroupedExchangeOptions& options) {
-  constexpr auto op = Mc2Operator::all_to_allv_grouped_matmul;
-  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
-    return mc2::grouped_call(check, op, context, own, x, send_counts, weight, out, options);
-  });
+  return mc2::call(Mc2Operator::all_to_allv_grouped_matmul, context, communicator, x, send_counts, weight, out,
+                   options);
 }
 
 Status grouped_matmul_all_to_allv(Context& context, Communicator& communicator, const ConstTensor& x,
                                   const ConstTensor& send_counts, const GroupedWeight& weight, const Tensor& out,
                                   const GroupedExchangeOptions& options) {
-  constexpr auto op = Mc2Operator::grouped_matmul_all_to_allv;
-  return mc2::alone(to_string(op), communicator, [&](ShapeCheck& check, Communicator::Impl& own) -> Status {
-    return mc2::grouped_call(check, op, context, own, x, send_counts, weight, out, options);
-  });
+  return mc2::call(Mc2Operator::grouped_matmul_all_to_allv, context, communicator, x, send_counts, weight, out,
+                   options);
 }
 
 }  // namespace opst

@@ -84,7 +84,7 @@ class Reduce {
 
   Status send_partial(int d) {
     const int64_t i = stream(d).partials_sent++, first = first_row(d, i), rows = num_rows(d, i);
-    char* const slot = call_.slot(exchange_.staging(d), exchange_.send_slot(d), call_.rank());
+    char* const slot = exchange_.slot_to(d, call_.plan.tile_bytes);
     const Tensor out = Tensor::contiguous(DType::f32, {rows, call_.out.shape[1]}, slot);
     Status status = call_.product(call_.x.narrowed(0, first, rows), call_.scales(first, rows), 0, {}, out);
     if (status.ok()) exchange_.send(d, rows * out.shape[1] * 4);
@@ -102,9 +102,7 @@ class Reduce {
   Status sum_tile() {
     const int64_t i = summed_, rows = num_rows(call_.rank(), i), n = call_.out.shape[1];
     const int64_t first = all_ ? first_row(call_.rank(), i) : i * call_.plan.tile_rows;
-    const auto partial = [&](int s) {
-      return reinterpret_cast<float*>(call_.slot(exchange_.own_staging(), exchange_.receive_slot(s), s));
-    };
+    const auto partial = [&](int s) { return reinterpret_cast<float*>(exchange_.slot_from(s, call_.plan.tile_bytes)); };
     call_.context.impl().pool.for_each(rows, rows_per_task(n), [&](int64_t row, int) {
       float* const sum = partial(0) + row * n;
       for (int s = 1; s < call_.ranks(); ++s) {
@@ -134,8 +132,8 @@ class Reduce {
 
   void send_result(int d, bool direct) {
     const int64_t i = stream(d).results_sent, first = first_row(call_.rank(), i), rows = num_rows(call_.rank(), i);
-    Tensor to = Tensor::contiguous(call_.out.dtype, {rows, call_.out.shape[1]},
-                                   call_.slot(exchange_.staging(d), exchange_.send_slot(d), call_.rank()));
+    Tensor to =
+        Tensor::contiguous(call_.out.dtype, {rows, call_.out.shape[1]}, exchange_.slot_to(d, call_.plan.tile_bytes));
     if (direct) {
       to.data = exchange_.direct_out(d);
       to.strides[0] = exchange_.peer(d).entry->row_stride;
@@ -154,7 +152,7 @@ class Reduce {
     while (!partial_is_next(s, call_.rank(), from.partials, from.results) && exchange_.can_receive(s)) {
       const int64_t first = first_row(s, from.results), rows = num_rows(s, from.results);
       if (exchange_.direct_out(call_.rank()) == nullptr) {
-        const char* const slot = call_.slot(exchange_.own_staging(), exchange_.receive_slot(s), s);
+        const char* const slot = exchange_.slot_from(s, call_.plan.tile_bytes);
         copy_rows(ConstTensor::contiguous(call_.out.dtype, {rows, call_.out.shape[1]}, slot),
                   call_.out.narrowed(0, first, rows));
       }

@@ -159,11 +159,8 @@ class Ring {
   Kind next_to(int d) { return next(to_[static_cast<size_t>(d)], rank_, d); }
   Kind next_from(int s) { return next(from_[static_cast<size_t>(s)], s, rank_); }
 
-  char* slot(char* staging, int slot, int from) const {
-    return staging + (int64_t{slot} * call_.ranks() + from) * call_.plan.tile_bytes;
-  }
-  char* slot_from(int s) const { return slot(exchange_.own_staging(), exchange_.receive_slot(s), s); }
-  char* slot_to(int d) const { return slot(exchange_.staging(d), exchange_.send_slot(d), rank_); }
+  char* slot_from(int s) const { return exchange_.slot_from(s, call_.plan.tile_bytes); }
+  char* slot_to(int d) const { return exchange_.slot_to(d, call_.plan.tile_bytes); }
   // A tile's keys, and behind them its values.
   Pair<Tensor> in_slot(char* data, DType dtype, int64_t rows) const {
     const auto piece = [&](const ConstTensor& like) {

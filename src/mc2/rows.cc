@@ -100,23 +100,18 @@ Status exchange_counts(Communicator::Impl& communicator, const char* name, const
   for (int peer = 0; peer < ranks; ++peer) {
     if (peer != rank) exchange.expect(peer, 1, 1);
   }
-  const auto place = [&](char* staging, int slot_index, int from) {
-    return staging + (int64_t{slot_index} * ranks + from) * slot;
-  };
   Status status = exchange.run(entry, [&]() -> Status {
     for (int step = 1; step < ranks; ++step) {
       const int peer = (rank + step) % ranks;
       if (exchange.can_send(peer)) {
         if (bytes > 0) {
-          std::memcpy(place(exchange.staging(peer), exchange.send_slot(peer), rank), lists.counts(rank),
-                      static_cast<size_t>(bytes));
+          std::memcpy(exchange.slot_to(peer, slot), lists.counts(rank), static_cast<size_t>(bytes));
         }
         exchange.send(peer, bytes);
       }
       if (exchange.can_receive(peer)) {
         if (bytes > 0) {
-          std::memcpy(lists.counts(peer), place(exchange.own_staging(), exchange.receive_slot(peer), peer),
-                      static_cast<size_t>(bytes));
+          std::memcpy(lists.counts(peer), exchange.slot_from(peer, slot), static_cast<size_t>(bytes));
         }
         exchange.release(peer);
       }

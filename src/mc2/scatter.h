@@ -84,14 +84,9 @@ class Scatter {
     return work_.make_own(own_done_++);
   }
 
-  // Slot `slot` of what `from` sends, in a receiver's staging area.
-  char* slot(char* staging, int slot, int from) const {
-    return staging + (int64_t{slot} * exchange_.world_size() + from) * tile_bytes_;
-  }
-
   Status make_for(int d, void* direct) {
     Target target{.direct = direct, .entry = exchange_.peer(d).entry};
-    if (direct == nullptr) target.slot = slot(exchange_.staging(d), exchange_.send_slot(d), exchange_.rank());
+    if (direct == nullptr) target.slot = exchange_.slot_to(d, tile_bytes_);
     if (direct != nullptr && !exchange_.begin_store(d)) return {};  // the exchange finds out why
     int64_t bytes = 0;
     Status status = work_.make(d, exchange_.peer(d).sent, target, bytes);
@@ -102,7 +97,7 @@ class Scatter {
 
   void receive(int s) {
     if (exchange_.direct_out(exchange_.rank()) == nullptr) {
-      work_.take(s, exchange_.peer(s).received, slot(exchange_.own_staging(), exchange_.receive_slot(s), s));
+      work_.take(s, exchange_.peer(s).received, exchange_.slot_from(s, tile_bytes_));
     }
     exchange_.release(s);
   }
