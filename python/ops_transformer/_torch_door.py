@@ -138,12 +138,12 @@ def is_plain(*tensors: Optional[Tensor]) -> bool:
     return not has_tangent(*tensors)
 
 
-def records(*tensors: Optional[Tensor]) -> bool:
-    """Whether gradients are recorded and one of the tensors needs one."""
+def records(*values: Any) -> bool:
+    """Whether gradients are recorded and one of the values is a tensor that needs one."""
     if not _grad_enabled():
         return False
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
             return True
     return False
 

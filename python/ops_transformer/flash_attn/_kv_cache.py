@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._calls import option, public
+from .._torch_door import records
 from ..kv_cache import paged_attention, scatter_pa_kv_cache
 from ..rowwise import rope_cached
 from ._checks import DENSE, PAGES, check_heads, check_same, has_form, in_range, integers, is_tensor, marked, rule
@@ -79,7 +80,7 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tenso
 
 
 def _check_writable(tensors: Tuple[Any, ...]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
+    if records(*tensors):
         raise RuntimeError("k and v are written into the cache, which has no gradients, but an argument requires them: call it under "
                            "torch.no_grad(), or pass tensors that were detached")
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Callable, Dict, NoReturn, Optional, Sequence
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from .._calls import without_names
+from .._torch_door import records
 from . import _strict
 
 FUNCTIONS: Dict[str, Callable[..., Any]] = {}  # every function of the facade by its name
@@ -46,7 +47,7 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
         try:
             if _strict.is_on(strict):
                 _strict.check(name, call.__signature__.bind(*args, **kwargs))
-            if operator is not None and _is_compiling() and not (gradients and _records(call.__signature__.bind(*args, **kwargs).arguments, gradients)):
+            if operator is not None and _is_compiling() and not (gradients and records(*_given(call, gradients, args, kwargs))):
                 return operator(*args, **kwargs)
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -70,8 +71,9 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
     return call
 
 
-def _records(arguments: Dict[str, Any], names: Sequence[str]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(arguments.get(name), Tensor) and arguments[name].requires_grad for name in names)
+def _given(call: Any, names: Sequence[str], args: Any, kwargs: Any) -> List[Any]:
+    arguments = call.__signature__.bind(*args, **kwargs).arguments
+    return [arguments.get(name) for name in names]
 
 
 def _misfit(name: str, signature: inspect.Signature, args: Any, kwargs: Any, error: Exception) -> Exception:
@@ -140,7 +142,7 @@ def refuse_given(function: str, why: str, **arguments: Any) -> None:
 def without_gradient(why: str, **tensors: Any) -> None:
     """RuntimeError where one of them asks for gradients, which would be lost."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        if records(tensor):
             raise RuntimeError(f"{name} requires gradients, but {why}: pass {name}.detach(), or call it under torch.no_grad()")
 
 
