@@ -214,7 +214,7 @@ void gemm::check_group_rows(ShapeCheck& check, const GroupList& groups, int64_t 
     const int64_t left = counts ? m - end : m;
     check.require(value <= left, "group_list[", e, "] is ", value, ", but x has ", left, " rows",
                   counts ? " behind the groups before" : "");
-    end = counts ? end + value : value;
+    if (check.ok()) end = counts ? end + value : value;
   }
 }
 
