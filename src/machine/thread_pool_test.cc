@@ -252,6 +252,7 @@ std::atomic<bool> held{false};
 std::atomic<bool> may_go{false};
 
 TEST(ThreadPool, WaitsForNobodyWhoDidNotEnter) {
+  if (kThreadSanitizer) GTEST_SKIP() << "TSan runs the handler later, where the worker may have entered already";
   held.store(false), may_go.store(false);
   ThreadPool pool(2);
   Meeting meeting(2);
