@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Sequence
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -95,20 +95,42 @@ def _training(name: str, a: Arguments) -> None:
             sizes = query.shape[layout.index("S")], key.shape[layout.index("S")]
             batch = query.shape[layout.index("B")]
             _one_of("the shape of atten_mask", tuple(mask.shape), ((batch, heads, *sizes), (batch, 1, *sizes), (1, 1, *sizes), sizes))
+        elif mode in (0, 1):
+            longest = [max(column) for column in zip(*_sizes(a))]
+            if list(mask.shape) != longest:
+                _refuse("the shape of atten_mask", list(mask.shape), f"{longest} in TND, the longest queries and keys")
         if mode in (0, 4, 7, 8):
             _window(a, mode)
-    if a.get("prefix") is not None:
-        _span("the length of prefix", len(a["prefix"]), 1, 32)
+    if mask is not None and mode in (5, 6):
+        _prefix(a, mode)
+    if a["pse"] is not None and layout == "TND" and any(0 in pair for pair in _sizes(a)):
+        _refuse("pse", "given beside a sequence of no tokens", "none there")
+
+
+def _prefix(a: Arguments, mode: int) -> None:
+    """Columns that all rows see, of every sequence: below the diagonal of its first row they would change nothing."""
+    layout, prefix = a["input_layout"], a["prefix"] if a["prefix"] is not None else ()
+    if mode == 5 and layout == "TND":
+        _refuse("input_layout", layout, "others in sparse_mode 5")
+    _span("the length of prefix", len(prefix), 1, 32)
+    for i, (columns, (queries, keys)) in enumerate(zip(prefix, _sizes(a) * (1 if layout == "TND" else len(prefix)))):
+        _span(f"the prefix of sequence {i}", columns, 0 if queries > keys else keys - queries, keys)
+
+
+def _sizes(a: Arguments) -> List[Tuple[int, int]]:
+    """(queries, keys) of every sequence of TND, or the one pair of the others."""
+    layout = a["input_layout"]
+    if layout == "TND":
+        return list(zip(*(lengths_of(totals(name, a[name])) for name in ("actual_seq_qlen", "actual_seq_kvlen"))))
+    queries, keys = (a[name].shape[layout.index("S")] for name in ("query", "key"))
+    return [(queries, keys)]
 
 
 def _window(a: Arguments, mode: int) -> None:
     """Sides of a band that are negative, or too short for the modes 7 and 8, as section 1.1 has it of every sequence."""
     first, second = ("pre_tockens", "next_tockens") if "pre_tockens" in a else ("pre_tokens", "next_tokens")
-    pre, following, layout = a[first], a[second], a["input_layout"]
-    if layout == "TND":
-        sizes = [pair for pair in zip(*(lengths_of(totals(name, a[name])) for name in ("actual_seq_qlen", "actual_seq_kvlen"))) if 0 not in pair]
-    else:
-        sizes = [tuple(a[name].shape[layout.index("S")] for name in ("query", "key"))]
+    pre, following = a[first], a[second]
+    sizes = [pair for pair in _sizes(a) if 0 not in pair]
     if pre + following < 0:
         _refuse(f"{first} + {second}", pre + following, "sums from 0 on")
     for queries, keys in sizes if mode == 0 else sizes[-1:] if mode == 7 else sizes[:1] if mode == 8 else ():
