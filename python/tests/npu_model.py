@@ -33,7 +33,7 @@ def to_layout(x, layout):
     x = x.transpose(0, 2, 1, 3)
     if layout == "BSND":
         return np.ascontiguousarray(x)
-    x = x.reshape(*x.shape[:2], -1)
+    x = x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
     return np.ascontiguousarray(x if layout == "BSH" else x.transpose(1, 0, 2))
 
 

@@ -160,8 +160,8 @@ def _inference(name: str, a: Arguments) -> None:
         if not tensor.is_contiguous():
             _refuse(what, f"of strides {list(tensor.stride())}", "contiguous tensors")
     _span("the heads of query", heads, 1, 256)
+    _multiple("the heads of query", heads, max(kv_heads, 1))
     _span("the query heads of a key head", heads // max(kv_heads, 1), 1, 64)
-    _multiple("the heads of query", heads, kv_heads)
     if layout in ("BSH", "BSND", "BNSD", "TND", "NTD"):
         dim = head_dim_of(query, layout, heads)
         _span("D", dim, 1, 512)
@@ -180,6 +180,35 @@ def _inference(name: str, a: Arguments) -> None:
     for what in _PRE:
         if abs(a.get(what, 0)) > LARGEST:
             _refuse(what, a[what], "integers of 32 bits")
+    _of_small_integers(a, first, layout)
+    if mask is not None and layout in ("BSH", "BSND", "BNSD") and not isinstance(key, (list, tuple)) and a.get("block_table") is None:
+        axis = layout.index("S")
+        _int8_results(a, query.shape[axis], first.shape[axis])
+
+
+def _of_small_integers(a: Arguments, key: Tensor, layout: str) -> None:
+    """How int8 and int4 keys and values are scaled."""
+    first, second = ("key_quant_mode", "value_quant_mode") if "key_quant_mode" in a else ("key_antiquant_mode", "value_antiquant_mode")
+    if key.dtype not in (torch.int8, torch.int32) or first not in a or layout not in ("BSH", "BSND", "BNSD"):
+        return
+    modes = a[first], a[second]
+    if modes[0] != modes[1] and modes != (0, 1):
+        _refuse(second, modes[1], f"that of key, {modes[0]}" + (", or 1" if modes[0] == 0 else ""))
+    if a["query"].shape[layout.index("S")] > 1 and modes[0] > 1:
+        _refuse(first, modes[0], "0 or 1 for more than one query")
+
+
+def _int8_results(a: Arguments, queries: int, keys: int) -> None:
+    """An output scale beside rows that see no key: no offset, and no side below 0 in mode 4."""
+    scale, offset = ("quant_scale_out", "quant_offset_out") if "quant_scale_out" in a else ("quant_scale2", "quant_offset2")
+    mode, pre, following = a.get("sparse_mode", 0), a.get("pre_tokens", LARGEST), a.get("next_tokens", LARGEST)
+    if a.get(scale) is None:
+        return
+    if mode == 4 and min(pre, following) < 0:
+        _refuse("pre_tokens or next_tokens", min(pre, following), f"0 or more in sparse_mode 4 beside {scale}")
+    some_row_is_empty = {0: queries - keys - pre > 0 or following < 0, 3: keys < queries, 4: following + keys - queries < 0}
+    if a.get(offset) is not None and some_row_is_empty.get(mode, False):
+        _refuse(offset, "given where a row sees no key", "none there")
 
 
 @_limits("npu_sparse_flash_attention")
