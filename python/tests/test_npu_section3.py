@@ -60,6 +60,15 @@ def test_3_1_scatter_refusals(rng):
     for wrong in ([0, 12], [-1, 99]):
         with pytest.raises(ValueError, match="npu_scatter_pa_kv_cache: .*12 slots"):
             npu.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), torch.tensor(wrong), cache_mode="Norm")
+    # All is checked before anything is written.
+    small, nz, short = torch.zeros(2, 4, 2, 16), torch.zeros(3, 2, 4, 16).half(), torch.zeros(2, 2, 4, 16).half()
+    for write, pair in ((npu._npu_reshape_and_cache, (cache, small)), (npu._npu_reshape_and_cache, (nz, short)),
+                        (lambda *given: npu.npu_scatter_pa_kv_cache(*given, cache_mode="Norm"), (cache, small)),
+                        (npu.npu_scatter_pa_kv_cache, (nz, short))):
+        tokens = (key + 1).to(pair[0].dtype)
+        with pytest.raises(ValueError):
+            write(tokens, tokens, *pair, torch.tensor([0, 9]))
+        assert all((x == 0).all() for x in pair)
     for name in ("compress_lens", "compress_seq_offsets", "seq_lens"):
         with pytest.raises(NotImplementedError, match=f"{name} is given, but which rows that form keeps is not stated"):
             npu.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), slots, cache_mode="Norm", **{name: slots})
