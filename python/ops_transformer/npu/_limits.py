@@ -239,7 +239,7 @@ def _blocks(name: str, a: Arguments) -> None:
         _refuse("inner_precise", a["inner_precise"], "0 with bfloat16")
 
 
-@_limits("npu_moe_gating_top_k_softmax")
+@_limits("npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k_softmax_v2")
 def _gating(name: str, a: Arguments) -> None:
     _dtypes("x", a["x"], (*_HALVES, torch.float32))
     _span("k", a["k"], 1, min(a["x"].shape[-1], 1024))
@@ -263,11 +263,14 @@ def _expert_tokens(name: str, a: Arguments) -> None:
     _span("num_expert", a["num_expert"], 1, 2048)
 
 
-@_limits("npu_moe_init_routing_v2")
+@_limits("npu_moe_init_routing_v2", "npu_moe_init_routing_quant")
 def _routing(name: str, a: Arguments) -> None:
     _dtypes("x", a["x"], (*_HALVES, torch.float32, torch.int8))
     _dtypes("expert_idx", a["expert_idx"], (torch.int32,))
-    _span("expert_num", a["expert_num"], 1, 5120 if a["expert_tokens_num_type"] == 2 else 10240)
+    _span("expert_num", a["expert_num"], 1, 5120 if a.get("expert_tokens_num_type") == 2 else 10240)
+    start, end = a.get("active_expert_range") or (0, a["expert_num"])
+    if not 0 <= start <= end <= a["expert_num"]:
+        _refuse("active_expert_range", [start, end], f"parts of 0 to expert_num = {a['expert_num']}")
     if a["drop_pad_mode"] == 1:
         _span("expert_capacity", a["expert_capacity"], 1, a["x"].shape[0] - 1)
 
@@ -284,10 +287,65 @@ def _groups(name: str, a: Arguments) -> None:
         _span("the groups", a["group_list"].shape[0], 1, 1024)
 
 
+@_limits("npu_moe_re_routing")
+def _re_routing(name: str, a: Arguments) -> None:
+    _dtypes("tokens", a["tokens"], (*_HALVES, torch.int8))
+    _span("H of tokens", a["tokens"].shape[-1], 1, 16383)
+
+
+@_limits("npu_grouped_matmul_swiglu_quant", "npu_grouped_matmul_swiglu_quant_v2")
+def _gated_groups(name: str, a: Arguments) -> None:
+    weight = a["weight"] if isinstance(a["weight"], Tensor) else a["weight"][0]
+    for what, tensor in (("x", a["x"]), ("weight", weight)):
+        _dtypes(what, tensor, (torch.int8,))
+    _span("N of weight", weight.shape[-1], 1, 10240)
+    _span("K of x", a["x"].shape[-1], 1, 65535)
+    _span("the groups", weight.shape[0], 1, 1024)
+
+
+@_limits("npu_grouped_matmul_finalize_routing")
+def _added_groups(name: str, a: Arguments) -> None:
+    _span("the rows of x", a["x"].shape[0], 1, 131072)
+    experts, k, n = a["w"].shape
+    _span("the experts of w", experts, 1, 256)
+    _multiple("k of w", k, 16)
+    _multiple("n of w", n, 32)
+    if n < 256:
+        _refuse("n of w", n, "256 or more")
+    if a["shared_input"] is not None:
+        _span("the rows of shared_input", a["shared_input"].shape[0], 1, 2048)
+
+
+@_limits("npu_ffn")
+def _blocks_of_experts(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], (*_HALVES, torch.int8))
+    first, second = a["weight1"].shape[-2], a["weight2"].shape[-2]
+    _span("K of weight1", first, 1, 65535)
+    _span("K of weight2", second, 1, 65535)
+    if a["weight2"].shape[-1] != first:
+        _refuse("N of weight2", a["weight2"].shape[-1], f"K of weight1, {first}")
+    for what in ("expert_tokens", "expert_tokens_index"):
+        if a[what] is not None:
+            _span(f"the length of {what}", len(a[what]), 1, 256)
+
+
+@_limits("npu_dequant_swiglu_quant")
+def _dequantised_gate(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], (*_HALVES, torch.int32))
+    if a["x"].dtype == torch.int32 and a["activation_scale"] is None:
+        _refuse("activation_scale", None, "one for each row of an int32 x")
+    if a["group_index"] is not None:
+        _dtypes("group_index", a["group_index"], (torch.int64,))
+        _span("2H", a["x"].shape[-1], 2, 2 * 10496)
+        _multiple("2H", a["x"].shape[-1], 64)
+
+
 @_limits("npu_swiglu_quant")
 def _gate_quant(name: str, a: Arguments) -> None:
     _dtypes("x", a["x"], (*_HALVES, torch.float32))
     _span("the last dimension of x", a["x"].shape[-1], 2, 8192)
+    if a["dst_type"] is not None and a["dst_type"] is getattr(torch, "quint4x2", None):
+        _multiple("the last dimension of x", a["x"].shape[-1], 4)
 
 
 @_limits("npu_dynamic_quant")
@@ -310,6 +368,19 @@ def _quant_product(name: str, a: Arguments) -> None:
 def _gate(name: str, a: Arguments) -> None:
     if a["self"].numel() == 0:
         _refuse("self", list(a["self"].shape), "no empty tensors")
+
+
+@_limits("npu_interleave_rope")
+def _dealt_rotary(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], _HALVES)
+    _one_of("D", a["x"].shape[-1], (64,))
+
+
+@_limits("npu_mrope")
+def _rotary_of_positions(name: str, a: Arguments) -> None:
+    step = 16 if a["query"].dtype == torch.float32 else 32
+    _multiple("head_size", a["head_size"], step)
+    _multiple("rotary_dim of cos_sin_cache", a["cos_sin_cache"].shape[-1], step)
 
 
 @_limits("npu_rotary_mul")
