@@ -6,7 +6,7 @@ from conftest import import_torch
 
 torch = import_torch()
 
-from npu_model import Attention, attention, by_sequence, close_int8, f64, near, to_layout, tokens, upper, window  # noqa: E402
+from npu_model import Attention, attention, by_sequence, f64, near, to_layout, tokens, upper, window  # noqa: E402
 
 import ops_transformer.npu as npu  # noqa: E402
 
