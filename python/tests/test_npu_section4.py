@@ -266,13 +266,14 @@ def test_4_4_compress_of_pages(rng):
 @pytest.mark.parametrize("masked", [False, True])
 def test_4_4_compress_attention(rng, masked):
     """Attention over windows, and the blocks whose windows weigh most, summed over a group's heads; forced ones first."""
-    q_lens, cmp_lens, blocks, count = [4, 3], [6, 5], [4, 3], 3
-    q, k, v = normal(rng, (7, 4, 8), (11, 2, 8), (11, 2, 6))
-    forced, hidden = np.zeros((4, 4), bool), rng.random((4, 6)) < 0.3
-    forced[:, 2], forced[1, 0], hidden[:, 0] = True, True, False
+    q_lens, cmp_lens, blocks, count = [14, 9], [19, 14], [5, 4], 5  # blocks of the same weight but for one window or two
+    q, k, v = normal(rng, (23, 4, 8), (33, 2, 8), (33, 2, 6))
+    q = q * 3
+    forced, hidden = rng.random((14, 5)) < 0.2, rng.random((14, 19)) < 0.3
+    hidden[:, 0] = False
     more = dict(atten_mask=torch.from_numpy(hidden)) if masked else {}
     out, top, largest, total = npu.npu_nsa_compress_attention(*torches(q, k, v), 0.4, 4, 8, 4, 16, count, topk_mask=torch.from_numpy(forced),
-                                                              actual_seq_qlen=[4, 7], actual_cmp_seq_kvlen=[6, 11], actual_sel_seq_kvlen=[4, 7], **more)
+                                                              actual_seq_qlen=[14, 23], actual_cmp_seq_kvlen=[19, 33], actual_sel_seq_kvlen=[5, 9], **more)
     parts = by_sequence(q, k, v, q_lens, cmp_lens, (lambda i, n, m: ~hidden[:n, :m]) if masked else None, 0.4)
     near(out, tokens(parts))
     for got, name in ((largest, "max"), (total, "sum")):

@@ -102,10 +102,12 @@ def test_6_1_int8(rng, scale_type, per_token, bias_type):
 @pytest.mark.parametrize("act", ACTS)
 def test_6_1_activations(rng, act):
     """1 relu, 2 gelu of tanh, 4 fast gelu, 5 silu; only with per_token_scale."""
-    x, w, scale, token = small(rng, 5, 32), small(rng, 3, 32, 4), fractions(rng, 3, 4), fractions(rng, 5) * 10
+    x, w, scale, token = small(rng, 5, 32), small(rng, 3, 32, 4), fractions(rng, 3, 4) / 10, fractions(rng, 5) * 5
     want = ACTS[act](np.stack([f64(x)[i] @ f64(w)[g] * f64(scale)[g] * f64(token)[i] for i, g in enumerate(GROUP)]))
     common = dict(scale=[scale], group_list=torch.tensor([2, 2, 5]), group_type=0, split_item=3)
     near(npu.npu_grouped_matmul([x], [w], per_token_scale=[token], act_type=act, **common)[0], want, 1e-3)
+    assert 0.5 < np.abs(want).max() < 8  # where the two forms of gelu differ by more than the next line's bound
+    near(npu.npu_grouped_matmul([x], [w], per_token_scale=[token], act_type=act, output_dtype=torch.float32, **common)[0], want, 2e-6)
     for wrong in (act, 3):
         with pytest.raises(ValueError, match=f"npu_grouped_matmul: act_type is {wrong}, must be 0, or with per_token_scale 1, 2, 4 or 5"):
             npu.npu_grouped_matmul([x], [w], act_type=wrong, **(common if wrong == act else {**common, "per_token_scale": [token]}))
@@ -189,7 +191,7 @@ def test_6_2_swiglu_quant(rng, scale_type):
         npu.npu_grouped_matmul_swiglu_quant_v2(x, [w], [scale], token, ends, smooth_scale=scale)
 
 
-@pytest.mark.parametrize("kind", [0, 1, None])
+@pytest.mark.parametrize("kind", [0, 1, None, "default"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_6_2_finalize_routing(rng, kind, shared):
     """Rows times scale, per token scale and logit are added up at row_index, beside shared_input; counts unless 0 is given."""
@@ -200,11 +202,11 @@ def test_6_2_finalize_routing(rng, kind, shared):
         want[1:3] += 0.5 * f64(beside)
     for i, g in enumerate(GROUP):  # two rows are behind the groups
         want[rows[i]] += f64(x)[i] @ f64(w)[g] * f64(scale)[g] * f64(token)[i] * f64(logit)[i]
-    more = {} if kind is None else dict(group_list_type=kind)
+    more = {} if kind == "default" else dict(group_list_type=kind)
     if shared:
         more.update(shared_input=beside, shared_input_weight=0.5, shared_input_offset=1)
     for index_type in (torch.int32, torch.int64):
-        out = npu.npu_grouped_matmul_finalize_routing(x, w, torch.tensor(FORMS[1 if kind is None else kind]), scale=scale, pertoken_scale=token,
+        out = npu.npu_grouped_matmul_finalize_routing(x, w, torch.tensor(FORMS[0 if kind == 0 else 1]), scale=scale, pertoken_scale=token,
                                                       logit=logit, row_index=torch.from_numpy(rows).to(index_type), output_bs=4, **more)
         assert out.dtype == torch.float32
         near(out, want, 1e-5)

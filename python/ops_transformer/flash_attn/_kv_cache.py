@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Tuple, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._calls import option, public
+from .._core import UNBOUNDED
 from ..kv_cache import paged_attention, scatter_pa_kv_cache
 from ..rowwise import rope_cached
 from ._checks import DENSE, PAGES, check_heads, check_same, has_form, in_range, integers, is_tensor, marked, rule
 
 
-def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: Any) -> Tensor:
+def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: Any) -> Any:
     """The block table: a dense cache [batch_cache, seqlen_cache, ..] is pages of seqlen_cache rows, one for each sequence."""
     if block_table is not None:
         if cache_batch_idx is not None:
@@ -25,28 +27,22 @@ def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: An
         return rows[:, None]
     if batch > k_cache.shape[0]:
         raise ValueError(f"k_cache.shape[0] (batch_cache) is {k_cache.shape[0]}, but q has batch {batch}")
-    return torch.arange(batch)[:, None]
+    return np.arange(batch)[:, None]
 
 
-def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]) -> List[int]:
-    """Tokens of each sequence in the cache before the call."""
+def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]) -> np.ndarray:
+    """int64 [batch]: tokens of each sequence in the cache before the call."""
     if cache_seqlens is None:
         if added is not None:
             raise ValueError("cache_seqlens is None, but k and v are given: it says where they are written")
-        return [capacity] * batch
+        return np.full(batch, capacity)
     if isinstance(cache_seqlens, Tensor):
         lengths = integers("cache_seqlens", cache_seqlens, (batch,), f"an int, or [batch] = [{batch}]").tolist()
     else:
         lengths = [option("flash_attn_with_kvcache", "cache_seqlens", "int", cache_seqlens)] * batch
     behind = "" if added is None else f": {added} new tokens behind it, and a sequence of the cache holds {capacity}"
     in_range("cache_seqlens", lengths, capacity - (added or 0), behind)
-    return lengths
-
-
-def _turned(x: Tensor, positions: Tensor, rotary: Tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """x [batch, seqlen, heads, D] with its rotation at positions [batch, seqlen]."""
-    flat = rope_cached(x.flatten(0, 1), positions.flatten(), *rotary, style="pairs" if interleaved else "halves")
-    return flat.unflatten(0, x.shape[:2])
+    return np.array(lengths, np.int64)
 
 
 def _check_rotary(rotary_cos: Any, rotary_sin: Any, q: Tensor, last: int, added: Optional[int]) -> None:
@@ -65,15 +61,39 @@ def _check_rotary(rotary_cos: Any, rotary_sin: Any, q: Tensor, last: int, added:
         raise ValueError(f"rotary_cos.shape[0] (seqlen_ro) is {rotary_cos.shape[0]}, but the last token is the {last}th")
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, places: Tensor) -> None:
-    """Writes tokens [batch, seqlen_new, ..] at places [batch, seqlen_new] of their sequences."""
-    page = k_cache.shape[1]
-    blocks = table.long().gather(1, places // page)
-    for b, of_sequence in enumerate(blocks.tolist()):
-        in_range(f"block_table[{b}]", of_sequence, k_cache.shape[0] - 1, ", a block of k_cache, which k is written to")
-    slots = blocks * page + places % page
+def _check_new(new: Tuple[Any, Any], caches: Tuple[Tensor, Tensor], q: Tensor) -> int:
+    """seqlen_new of k and v, which fit their caches and q."""
+    for name, tensor, cache in zip("kv", new, caches):
+        has_form(name, tensor, DENSE)
+        if tensor.shape[2:] != cache.shape[2:]:
+            check_same((f"{name}_cache", name), cache, tensor, {2: "nheads_k", 3: "headdim"})
+        if tensor.dtype != cache.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, but {name}_cache has {cache.dtype}")
+        if tensor.dtype == torch.float64:
+            raise ValueError(f"{name} has dtype torch.float64, but tokens are appended in float16, bfloat16 or float32 only")
+    k, v = new
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1]:
+        check_same(("q", "k"), q, k, {0: "batch"})
+        check_same(("k", "v"), k, v, {0: "batch", 1: "seqlen_new"})
+    return k.shape[1]
+
+
+def _slots(table: Any, places: np.ndarray, page: int, blocks: int) -> np.ndarray:
+    """int64 [batch, seqlen_new]: where in the cache the tokens at `places` of their sequences lie."""
+    if not isinstance(table, Tensor):  # one page for each sequence
+        return table * page + places
+    ids = table.numpy()
+    found = ids[np.arange(len(ids))[:, None], places // page]
+    for b, of_sequence in enumerate(found.tolist()):
+        in_range(f"block_table[{b}]", of_sequence, blocks - 1, ", a block of k_cache, which k is written to")
+    return found.astype(np.int64) * page + places % page
+
+
+def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: np.ndarray) -> None:
+    """Writes tokens [batch, seqlen_new, ..], where they lie one after the other as one, into their slots."""
     if all(x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v)):
-        k, v, slots = ([x.flatten(0, 1)] for x in (k, v, slots))
+        scatter_pa_kv_cache(k.flatten(0, 1), v.flatten(0, 1), slots.reshape(-1), k_cache, v_cache)
+        return
     for key, value, slot in zip(k, v, slots):
         scatter_pa_kv_cache(key, value, slot, k_cache, v_cache)
 
@@ -114,39 +134,33 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, k: Any = None, v
     table = _as_pages(k_cache, batch, cache_batch_idx, block_table)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'} is None, but the other one is given: they go together")
-    added = None
-    if k is not None:
-        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-            has_form(name, new, DENSE)
-            check_same((f"{name}_cache", name), cache, new, {2: "nheads_k", 3: "headdim"})
-            if new.dtype != cache.dtype:
-                raise ValueError(f"{name} has dtype {new.dtype}, but {name}_cache has {cache.dtype}")
-            if new.dtype == torch.float64:
-                raise ValueError(f"{name} has dtype torch.float64, but tokens are appended in float16, bfloat16 or float32 only")
-        check_same(("q", "k"), q, k, {0: "batch"})
-        check_same(("k", "v"), k, v, {0: "batch", 1: "seqlen_new"})
-        added = k.shape[1]
+    added = None if k is None else _check_new((k, v), (k_cache, v_cache), q)
     lengths = _lengths(cache_seqlens, batch, table.shape[1] * k_cache.shape[1], added)
     options = rule(q, batch, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    total = [length + (added or 0) for length in lengths]
+    total = lengths if added is None else lengths + added
     if cache_leftpad is not None:
         first = integers("cache_leftpad", cache_leftpad, (batch,), f"[batch] = [{batch}]")
-        in_range("cache_leftpad", first.tolist(), total, ", where the sequence ends")
-        options["mask"] = (torch.arange(max(total, default=0)) >= first[:, None])[:, None, None]
+        in_range("cache_leftpad", first.tolist(), total.tolist(), ", where the sequence ends")
+        options["mask"] = (torch.arange(int(total.max(initial=0))) >= first[:, None])[:, None, None]
     turns = rotary_cos is not None or rotary_sin is not None
-    is_local = causal or tuple(window_size) != (-1, -1)
     if turns:
-        last = max(lengths, default=0) + max(added or 0, q.shape[1] if is_local else 1)
+        is_local = causal or tuple(window_size) != (-1, -1)
+        last = int(lengths.max(initial=0)) + max(added or 0, q.shape[1] if is_local else 1)
         _check_rotary(rotary_cos, rotary_sin, q, last, added)
     if added is not None:
         _check_writable((q, k, v, k_cache, v_cache, rotary_cos, rotary_sin))
-        begin = torch.tensor(lengths)[:, None]
-        places = begin + torch.arange(added)
+        places = lengths[:, None] + np.arange(added)
+        slots = _slots(table, places, k_cache.shape[1], k_cache.shape[0])
         if turns:
-            rotary = rotary_cos, rotary_sin
-            k = _turned(k, places, rotary, rotary_interleaved)
-            q = _turned(q, begin + torch.arange(q.shape[1]) * is_local, rotary, rotary_interleaved)
-        _append(k, v, k_cache, v_cache, table, places)
+            style, rows = "pairs" if rotary_interleaved else "halves", q.shape[1]
+            same = rows == added and (is_local or rows == 1)
+            turned = places if same else lengths[:, None] + np.arange(rows) * is_local
+            k, q = (rope_cached(x.flatten(0, 1), at.reshape(-1), rotary_cos, rotary_sin, style=style).view(x.shape)
+                    for x, at in ((k, places), (q, turned)))
+        _append(k, v, k_cache, v_cache, slots)
+    del options["alignment"]  # which is the default of paged_attention, as an open side is
+    if options["window_right"] == UNBOUNDED:
+        del options["window_right"]
     result = paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", return_lse=return_softmax_lse,
                              scale_value=options.pop("softmax_scale", None), **options)
     return (result.out, marked(result.softmax_lse)) if return_softmax_lse else result
