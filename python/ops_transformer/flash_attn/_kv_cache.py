@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, List, Optional, Tuple, Union
 
 import numpy as np
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from .._calls import option, public
 from .._core import UNBOUNDED
-from ..kv_cache import paged_attention, scatter_pa_kv_cache
+from ..kv_cache import paged_attention, rope_scatter_pa_kv_cache, scatter_pa_kv_cache
 from ..rowwise import rope_cached
-from ._checks import DENSE, PAGES, check_heads, check_same, has_form, in_range, integers, is_tensor, marked, rule
+from ._checks import DENSE, FLOATS, PAGES, check_heads, check_same, has_form, in_range, integers, is_tensor, marked, rule
 
 
 def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: Any) -> Any:
@@ -27,22 +28,30 @@ def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: An
         return rows[:, None]
     if batch > k_cache.shape[0]:
         raise ValueError(f"k_cache.shape[0] (batch_cache) is {k_cache.shape[0]}, but q has batch {batch}")
+    return _page_of_each(batch)
+
+
+@functools.lru_cache(maxsize=64)
+def _page_of_each(batch: int) -> np.ndarray:
+    """int64 [batch, 1], made once: sequence b has page b."""
     return np.arange(batch)[:, None]
 
 
-def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]) -> np.ndarray:
-    """int64 [batch]: tokens of each sequence in the cache before the call."""
+def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]) -> List[int]:
+    """Tokens of each sequence in the cache before the call."""
     if cache_seqlens is None:
         if added is not None:
             raise ValueError("cache_seqlens is None, but k and v are given: it says where they are written")
-        return np.full(batch, capacity)
+        return [capacity] * batch
     if isinstance(cache_seqlens, Tensor):
         lengths = integers("cache_seqlens", cache_seqlens, (batch,), f"an int, or [batch] = [{batch}]").tolist()
     else:
         lengths = [option("flash_attn_with_kvcache", "cache_seqlens", "int", cache_seqlens)] * batch
-    behind = "" if added is None else f": {added} new tokens behind it, and a sequence of the cache holds {capacity}"
-    in_range("cache_seqlens", lengths, capacity - (added or 0), behind)
-    return np.array(lengths, np.int64)
+    most = capacity - (added or 0)
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= most:
+        behind = "" if added is None else f": {added} new tokens behind it, and a sequence of the cache holds {capacity}"
+        in_range("cache_seqlens", lengths, most, behind)
+    return lengths
 
 
 def _check_rotary(rotary_cos: Any, rotary_sin: Any, q: Tensor, last: int, added: Optional[int]) -> None:
@@ -61,41 +70,77 @@ def _check_rotary(rotary_cos: Any, rotary_sin: Any, q: Tensor, last: int, added:
         raise ValueError(f"rotary_cos.shape[0] (seqlen_ro) is {rotary_cos.shape[0]}, but the last token is the {last}th")
 
 
+def _fit(q: Any, k: Any, v: Any) -> bool:
+    """Whether all is plainly as has_form, check_heads and check_same ask, which then need not look for what is wrong: small calls are
+    mostly such questions."""
+    if not type(q) is type(k) is type(v) is Tensor:
+        return False
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    return len(of_q) == len(of_k) == len(of_v) == 4 and of_k[:3] == of_v[:3] and of_q[3] == of_k[3] and of_k[2] > 0 and \
+        of_q[2] % of_k[2] == 0 and q.dtype is k.dtype is v.dtype and q.dtype in FLOATS
+
+
 def _check_new(new: Tuple[Any, Any], caches: Tuple[Tensor, Tensor], q: Tensor) -> int:
     """seqlen_new of k and v, which fit their caches and q."""
+    k, v = new
+    if _fit(q, k, v) and q.dtype is caches[0].dtype and q.dtype is not torch.float64 and q.shape[0] == k.shape[0] and \
+            k.shape[2:] == caches[0].shape[2:] and v.shape[3] == caches[1].shape[3]:
+        return k.shape[1]
     for name, tensor, cache in zip("kv", new, caches):
         has_form(name, tensor, DENSE)
-        if tensor.shape[2:] != cache.shape[2:]:
-            check_same((f"{name}_cache", name), cache, tensor, {2: "nheads_k", 3: "headdim"})
+        check_same((f"{name}_cache", name), cache, tensor, {2: "nheads_k", 3: "headdim"})
         if tensor.dtype != cache.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, but {name}_cache has {cache.dtype}")
         if tensor.dtype == torch.float64:
             raise ValueError(f"{name} has dtype torch.float64, but tokens are appended in float16, bfloat16 or float32 only")
-    k, v = new
-    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1]:
-        check_same(("q", "k"), q, k, {0: "batch"})
-        check_same(("k", "v"), k, v, {0: "batch", 1: "seqlen_new"})
+    check_same(("q", "k"), q, k, {0: "batch"})
+    check_same(("k", "v"), k, v, {0: "batch", 1: "seqlen_new"})
     return k.shape[1]
 
 
-def _slots(table: Any, places: np.ndarray, page: int, blocks: int) -> np.ndarray:
-    """int64 [batch, seqlen_new]: where in the cache the tokens at `places` of their sequences lie."""
+def _places(begins: List[int], count: int, steps: int = 1) -> np.ndarray:
+    """int64 [batch, count]: begin, begin + steps, .. of each sequence."""
+    if count == 1:  # a decoded token; a sum of NumPy's costs 3 us
+        return np.array([begins], np.int64).T
+    return np.array(begins, np.int64)[:, None] + np.arange(count) * steps
+
+
+def _slots(table: Any, lengths: List[int], added: int, page: int, blocks: int) -> np.ndarray:
+    """int64 [batch, seqlen_new]: where in the cache the tokens behind `lengths` of their sequences lie."""
     if not isinstance(table, Tensor):  # one page for each sequence
-        return table * page + places
-    ids = table.numpy()
+        return _places([b * page + length for b, length in enumerate(lengths)], added)
+    ids, places = table.numpy(), _places(lengths, added)
     found = ids[np.arange(len(ids))[:, None], places // page]
     for b, of_sequence in enumerate(found.tolist()):
         in_range(f"block_table[{b}]", of_sequence, blocks - 1, ", a block of k_cache, which k is written to")
     return found.astype(np.int64) * page + places % page
 
 
+def _in_a_row(*tensors: Tensor) -> bool:
+    """Whether the tokens of [batch, seqlen, ..] lie one after the other as those of one sequence do."""
+    return all([x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors])
+
+
 def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: np.ndarray) -> None:
-    """Writes tokens [batch, seqlen_new, ..], where they lie one after the other as one, into their slots."""
-    if all(x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v)):
+    """Writes tokens [batch, seqlen_new, ..] into their slots."""
+    if _in_a_row(k, v):
         scatter_pa_kv_cache(k.flatten(0, 1), v.flatten(0, 1), slots.reshape(-1), k_cache, v_cache)
         return
     for key, value, slot in zip(k, v, slots):
         scatter_pa_kv_cache(key, value, slot, k_cache, v_cache)
+
+
+def _turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rotary: Tuple[Tensor, Tensor], style: str,
+                     places: Tuple[np.ndarray, np.ndarray], slots: np.ndarray) -> Tensor:
+    """q with its rotation at the first of `places`; k with its own at the second and v are written into their slots."""
+    if places[0] is places[1] and _in_a_row(q, k, v):  # in one pass over the three
+        at = torch.from_numpy(places[0].reshape(-1))
+        cos, sin = (table.index_select(0, at).float() for table in rotary)
+        return rope_scatter_pa_kv_cache(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cos, sin, slots.reshape(-1), k_cache, v_cache,
+                                        style=style).view(q.shape)
+    q, k = (rope_cached(x.flatten(0, 1), at.reshape(-1), *rotary, style=style).view(x.shape) for x, at in zip((q, k), places))
+    _append(k, v, k_cache, v_cache, slots)
+    return q
 
 
 def _check_writable(tensors: Tuple[Any, ...]) -> None:
@@ -124,12 +169,12 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, k: Any = None, v
 
     return_softmax_lse: (out, softmax_lse [batch, nheads, seqlen_q]). Without k and v there are gradients.
     """
-    has_form("q", q, DENSE)
-    form = DENSE if block_table is None else PAGES
-    has_form("k_cache", k_cache, form)
-    has_form("v_cache", v_cache, form)
-    check_heads(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    check_same(("k_cache", "v_cache"), k_cache, v_cache, {0: form[1:].split(",")[0], 1: form.split(", ")[1]})
+    if not _fit(q, k_cache, v_cache):
+        form = DENSE if block_table is None else PAGES
+        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            has_form(name, tensor, DENSE if name == "q" else form)
+        check_heads(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+        check_same(("k_cache", "v_cache"), k_cache, v_cache, {0: form[1:].split(",")[0], 1: form.split(", ")[1]})
     batch = q.shape[0]
     table = _as_pages(k_cache, batch, cache_batch_idx, block_table)
     if (k is None) != (v is None):
@@ -137,30 +182,35 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, k: Any = None, v
     added = None if k is None else _check_new((k, v), (k_cache, v_cache), q)
     lengths = _lengths(cache_seqlens, batch, table.shape[1] * k_cache.shape[1], added)
     options = rule(q, batch, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    total = lengths if added is None else lengths + added
+    total = lengths if added is None else [length + added for length in lengths]
     if cache_leftpad is not None:
         first = integers("cache_leftpad", cache_leftpad, (batch,), f"[batch] = [{batch}]")
-        in_range("cache_leftpad", first.tolist(), total.tolist(), ", where the sequence ends")
-        options["mask"] = (torch.arange(int(total.max(initial=0))) >= first[:, None])[:, None, None]
+        in_range("cache_leftpad", first.tolist(), total, ", where the sequence ends")
+        options["mask"] = (torch.arange(max(total, default=0)) >= first[:, None])[:, None, None]
     turns = rotary_cos is not None or rotary_sin is not None
     if turns:
         is_local = causal or tuple(window_size) != (-1, -1)
-        last = int(lengths.max(initial=0)) + max(added or 0, q.shape[1] if is_local else 1)
+        last = max(lengths, default=0) + max(added or 0, q.shape[1] if is_local else 1)
         _check_rotary(rotary_cos, rotary_sin, q, last, added)
     if added is not None:
         _check_writable((q, k, v, k_cache, v_cache, rotary_cos, rotary_sin))
-        places = lengths[:, None] + np.arange(added)
-        slots = _slots(table, places, k_cache.shape[1], k_cache.shape[0])
+        slots = _slots(table, lengths, added, k_cache.shape[1], k_cache.shape[0])
         if turns:
-            style, rows = "pairs" if rotary_interleaved else "halves", q.shape[1]
-            same = rows == added and (is_local or rows == 1)
-            turned = places if same else lengths[:, None] + np.arange(rows) * is_local
-            k, q = (rope_cached(x.flatten(0, 1), at.reshape(-1), rotary_cos, rotary_sin, style=style).view(x.shape)
-                    for x, at in ((k, places), (q, turned)))
-        _append(k, v, k_cache, v_cache, slots)
-    del options["alignment"]  # which is the default of paged_attention, as an open side is
-    if options["window_right"] == UNBOUNDED:
-        del options["window_right"]
-    result = paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", return_lse=return_softmax_lse,
-                             scale_value=options.pop("softmax_scale", None), **options)
-    return (result.out, marked(result.softmax_lse)) if return_softmax_lse else result
+            rows, places = q.shape[1], _places(lengths, added)
+            at = places if rows == added and (is_local or rows == 1) else _places(lengths, rows, is_local)
+            q = _turn_and_append(q, k, v, k_cache, v_cache, (rotary_cos, rotary_sin), "pairs" if rotary_interleaved else "halves",
+                                 (at, places), slots)
+        else:
+            _append(k, v, k_cache, v_cache, slots)
+    # What is the default of paged_attention is not looked at again.
+    del options["alignment"]
+    for side in ("window_left", "window_right"):
+        if options[side] == UNBOUNDED:
+            del options[side]
+    if "softmax_scale" in options:
+        options["scale_value"] = options.pop("softmax_scale")
+    total = np.array(total, np.int64)
+    if not return_softmax_lse:
+        return paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", **options)
+    result = paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", return_lse=True, **options)
+    return result.out, marked(result.softmax_lse)
