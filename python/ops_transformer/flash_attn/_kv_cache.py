@@ -63,7 +63,8 @@ def _check_rotary(rotary_cos: Any, rotary_sin: Any, q: Tensor, last: int, added:
         has_form(name, tensor, "[seqlen_ro, rotary_dim / 2]")
         if tensor.dtype not in (q.dtype, torch.float32):
             raise ValueError(f"{name} has dtype {tensor.dtype}, must be that of q, {q.dtype}")
-    check_same(("rotary_cos", "rotary_sin"), rotary_cos, rotary_sin, {0: "seqlen_ro", 1: "rotary_dim / 2"})
+    if rotary_cos.shape != rotary_sin.shape:
+        check_same(("rotary_cos", "rotary_sin"), rotary_cos, rotary_sin, {0: "seqlen_ro", 1: "rotary_dim / 2"})
     if 2 * rotary_cos.shape[1] > q.shape[-1]:
         raise ValueError(f"rotary_cos.shape[1] is {rotary_cos.shape[1]}, so rotary_dim is {2 * rotary_cos.shape[1]}, but headdim is {q.shape[-1]}")
     if last > rotary_cos.shape[0]:
@@ -135,7 +136,9 @@ def _turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: 
     """q with its rotation at the first of `places`; k with its own at the second and v are written into their slots."""
     if places[0] is places[1] and _in_a_row(q, k, v):  # in one pass over the three
         at = torch.from_numpy(places[0].reshape(-1))
-        cos, sin = (table.index_select(0, at).float() for table in rotary)
+        cos, sin = [table.index_select(0, at) for table in rotary]
+        if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
+            cos, sin = cos.float(), sin.float()
         return rope_scatter_pa_kv_cache(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cos, sin, slots.reshape(-1), k_cache, v_cache,
                                         style=style).view(q.shape)
     q, k = (rope_cached(x.flatten(0, 1), at.reshape(-1), *rotary, style=style).view(x.shape) for x, at in zip((q, k), places))
