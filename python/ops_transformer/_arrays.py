@@ -194,6 +194,8 @@ def _checked_list(values: Sequence[Any], array: np.ndarray, name: Optional[str])
     for int64, into an array of another kind."""
     if array.size == 0:
         return array.astype(np.int64)
+    if array.dtype == np.int64 and array.ndim == 1 and set(map(type, values)) == {int}:
+        return array  # plain numbers that int64 holds, as most lists are
     for index, element in _elements(values):
         place = "element " + (str(index[0]) if len(index) == 1 else str(list(index)))
         if isinstance(element, (bool, np.bool_)):

@@ -1,7 +1,4 @@
-"""ops_transformer.npu: attention for training and for inference, against float64 references in plain torch."""
-
-import inspect
-import pathlib
+"""ops_transformer.npu: gradients, refusals and compilation of attention, and lengths beside modes, against plain torch in float64."""
 
 import pytest
 from conftest import import_torch
@@ -13,87 +10,11 @@ from npu_reference import attention, near, seen_by, to_layout  # noqa: E402
 import ops_transformer.npu as npu  # noqa: E402
 
 UPPER = torch.triu(torch.ones(2048, 2048, dtype=torch.bool), 1)
-SIGNATURES = pathlib.Path(__file__).with_name("npu_signatures.txt").read_text(encoding="utf-8").splitlines()
-
-
-@pytest.mark.parametrize("line", SIGNATURES, ids=lambda line: line.partition("(")[0])
-def test_signatures(line):
-    name, _, arguments = line.partition("(")
-    names = {}
-    exec(f"def wanted({arguments}: pass", names)
-    fields = lambda function: [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]  # noqa: E731
-    name, _, overload = name.partition(".")
-    found, wanted = fields(getattr(npu, name)), fields(names["wanted"])
-    if overload == "List":  # an overload by the kind of group_list: one Python function takes both
-        found = [field for field in found if field in wanted]
-    assert found == wanted
 
 
 def tensors(batch=2, heads=4, kv_heads=2, sq=5, skv=7, dim=8, value_dim=8, grad=False):
     shapes = ((batch, heads, sq, dim), (batch, kv_heads, skv, dim), (batch, kv_heads, skv, value_dim))
     return [torch.randn(shape, requires_grad=grad) for shape in shapes]
-
-
-def visible_numbers(sq, skv, **options):
-    """Which keys each row sees: values 2^j and equal scores make the answer an integer."""
-    q, k = torch.zeros(1, 1, sq, 4), torch.zeros(1, 1, skv, 4)
-    v = (2.0 ** torch.arange(skv)).view(1, 1, skv, 1).expand(-1, -1, -1, 4).contiguous()
-    out, _, total, *_ = npu.npu_fusion_attention(q, k, v, 1, "BNSD", **options)
-    return [round(x) for x in (out[0, 0, :, 0] * total[0, 0, :, 0]).tolist()]
-
-
-def bits(*rows):
-    return [sum(2**key for key in row) for row in rows]
-
-
-def test_worked_values_of_the_sparse_modes(seeded):
-    assert visible_numbers(2, 4, sparse_mode=2, atten_mask=UPPER) == bits({0}, {0, 1})
-    assert visible_numbers(2, 4, sparse_mode=3, atten_mask=UPPER) == bits({0, 1, 2}, {0, 1, 2, 3})
-    assert visible_numbers(2, 4, sparse_mode=4, atten_mask=UPPER, pre_tockens=1, next_tockens=0) == bits({1, 2}, {2, 3})
-    nothing = torch.zeros(2, 4, dtype=torch.uint8)
-    assert visible_numbers(2, 4, sparse_mode=0, atten_mask=nothing, pre_tockens=1, next_tockens=0) == bits({0}, {0, 1})
-    for mode, mask in ((5, torch.zeros(1, 1, 4, 4, dtype=torch.bool)), (6, torch.zeros(3072, 2048, dtype=torch.bool))):
-        assert visible_numbers(4, 4, sparse_mode=mode, prefix=[2], atten_mask=mask) == bits({0, 1}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3})
-    # One means hidden; without a mask neither the mode nor the tokens count.
-    assert visible_numbers(1, 3, atten_mask=torch.tensor([[1, 0, 1]], dtype=torch.uint8)) == bits({1})
-    assert visible_numbers(2, 3, sparse_mode=2, pre_tockens=0, next_tockens=0) == bits({0, 1, 2}, {0, 1, 2})
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
-@pytest.mark.parametrize("mode", [0, 1, 2, 3, 4, 5])
-def test_modes_with_gradients(seeded, layout, mode):
-    q, k, v = tensors(grad=True)
-    options, want = dict(sparse_mode=mode, scale=0.3), None
-    if mode in (0, 1):
-        hidden = torch.rand(2, 1, 5, 7) < 0.4
-        hidden[..., 0] = False
-        options["atten_mask"] = hidden
-        want = ~hidden if mode == 1 else ~hidden & seen_by(0, 5, 7, 9, 2)
-        options.update(pre_tockens=9, next_tockens=2)
-    elif mode == 5:
-        options.update(atten_mask=torch.zeros(2, 1, 5, 7, dtype=torch.bool), prefix=[3, 6])
-        want = torch.stack([seen_by(5, 5, 7, prefix=p) for p in (3, 6)])[:, None]
-    else:
-        options.update(atten_mask=UPPER, pre_tockens=3, next_tockens=1)
-        want = seen_by(mode, 5, 7, 3, 1)
-    out, largest, total, reserved, seed, offset, numels = npu.npu_fusion_attention(
-        *(to_layout(x, layout) for x in (q, k, v)), 4, layout, **options)
-    reference, lse = attention(q, k, v, want, 0.3, lse=True)
-    near(out, to_layout(reference, layout))
-    assert largest.shape == total.shape == (2, 4, 5, 8) and largest.dtype == torch.float32
-    near(largest[..., 7] + total[..., 3].log(), lse.float(), 4e-6)
-    assert (reserved.numel(), seed, offset, numels) == (0, 0, 0, 2 * 4 * 5 * 7)
-    grad = torch.randn_like(reference)
-    wanted = torch.autograd.grad(reference, (q, k, v), grad)
-    out.backward(to_layout(grad.float(), layout))
-    for got, right in zip((q, k, v), wanted):
-        near(got.grad, right, 4e-6)
-    explicit = {"scale_value" if name == "scale" else name: value for name, value in options.items()}
-    found = npu.npu_fusion_attention_grad(*(to_layout(x, layout) for x in (q, k, v, grad.float())), 4, layout, **explicit,
-                                          softmax_max=largest, softmax_sum=total, attention_in=out)
-    for got, right in zip(found, wanted):
-        near(got, to_layout(right, layout), 4e-6)
-    assert found[3].numel() == found[4].numel() == 0
 
 
 def test_pse_sinks_and_their_gradients(seeded):
@@ -118,14 +39,6 @@ def test_pse_sinks_and_their_gradients(seeded):
     for pse_type, shape in ((2, distance), (3, distance.double().sqrt())):
         out = npu.npu_fusion_attention_v2(q, k, v, 4, "BNSD", pse=slopes, pse_type=pse_type, q_start_idx=[3], kv_start_idx=[1])[0]
         near(out, attention(q, k, v, None, 1.0, bias=-slopes.view(4, 1, 1) * shape))
-
-
-def test_compressed_alibi():
-    q, k, v = (torch.randn(1, 2, 1100, 4) for _ in range(3))
-    slopes, i, j = torch.tensor([0.02, 0.05]), torch.arange(1100)[:, None], torch.arange(1100)[None]
-    whole = -slopes.view(1, 2, 1, 1) * (i - j).abs()
-    out = npu.npu_fusion_attention(q, k, v, 2, "BNSD", whole[:, :, -1024:].contiguous(), atten_mask=UPPER, sparse_mode=2, scale=0.5)[0]
-    near(out, attention(q, k, v, j <= i, 0.5, bias=0.5 * whole), 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
@@ -206,20 +119,6 @@ def test_ropes_apart(seeded):
             near(got, right, 4e-6)
 
 
-def test_dropout(seeded):
-    q, k, v = tensors()
-    keep = torch.rand(2, 4, 5, 7) < 0.7
-    packed = torch.from_numpy(__import__("numpy").packbits(keep.flatten().numpy(), bitorder="little"))
-    out = npu.npu_fusion_attention(q, k, v, 4, "BNSD", keep_prob=0.7, dropout_mask=packed, scale=0.3)[0]
-    scores = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2)
-    near(out, (scores.softmax(-1) * keep / 0.7) @ v.double().repeat_interleave(2, 1))
-    first = npu.npu_fusion_attention(q, k, v, 4, "BNSD", keep_prob=0.7)
-    again = npu.npu_fusion_attention(q, k, v, 4, "BNSD", keep_prob=0.7, seed=first[4], offset=first[5])
-    assert first[4] != 0 and again[4] == first[4] and (again[0] == first[0]).all()
-    other = npu.npu_fusion_attention(q, k, v, 4, "BNSD", keep_prob=0.7)
-    assert other[4] != first[4] and (other[0] != first[0]).any()
-
-
 REFUSED = [
     (dict(input_layout="BNDS"), 'npu_fusion_attention: input_layout is "BNDS", must be one of BSH, SBH'),
     (dict(padding_mask=torch.zeros(1)), "npu_fusion_attention: padding_mask is given, but must be None"),
@@ -244,22 +143,6 @@ def test_refused(more, message):
 
 
 # ---- inference -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "BSH_BNSD", "BSND_BNSD"])
-def test_layouts_of_inference(seeded, layout):
-    q, k, v = tensors()
-    given, _, back = layout.partition("_")
-    hidden = torch.rand(2, 1, 5, 7) < 0.3
-    hidden[..., 0] = False
-    want, lse = attention(q, k, v, ~hidden, 0.3, lse=True)
-    out, found = npu.npu_fused_infer_attention_score(*(to_layout(x, given) for x in (q, k, v)), num_heads=4, num_key_value_heads=2,
-                                                     scale=0.3, input_layout=layout, atten_mask=hidden.to(torch.uint8), softmax_lse_flag=True)
-    near(out, want.transpose(0, 1) if back == "NBSD" else to_layout(want, back or given))
-    assert out.is_contiguous() and found.shape == (2, 4, 5, 1)
-    near(found[..., 0], lse, 4e-6)
-    none = npu.npu_fused_infer_attention_score_v2(q, k, v, num_query_heads=4, num_key_value_heads=2, input_layout="BNSD")[1]
-    assert none.tolist() == [0]
 
 
 def test_lengths_of_inference(seeded):
@@ -287,81 +170,6 @@ def test_lengths_of_inference(seeded):
         want = torch.cat([attention(*(x[a:b].transpose(0, 1)[None] for x in rows))[0].transpose(0, 1) for a, b in ((0, 7), (7, 16))])
         near(out, want.transpose(0, 1) if given in ("NTD", "TND_NTD") else want)
         assert lse.shape == (16, 4, 1)
-
-
-def test_pages_of_inference(seeded):
-    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
-    pages = [torch.randn(4, 4, 2, 8) for _ in range(2)]  # [blocks, rows, N, D]
-    rows = [torch.stack([page[list(ids)].flatten(0, 1) for ids in table.tolist()]).transpose(1, 2) for page in pages]
-    forms = {"BSH": lambda p: p.flatten(2), "BNSD": lambda p: p.transpose(1, 2), "NZ": lambda p: p.unflatten(3, (1, 8)).permute(0, 2, 3, 1, 4)}
-    q = torch.randn(2, 4, 3, 8)
-    for form, shape in forms.items():
-        layout = "BNSD" if form == "NZ" else form
-        out, lse = npu.npu_fused_infer_attention_score(
-            to_layout(q, layout), *(shape(page) for page in pages), num_heads=4, num_key_value_heads=2, input_layout=layout, scale=0.4,
-            actual_seq_lengths_kv=[7, 5], block_table=table, block_size=4, atten_mask=UPPER, sparse_mode=3, softmax_lse_flag=True)
-        for b, m in enumerate((7, 5)):
-            want = attention(q[b:b + 1], *(x[b:b + 1, :, :m] for x in rows), seen_by(3, 3, m), 0.4)
-            near(out[b:b + 1], to_layout(want, layout))
-    # Queries of several lengths, and tokens.
-    out = npu.npu_fused_infer_attention_score_v2(q.transpose(1, 2)[[0, 0, 1, 1], [0, 1, 0, 1]], *(p.transpose(1, 2) for p in pages),
-                                                 num_query_heads=4, num_key_value_heads=2, input_layout="TND", actual_seq_qlen=[2, 4],
-                                                 actual_seq_kvlen=[7, 5], block_table=table)[0]
-    near(out[2:], attention(q[1:, :, :2], *(x[1:, :, :5] for x in rows))[0].transpose(0, 1))
-    with pytest.raises(ValueError, match="npu_incre_flash_attention: block_size is 8, but a page of key has 4 rows"):
-        npu.npu_incre_flash_attention(q[:, :, :1], *(p.transpose(1, 2) for p in pages), num_heads=4, num_key_value_heads=2,
-                                      input_layout="BNSD", actual_seq_lengths=[7, 5], block_table=table, block_size=8)
-    # Pages of int8 with a scale for each token and head.
-    q8 = [torch.randint(-127, 128, (4, 4, 2, 8), dtype=torch.int8) for _ in range(2)]
-    scales = [torch.rand(4, 2, 4) / 50 for _ in range(2)]
-    wide = [(page.float() * scale.transpose(1, 2)[..., None]) for page, scale in zip(q8, scales)]
-    out = npu.npu_fused_infer_attention_score(q[:, :, :1], *(p.transpose(1, 2) for p in q8), num_heads=4, num_key_value_heads=2,
-                                              input_layout="BNSD", actual_seq_lengths_kv=[7, 5], block_table=table,
-                                              key_antiquant_scale=scales[0], value_antiquant_scale=scales[1], key_antiquant_mode=5,
-                                              value_antiquant_mode=5)[0]
-    rows = [torch.stack([page[list(ids)].flatten(0, 1) for ids in table.tolist()]).transpose(1, 2) for page in wide]
-    near(out[1:], attention(q[1:, :, :1], *(x[1:, :, :5] for x in rows)))
-
-
-def test_ropes_prefixes_lists_padding_and_scales(seeded):
-    q, k, v = tensors()
-    common = dict(num_heads=4, num_key_value_heads=2, input_layout="BNSD")
-    fia = npu.npu_fused_infer_attention_score
-    qr, kr = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 7, 4)
-    near(fia(q, k, v, query_rope=qr, key_rope=kr, **common)[0], attention(torch.cat([q, qr], -1), torch.cat([k, kr], -1), v))
-    first = [torch.randn(1, 2, 4, 8) for _ in range(2)]
-    whole = [torch.cat([x[:, :, :3].expand(2, -1, -1, -1), y], 2) for x, y in zip(first, (k, v))]
-    near(fia(q, k, v, key_shared_prefix=first[0], value_shared_prefix=first[1], actual_shared_prefix_len=[3], **common)[0], attention(q, *whole))
-    lists = [[x[:1, :, :4], x[1:]] for x in (k, v)]
-    out = fia(q, *lists, **common)[0]
-    near(out[0], attention(q[:1], k[:1, :, :4], v[:1, :, :4])[0])
-    near(out[1], attention(q[1:], k[1:], v[1:])[0])
-    out = fia(q[:, :, :1], k, v, kv_padding_size=torch.tensor([1]), actual_seq_lengths_kv=[4, 6], **common)[0]
-    near(out[0], attention(q[:1, :, :1], k[:1, :, 2:6], v[:1, :, 2:6])[0])
-    near(out[1], attention(q[1:, :, :1], k[1:, :, :6], v[1:, :, :6])[0])
-    q8 = [torch.randint(-127, 128, (2, 2, 7, 8), dtype=torch.int8) for _ in range(2)]
-    scale, offset = torch.rand(2, 2, 1, 8) / 50, torch.randn(2, 2, 1, 8)
-    wide = [(x.double() + offset[i]) * scale[i] for i, x in enumerate(q8)]
-    near(fia(q, *q8, antiquant_scale=scale, antiquant_offset=offset, **common)[0], attention(q, *wide), 4e-6)
-    pse = torch.randn(1, 4, 8, 16)
-    near(fia(q, k, v, pse_shift=pse, scale=0.3, **common)[0], attention(q, k, v, None, 0.3, bias=pse[:, :, :5, :7]))
-    sink = torch.randn(4)
-    near(npu.npu_fused_infer_attention_score_v2(q, k, v, num_query_heads=4, num_key_value_heads=2, input_layout="BNSD", learnable_sink=sink)[0],
-         attention(q, k, v, sinks=sink))
-    q_int8 = fia(q, k, v, quant_scale2=torch.tensor([20.0]), quant_offset2=torch.tensor([3.0]), **common)[0]
-    want = (attention(q, k, v) * 20 + 3).round().clamp(-128, 127)
-    assert q_int8.dtype == torch.int8 and ((q_int8 - want).abs() <= 1).all()
-    assert fia(q[:, :, :0], k, v, **common)[0].shape == (2, 4, 0, 8)
-    assert (fia(q, k[:, :, :0], v[:, :, :0], **common)[0] == 0).all()
-    with pytest.raises(NotImplementedError, match="npu_fused_infer_attention_score: dequant_scale1 is given, but attention of integer products"):
-        fia(q, k, v, dequant_scale1=torch.ones(1), **common)
-
-
-def test_default_scale_is_one(seeded):
-    q, k, v = tensors()
-    want = attention(q, k, v)
-    near(npu.npu_fusion_attention(q, k, v, 4, "BNSD")[0], want)
-    near(npu.npu_prompt_flash_attention(q, k, v, num_heads=4, num_key_value_heads=2, input_layout="BNSD"), want)
 
 
 def test_compiled(seeded):

@@ -5,6 +5,8 @@ from conftest import import_torch
 
 torch = import_torch()
 
+from npu_reference import near  # noqa: E402
+
 import ops_transformer.npu as npu  # noqa: E402
 
 IDS = torch.tensor([[1, 0], [0, 2], [2, 1]])
@@ -129,3 +131,60 @@ def test_a_second_derivative_is_refused(seeded):
     first, = torch.autograd.grad(out.square().sum(), rows, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
         first.sum().backward()
+
+
+def test_permuting_and_its_gradients(seeded):
+    tokens, ids = torch.randn(5, 4, requires_grad=True), torch.randint(0, 3, (5, 2))
+    probs = torch.rand(5, 2, requires_grad=True)
+    order = ids.flatten().argsort(stable=True)
+    for count in (None, 7):
+        rows, where = npu.npu_moe_token_permute(tokens, ids, count)
+        kept = order[:count] if count else order
+        assert (rows == tokens[kept // 2]).all() and (where[order] == torch.arange(10)).all()
+        out = npu.npu_moe_token_unpermute(rows, where, probs)
+        want = torch.zeros(5, 4, dtype=torch.float64)
+        weights = probs.double().flatten()[kept, None]
+        want = want.index_add(0, kept // 2, tokens.double()[kept // 2] * weights)
+        near(out, want)
+        grad = torch.randn(5, 4)
+        right = torch.autograd.grad(want, (tokens, probs), grad.double())
+        for got, r in zip(torch.autograd.grad(out, (tokens, probs), grad), right):
+            near(got, r, 4e-6)
+    rows, where = npu.npu_moe_token_permute(tokens.detach(), ids)
+    grad_rows, grad_probs = npu.npu_moe_token_unpermute_grad(rows, grad, where, probs.detach())
+    near(grad_rows, (grad[order // 2] * probs.flatten()[order, None]).double())
+    near(grad_probs, (rows[where.long()] * grad.repeat_interleave(2, 0)).sum(-1).view(5, 2).double())
+    near(npu.npu_moe_token_permute_grad(tokens, grad_rows, ids, where), (grad.double() * probs.double().sum(-1, keepdim=True)).detach(), 4e-6)
+    same = npu.npu_moe_token_permute_grad_v2(grad_rows, where, 5, torch.float32, 2)
+    assert (same == npu.npu_moe_token_permute_grad(tokens, grad_rows, ids, where)).all()
+
+
+def test_permuting_by_a_map(seeded):
+    tokens = torch.randn(5, 4, requires_grad=True)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(5)])
+    table = torch.zeros(5, 3, dtype=torch.bool).scatter_(1, chosen, True)
+    probs = torch.rand(5, 3, requires_grad=True)
+    rows, picked, where = npu.npu_moe_token_permute_with_routing_map(tokens, table, probs=probs)
+    pairs = [(e, t) for e in range(3) for t in range(5) if table[t, e]]
+    assert (rows == tokens[[t for _, t in pairs]]).all() and (picked == torch.stack([probs[t, e] for e, t in pairs])).all()
+    assert where.tolist() == [pairs.index((e, t)) for t in range(5) for e in range(3) if table[t, e]]
+    out = npu.npu_moe_token_unpermute_with_routing_map(rows, where, [5, 4], probs=probs, routing_map=table)
+    want = tokens.double() * (probs.double() * table).sum(-1, keepdim=True)
+    near(out, want)
+    grad = torch.randn(5, 4)
+    right = torch.autograd.grad(want, (tokens, probs), grad.double())
+    for got, r in zip(torch.autograd.grad(out, (tokens, probs), grad), right):
+        near(got, r, 4e-6)
+    grads = npu.npu_moe_token_unpermute_with_routing_map_grad(grad, where, where, table, rows.detach(), probs.detach(), False, [5, 4])
+    near(grads[1], right[1], 4e-6)
+    back = npu.npu_moe_token_permute_with_routing_map_grad(grads[0], None, where, table, 3, 5, False)
+    near(back[0], right[0], 4e-6)
+    rows, _, ids = npu.npu_moe_token_permute_with_routing_map(tokens, table, num_out_tokens=6, drop_and_pad=True)
+    for e in range(3):
+        ranked = [t for t in range(5) if table[t, e]] + [t for t in range(5) if not table[t, e]]
+        assert ids[2 * e:2 * e + 2].tolist() == ranked[:2]
+    out = npu.npu_moe_token_unpermute_with_routing_map(rows, ids, [5, 4], probs=probs, drop_and_pad=True)
+    want = torch.zeros(5, 4, dtype=torch.float64)
+    for i, t in enumerate(ids.tolist()):
+        want[t] += (tokens[t].double() * probs[t, i // 2].double()).detach()
+    near(out, want)

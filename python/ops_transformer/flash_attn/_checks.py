@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._core import UNBOUNDED
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 
 DENSE = "[batch, seqlen, nheads, headdim]"
@@ -40,7 +40,7 @@ def unpacked(name: str, packed: Any, count: int, form: str) -> Tuple[Tensor, ...
 def check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str] = ("q", "k", "v")) -> None:
     """dtypes, heads and head_dim, the last two dimensions."""
     for name, tensor in zip(names, (q, k, v)):
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise ValueError(f"{name} has dtype {tensor.dtype}, must be float16, bfloat16, float32 or float64")
         if tensor.dtype != q.dtype and not torch.is_autocast_enabled("cpu"):
             raise ValueError(f"{name} has dtype {tensor.dtype}, but {names[0]} has {q.dtype}: they must be of one dtype")
@@ -83,6 +83,8 @@ def in_range(name: str, numbers: Any, limits: Any, of: str, low: int = 0) -> Non
 
 def window(window_size: Any, causal: bool) -> Dict[str, int]:
     """window_left and window_right: -1 leaves a side open, causal closes the right one."""
+    if type(window_size) is tuple and window_size == (-1, -1) and type(window_size[0]) is type(window_size[1]) is int:
+        return {"window_left": UNBOUNDED, "window_right": 0 if causal else UNBOUNDED}
     try:
         left, right = (side.__index__() for side in window_size)
     except (TypeError, ValueError, AttributeError):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, List, Optional, Tuple, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._calls import option, public
+from .._core import UNBOUNDED
 from .._torch_door import records
-from ..kv_cache import paged_attention, scatter_pa_kv_cache
+from ..kv_cache import paged_attention, rope_scatter_pa_kv_cache, scatter_pa_kv_cache
 from ..rowwise import rope_cached
-from ._checks import DENSE, PAGES, check_heads, check_same, has_form, in_range, integers, is_tensor, marked, rule
+from ._checks import DENSE, FLOATS, PAGES, check_heads, check_same, has_form, in_range, integers, is_tensor, marked, rule
 
 
-def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: Any) -> Tensor:
+def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: Any) -> Any:
     """The block table: a dense cache [batch_cache, seqlen_cache, ..] is pages of seqlen_cache rows, one for each sequence."""
     if block_table is not None:
         if cache_batch_idx is not None:
@@ -26,7 +29,13 @@ def _as_pages(k_cache: Tensor, batch: int, cache_batch_idx: Any, block_table: An
         return rows[:, None]
     if batch > k_cache.shape[0]:
         raise ValueError(f"k_cache.shape[0] (batch_cache) is {k_cache.shape[0]}, but q has batch {batch}")
-    return torch.arange(batch)[:, None]
+    return _page_of_each(batch)
+
+
+@functools.lru_cache(maxsize=64)
+def _page_of_each(batch: int) -> np.ndarray:
+    """int64 [batch, 1], made once: sequence b has page b."""
+    return np.arange(batch)[:, None]
 
 
 def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]) -> List[int]:
@@ -39,15 +48,11 @@ def _lengths(cache_seqlens: Any, batch: int, capacity: int, added: Optional[int]
         lengths = integers("cache_seqlens", cache_seqlens, (batch,), f"an int, or [batch] = [{batch}]").tolist()
     else:
         lengths = [option("flash_attn_with_kvcache", "cache_seqlens", "int", cache_seqlens)] * batch
-    behind = "" if added is None else f": {added} new tokens behind it, and a sequence of the cache holds {capacity}"
-    in_range("cache_seqlens", lengths, capacity - (added or 0), behind)
+    most = capacity - (added or 0)
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= most:
+        behind = "" if added is None else f": {added} new tokens behind it, and a sequence of the cache holds {capacity}"
+        in_range("cache_seqlens", lengths, most, behind)
     return lengths
-
-
-def _turned(x: Tensor, positions: Tensor, rotary: Tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """x [batch, seqlen, heads, D] with its rotation at positions [batch, seqlen]."""
-    flat = rope_cached(x.flatten(0, 1), positions.flatten(), *rotary, style="pairs" if interleaved else "halves")
-    return flat.unflatten(0, x.shape[:2])
 
 
 def _check_rotary(rotary_cos: Any, rotary_sin: Any, q: Tensor, last: int, added: Optional[int]) -> None:
@@ -59,24 +64,87 @@ def _check_rotary(rotary_cos: Any, rotary_sin: Any, q: Tensor, last: int, added:
         has_form(name, tensor, "[seqlen_ro, rotary_dim / 2]")
         if tensor.dtype not in (q.dtype, torch.float32):
             raise ValueError(f"{name} has dtype {tensor.dtype}, must be that of q, {q.dtype}")
-    check_same(("rotary_cos", "rotary_sin"), rotary_cos, rotary_sin, {0: "seqlen_ro", 1: "rotary_dim / 2"})
+    if rotary_cos.shape != rotary_sin.shape:
+        check_same(("rotary_cos", "rotary_sin"), rotary_cos, rotary_sin, {0: "seqlen_ro", 1: "rotary_dim / 2"})
     if 2 * rotary_cos.shape[1] > q.shape[-1]:
         raise ValueError(f"rotary_cos.shape[1] is {rotary_cos.shape[1]}, so rotary_dim is {2 * rotary_cos.shape[1]}, but headdim is {q.shape[-1]}")
     if last > rotary_cos.shape[0]:
         raise ValueError(f"rotary_cos.shape[0] (seqlen_ro) is {rotary_cos.shape[0]}, but the last token is the {last}th")
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, places: Tensor) -> None:
-    """Writes tokens [batch, seqlen_new, ..] at places [batch, seqlen_new] of their sequences."""
-    page = k_cache.shape[1]
-    blocks = table.long().gather(1, places // page)
-    for b, of_sequence in enumerate(blocks.tolist()):
-        in_range(f"block_table[{b}]", of_sequence, k_cache.shape[0] - 1, ", a block of k_cache, which k is written to")
-    slots = blocks * page + places % page
-    if all(x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v)):
-        k, v, slots = ([x.flatten(0, 1)] for x in (k, v, slots))
+def _fit(q: Any, k: Any, v: Any) -> bool:
+    """Whether all is plainly as has_form, check_heads and check_same ask, which then need not look for what is wrong: small calls are
+    mostly such questions."""
+    if not type(q) is type(k) is type(v) is Tensor:
+        return False
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    return len(of_q) == len(of_k) == len(of_v) == 4 and of_k[:3] == of_v[:3] and of_q[3] == of_k[3] and of_k[2] > 0 and \
+        of_q[2] % of_k[2] == 0 and q.dtype is k.dtype is v.dtype and q.dtype in FLOATS
+
+
+def _check_new(new: Tuple[Any, Any], caches: Tuple[Tensor, Tensor], q: Tensor) -> int:
+    """seqlen_new of k and v, which fit their caches and q."""
+    k, v = new
+    if _fit(q, k, v) and q.dtype is caches[0].dtype and q.dtype is not torch.float64 and q.shape[0] == k.shape[0] and \
+            k.shape[2:] == caches[0].shape[2:] and v.shape[3] == caches[1].shape[3]:
+        return k.shape[1]
+    for name, tensor, cache in zip("kv", new, caches):
+        has_form(name, tensor, DENSE)
+        check_same((f"{name}_cache", name), cache, tensor, {2: "nheads_k", 3: "headdim"})
+        if tensor.dtype != cache.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, but {name}_cache has {cache.dtype}")
+        if tensor.dtype == torch.float64:
+            raise ValueError(f"{name} has dtype torch.float64, but tokens are appended in float16, bfloat16 or float32 only")
+    check_same(("q", "k"), q, k, {0: "batch"})
+    check_same(("k", "v"), k, v, {0: "batch", 1: "seqlen_new"})
+    return k.shape[1]
+
+
+def _places(begins: List[int], count: int, steps: int = 1) -> np.ndarray:
+    """int64 [batch, count]: begin, begin + steps, .. of each sequence."""
+    if count == 1:  # a decoded token; a sum of NumPy's costs 3 us
+        return np.array([begins], np.int64).T
+    return np.array(begins, np.int64)[:, None] + np.arange(count) * steps
+
+
+def _slots(table: Any, lengths: List[int], added: int, page: int, blocks: int) -> np.ndarray:
+    """int64 [batch, seqlen_new]: where in the cache the tokens behind `lengths` of their sequences lie."""
+    if not isinstance(table, Tensor):  # one page for each sequence
+        return _places([b * page + length for b, length in enumerate(lengths)], added)
+    ids, places = table.numpy(), _places(lengths, added)
+    found = ids[np.arange(len(ids))[:, None], places // page]
+    for b, of_sequence in enumerate(found.tolist()):
+        in_range(f"block_table[{b}]", of_sequence, blocks - 1, ", a block of k_cache, which k is written to")
+    return found.astype(np.int64) * page + places % page
+
+
+def _in_a_row(*tensors: Tensor) -> bool:
+    """Whether the tokens of [batch, seqlen, ..] lie one after the other as those of one sequence do."""
+    return all([x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors])
+
+
+def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: np.ndarray) -> None:
+    """Writes tokens [batch, seqlen_new, ..] into their slots."""
+    if _in_a_row(k, v):
+        scatter_pa_kv_cache(k.flatten(0, 1), v.flatten(0, 1), slots.reshape(-1), k_cache, v_cache)
+        return
     for key, value, slot in zip(k, v, slots):
         scatter_pa_kv_cache(key, value, slot, k_cache, v_cache)
+
+
+def _turn_and_append(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rotary: Tuple[Tensor, Tensor], style: str,
+                     places: Tuple[np.ndarray, np.ndarray], slots: np.ndarray) -> Tensor:
+    """q with its rotation at the first of `places`; k with its own at the second and v are written into their slots."""
+    if places[0] is places[1] and _in_a_row(q, k, v):  # in one pass over the three
+        at = torch.from_numpy(places[0].reshape(-1))
+        cos, sin = [table.index_select(0, at) for table in rotary]
+        if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
+            cos, sin = cos.float(), sin.float()
+        return rope_scatter_pa_kv_cache(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cos, sin, slots.reshape(-1), k_cache, v_cache,
+                                        style=style).view(q.shape)
+    q, k = (rope_cached(x.flatten(0, 1), at.reshape(-1), *rotary, style=style).view(x.shape) for x, at in zip((q, k), places))
+    _append(k, v, k_cache, v_cache, slots)
+    return q
 
 
 def _check_writable(tensors: Tuple[Any, ...]) -> None:
@@ -105,49 +173,48 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, k: Any = None, v
 
     return_softmax_lse: (out, softmax_lse [batch, nheads, seqlen_q]). Without k and v there are gradients.
     """
-    has_form("q", q, DENSE)
-    form = DENSE if block_table is None else PAGES
-    has_form("k_cache", k_cache, form)
-    has_form("v_cache", v_cache, form)
-    check_heads(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    check_same(("k_cache", "v_cache"), k_cache, v_cache, {0: form[1:].split(",")[0], 1: form.split(", ")[1]})
+    if not _fit(q, k_cache, v_cache):
+        form = DENSE if block_table is None else PAGES
+        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            has_form(name, tensor, DENSE if name == "q" else form)
+        check_heads(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+        check_same(("k_cache", "v_cache"), k_cache, v_cache, {0: form[1:].split(",")[0], 1: form.split(", ")[1]})
     batch = q.shape[0]
     table = _as_pages(k_cache, batch, cache_batch_idx, block_table)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'} is None, but the other one is given: they go together")
-    added = None
-    if k is not None:
-        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-            has_form(name, new, DENSE)
-            check_same((f"{name}_cache", name), cache, new, {2: "nheads_k", 3: "headdim"})
-            if new.dtype != cache.dtype:
-                raise ValueError(f"{name} has dtype {new.dtype}, but {name}_cache has {cache.dtype}")
-            if new.dtype == torch.float64:
-                raise ValueError(f"{name} has dtype torch.float64, but tokens are appended in float16, bfloat16 or float32 only")
-        check_same(("q", "k"), q, k, {0: "batch"})
-        check_same(("k", "v"), k, v, {0: "batch", 1: "seqlen_new"})
-        added = k.shape[1]
+    added = None if k is None else _check_new((k, v), (k_cache, v_cache), q)
     lengths = _lengths(cache_seqlens, batch, table.shape[1] * k_cache.shape[1], added)
     options = rule(q, batch, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    total = [length + (added or 0) for length in lengths]
+    total = lengths if added is None else [length + added for length in lengths]
     if cache_leftpad is not None:
         first = integers("cache_leftpad", cache_leftpad, (batch,), f"[batch] = [{batch}]")
         in_range("cache_leftpad", first.tolist(), total, ", where the sequence ends")
         options["mask"] = (torch.arange(max(total, default=0)) >= first[:, None])[:, None, None]
     turns = rotary_cos is not None or rotary_sin is not None
-    is_local = causal or tuple(window_size) != (-1, -1)
     if turns:
+        is_local = causal or tuple(window_size) != (-1, -1)
         last = max(lengths, default=0) + max(added or 0, q.shape[1] if is_local else 1)
         _check_rotary(rotary_cos, rotary_sin, q, last, added)
     if added is not None:
         _check_writable((q, k, v, k_cache, v_cache, rotary_cos, rotary_sin))
-        begin = torch.tensor(lengths)[:, None]
-        places = begin + torch.arange(added)
+        slots = _slots(table, lengths, added, k_cache.shape[1], k_cache.shape[0])
         if turns:
-            rotary = rotary_cos, rotary_sin
-            k = _turned(k, places, rotary, rotary_interleaved)
-            q = _turned(q, begin + torch.arange(q.shape[1]) * is_local, rotary, rotary_interleaved)
-        _append(k, v, k_cache, v_cache, table, places)
-    result = paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", return_lse=return_softmax_lse,
-                             scale_value=options.pop("softmax_scale", None), **options)
-    return (result.out, marked(result.softmax_lse)) if return_softmax_lse else result
+            rows, places = q.shape[1], _places(lengths, added)
+            at = places if rows == added and (is_local or rows == 1) else _places(lengths, rows, is_local)
+            q = _turn_and_append(q, k, v, k_cache, v_cache, (rotary_cos, rotary_sin), "pairs" if rotary_interleaved else "halves",
+                                 (at, places), slots)
+        else:
+            _append(k, v, k_cache, v_cache, slots)
+    # What is the default of paged_attention is not looked at again.
+    del options["alignment"]
+    for side in ("window_left", "window_right"):
+        if options[side] == UNBOUNDED:
+            del options[side]
+    if "softmax_scale" in options:
+        options["scale_value"] = options.pop("softmax_scale")
+    total = np.array(total, np.int64)
+    if not return_softmax_lse:
+        return paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", **options)
+    result = paged_attention(q, k_cache, v_cache, table, total, causal=False, query_layout="BSND", return_lse=True, **options)
+    return result.out, marked(result.softmax_lse)

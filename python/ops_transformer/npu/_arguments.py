@@ -205,6 +205,8 @@ def unpack_int4(words: Tensor) -> Tensor:
 
 def pack_int4(values: Tensor) -> Tensor:
     """int32 words [.., n] of values [.., 8 n]."""
+    if values.shape[-1] % 8:
+        raise ValueError(f"the result has {values.shape[-1]} columns, must have a multiple of 8: a word holds eight int4")
     halves = (values.to(torch.int32) & 15).unflatten(-1, (-1, 8)).to(torch.int64)
     words = (halves << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

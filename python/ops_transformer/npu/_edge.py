@@ -55,7 +55,10 @@ def device_function(function: Optional[Callable[..., Any]] = None, *, fake: Opti
             if text.startswith(name):
                 raise
             raise type(error)(f"{name}: {without_names(text)}") from None
-
+        except NotImplementedError as error:
+            if str(error).startswith(("npu_", "_npu_")):
+                raise
+            raise NotImplementedError(f"{name}: {error}") from None
         except (AttributeError, IndexError) as error:
             raise _misfit(name, call.__signature__, args, kwargs, error) from error
         except RuntimeError as error:

@@ -43,6 +43,7 @@ class Problem(NamedTuple):
     value: Any
     out_layout: str
     q_lengths: Optional[List[int]]  # of each sequence, where they are not all of S
+    q_starts: Optional[List[int]]  # where its rows begin, behind left padding
     kv_lengths: Optional[List[int]]
     varlen: bool  # query, and keys that are no pages, are TND
     block_table: Optional[Tensor]
@@ -119,17 +120,24 @@ def _pages(name: str, cache: Tensor, layout: str, kv_heads: int) -> Tensor:
 # ---- the problem -----------------------------------------------------------------------------------------------------
 
 
-def _moved(tensor: Tensor, lengths: Sequence[int], padding: Optional[Tensor]) -> Tensor:
-    """[B, N, S, D] whose rows stand at the right end (before `padding` rows), moved to the left end."""
-    behind = 0 if padding is None else max(int(padding), 0)
-    size = tensor.shape[2]
-    moved = []
-    for row, length in zip(tensor, lengths):
-        start = size - behind - length
-        if start < 0:
-            raise ValueError(f"padding of {behind} rows and a length of {length} are more than the {size} rows of the tensor")
-        moved.append(row.roll(-start, 1))
-    return torch.stack(moved)
+def _starts(lengths: Sequence[int], size: int, padding: Tensor) -> List[int]:
+    """Where the rows of every sequence begin that stand at the right end of `size`, before `padding` rows."""
+    return [size - max(int(padding), 0) - length for length in lengths]
+
+
+def _moved(tensor: Tensor, starts: Sequence[int]) -> Tensor:
+    """[B, N, S, D] whose rows begin at `starts`, moved to the left end."""
+    return torch.stack([row.roll(-start, 1) for row, start in zip(tensor, starts)])
+
+
+def _without_padding(k: Tensor, v: Tensor, lengths: Sequence[int], padding: Tensor, query_len: int) -> Tuple[Tensor, Tensor, List[int]]:
+    """Keys and values at the left end, and their lengths: none where one query's keys would begin before the tensor."""
+    starts = _starts(lengths, k.shape[2], padding)
+    for i, (start, length) in enumerate(zip(starts, lengths)):
+        if start < 0 and query_len > 1:
+            raise ValueError(f"kv_padding_size is {int(padding)} and the length of sequence {i} is {length}, more than the {k.shape[2]} rows of key")
+    kept = [0 if start < 0 else length for start, length in zip(starts, lengths)]
+    return _moved(k, starts), _moved(v, starts), kept
 
 
 def _joined(tensors: Sequence[Tensor], name: str, layout: str, kv_heads: int) -> Tuple[Tensor, List[int]]:
@@ -159,7 +167,8 @@ def _answer(p: Problem, wants_lse: bool) -> Tuple[Tensor, Optional[Tensor]]:
     query, packed = p.query, None
     options = {**p.rule.options(), **p.more}
     if not p.varlen and p.q_lengths is not None and any(length != query.shape[2] for length in p.q_lengths):
-        inside = torch.arange(query.shape[2])[None] < torch.tensor(p.q_lengths)[:, None]
+        row, first = torch.arange(query.shape[2])[None], 0 if p.q_starts is None else torch.tensor(p.q_starts)[:, None]
+        inside = (row >= first) & (row < first + torch.tensor(p.q_lengths)[:, None])
         packed = inside
         query = query.transpose(1, 2)[inside]
         if "query_rope" in options:
@@ -227,6 +236,7 @@ def problem(name: str, query: Tensor, key: Union[Tensor, Sequence[Tensor]], valu
     kv_heads = kv_heads or heads
     is_list = isinstance(key, (list, tuple))
     more: Dict[str, Any] = {"softmax_scale": float(scale)}
+    q_starts: Optional[List[int]] = None
     if query.dtype == torch.int8:
         missing(name, "int8 queries: the core has no attention of integer products (full quantisation)")
     if is_list and len(key) == 1:
@@ -267,14 +277,18 @@ def problem(name: str, query: Tensor, key: Union[Tensor, Sequence[Tensor]], valu
         for i, length in enumerate(q_list or ()):
             if not 0 <= length <= query_len:
                 raise ValueError(f"the lengths of queries have {length} for sequence {i}, must be 0 to the {query_len} of query")
-        if padding[0] is not None and q_list is not None:
-            q = _moved(q, q_list, padding[0])
+        if padding != (None, None) and (mask is not None or pse is not None):
+            missing(name, "a mask or pse_shift beside left padding: which of their rows and columns are meant is not stated")
+        if padding[0] is not None:
+            if q_list is None:
+                raise ValueError("query_padding_size needs lengths of queries")
+            q_starts = _starts(q_list, query_len, padding[0])
+            if min(q_starts, default=0) < 0:
+                raise ValueError(f"query_padding_size is {int(padding[0])} and the lengths of queries are {q_list}, more than the {query_len} rows of query")
         if padding[1] is not None:
             if kv_list is None or block_table is not None or is_list:
                 raise ValueError("kv_padding_size needs lengths of keys, and goes with neither pages nor lists of tensors")
-            if mask is not None or pse is not None:
-                missing(name, "a mask or pse_shift beside left padding: which of their columns are meant is not stated")
-            k, v = (_moved(tensor, kv_list, padding[1]) for tensor in (k, v))
+            k, v, kv_list = _without_padding(k, v, kv_list, padding[1], query_len)
     if shared[0] is not None:
         if block_table is not None or is_list or varlen:
             raise ValueError("a shared prefix goes with neither pages, lists of tensors nor TND")
@@ -293,11 +307,14 @@ def problem(name: str, query: Tensor, key: Union[Tensor, Sequence[Tensor]], valu
             missing(name, "sparse_mode 9, the mask of a tree: kv_cache.paged_attention(tree_mask=) has trees")
         raise ValueError(f"sparse_mode is {mode}, must be 0 to 4")
     if query_len == 1 and not varlen and ropes[0] is None:
+        if mode in (2, 3, 4) and mask is not None and mask.shape[-2:] == (2048, 2048) and batch != 2048:
+            raise ValueError(f"atten_mask is {list(mask.shape)}, the compressed one of sparse_mode {mode}, which does not count for one query: "
+                             "pass none, or one of (B, Skv)")
         mode = 1  # sparse_mode, pre and next tokens do not count for one query
     rule = rule_of(mode, _mask(mask, mode, query_len, batch, varlen), pre, following)
     if rule.mask is not None:
         rule = rule._replace(mask=_columns(rule.mask, query_len, columns))
-    return Problem(q, k, v, _LAYOUTS[layout], q_list, kv_list, varlen, block_table, rule, more)
+    return Problem(q, k, v, _LAYOUTS[layout], q_list, q_starts, kv_list, varlen, block_table, rule, more)
 
 
 def _keys(key: Any, block_table: Optional[Tensor], lengths: Optional[List[int]]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Sequence
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -95,20 +95,42 @@ def _training(name: str, a: Arguments) -> None:
             sizes = query.shape[layout.index("S")], key.shape[layout.index("S")]
             batch = query.shape[layout.index("B")]
             _one_of("the shape of atten_mask", tuple(mask.shape), ((batch, heads, *sizes), (batch, 1, *sizes), (1, 1, *sizes), sizes))
+        elif mode in (0, 1):
+            longest = [max(column) for column in zip(*_sizes(a))]
+            if list(mask.shape) != longest:
+                _refuse("the shape of atten_mask", list(mask.shape), f"{longest} in TND, the longest queries and keys")
         if mode in (0, 4, 7, 8):
             _window(a, mode)
-    if a.get("prefix") is not None:
-        _span("the length of prefix", len(a["prefix"]), 1, 32)
+    if mask is not None and mode in (5, 6):
+        _prefix(a, mode)
+    if a["pse"] is not None and layout == "TND" and any(0 in pair for pair in _sizes(a)):
+        _refuse("pse", "given beside a sequence of no tokens", "none there")
+
+
+def _prefix(a: Arguments, mode: int) -> None:
+    """Columns that all rows see, of every sequence: below the diagonal of its first row they would change nothing."""
+    layout, prefix = a["input_layout"], a["prefix"] if a["prefix"] is not None else ()
+    if mode == 5 and layout == "TND":
+        _refuse("input_layout", layout, "others in sparse_mode 5")
+    _span("the length of prefix", len(prefix), 1, 32)
+    for i, (columns, (queries, keys)) in enumerate(zip(prefix, _sizes(a) * (1 if layout == "TND" else len(prefix)))):
+        _span(f"the prefix of sequence {i}", columns, 0 if queries > keys else keys - queries, keys)
+
+
+def _sizes(a: Arguments) -> List[Tuple[int, int]]:
+    """(queries, keys) of every sequence of TND, or the one pair of the others."""
+    layout = a["input_layout"]
+    if layout == "TND":
+        return list(zip(*(lengths_of(totals(name, a[name])) for name in ("actual_seq_qlen", "actual_seq_kvlen"))))
+    queries, keys = (a[name].shape[layout.index("S")] for name in ("query", "key"))
+    return [(queries, keys)]
 
 
 def _window(a: Arguments, mode: int) -> None:
     """Sides of a band that are negative, or too short for the modes 7 and 8, as section 1.1 has it of every sequence."""
     first, second = ("pre_tockens", "next_tockens") if "pre_tockens" in a else ("pre_tokens", "next_tokens")
-    pre, following, layout = a[first], a[second], a["input_layout"]
-    if layout == "TND":
-        sizes = [pair for pair in zip(*(lengths_of(totals(name, a[name])) for name in ("actual_seq_qlen", "actual_seq_kvlen"))) if 0 not in pair]
-    else:
-        sizes = [tuple(a[name].shape[layout.index("S")] for name in ("query", "key"))]
+    pre, following = a[first], a[second]
+    sizes = [pair for pair in _sizes(a) if 0 not in pair]
     if pre + following < 0:
         _refuse(f"{first} + {second}", pre + following, "sums from 0 on")
     for queries, keys in sizes if mode == 0 else sizes[-1:] if mode == 7 else sizes[:1] if mode == 8 else ():
@@ -138,8 +160,8 @@ def _inference(name: str, a: Arguments) -> None:
         if not tensor.is_contiguous():
             _refuse(what, f"of strides {list(tensor.stride())}", "contiguous tensors")
     _span("the heads of query", heads, 1, 256)
+    _multiple("the heads of query", heads, max(kv_heads, 1))
     _span("the query heads of a key head", heads // max(kv_heads, 1), 1, 64)
-    _multiple("the heads of query", heads, kv_heads)
     if layout in ("BSH", "BSND", "BNSD", "TND", "NTD"):
         dim = head_dim_of(query, layout, heads)
         _span("D", dim, 1, 512)
@@ -158,6 +180,35 @@ def _inference(name: str, a: Arguments) -> None:
     for what in _PRE:
         if abs(a.get(what, 0)) > LARGEST:
             _refuse(what, a[what], "integers of 32 bits")
+    _of_small_integers(a, first, layout)
+    if mask is not None and layout in ("BSH", "BSND", "BNSD") and not isinstance(key, (list, tuple)) and a.get("block_table") is None:
+        axis = layout.index("S")
+        _int8_results(a, query.shape[axis], first.shape[axis])
+
+
+def _of_small_integers(a: Arguments, key: Tensor, layout: str) -> None:
+    """How int8 and int4 keys and values are scaled."""
+    first, second = ("key_quant_mode", "value_quant_mode") if "key_quant_mode" in a else ("key_antiquant_mode", "value_antiquant_mode")
+    if key.dtype not in (torch.int8, torch.int32) or first not in a or layout not in ("BSH", "BSND", "BNSD"):
+        return
+    modes = a[first], a[second]
+    if modes[0] != modes[1] and modes != (0, 1):
+        _refuse(second, modes[1], f"that of key, {modes[0]}" + (", or 1" if modes[0] == 0 else ""))
+    if a["query"].shape[layout.index("S")] > 1 and modes[0] > 1:
+        _refuse(first, modes[0], "0 or 1 for more than one query")
+
+
+def _int8_results(a: Arguments, queries: int, keys: int) -> None:
+    """An output scale beside rows that see no key: no offset, and no side below 0 in mode 4."""
+    scale, offset = ("quant_scale_out", "quant_offset_out") if "quant_scale_out" in a else ("quant_scale2", "quant_offset2")
+    mode, pre, following = a.get("sparse_mode", 0), a.get("pre_tokens", LARGEST), a.get("next_tokens", LARGEST)
+    if a.get(scale) is None:
+        return
+    if mode == 4 and min(pre, following) < 0:
+        _refuse("pre_tokens or next_tokens", min(pre, following), f"0 or more in sparse_mode 4 beside {scale}")
+    some_row_is_empty = {0: queries - keys - pre > 0 or following < 0, 3: keys < queries, 4: following + keys - queries < 0}
+    if a.get(offset) is not None and some_row_is_empty.get(mode, False):
+        _refuse(offset, "given where a row sees no key", "none there")
 
 
 @_limits("npu_sparse_flash_attention")
@@ -188,7 +239,7 @@ def _blocks(name: str, a: Arguments) -> None:
         _refuse("inner_precise", a["inner_precise"], "0 with bfloat16")
 
 
-@_limits("npu_moe_gating_top_k_softmax")
+@_limits("npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k_softmax_v2")
 def _gating(name: str, a: Arguments) -> None:
     _dtypes("x", a["x"], (*_HALVES, torch.float32))
     _span("k", a["k"], 1, min(a["x"].shape[-1], 1024))
@@ -212,11 +263,14 @@ def _expert_tokens(name: str, a: Arguments) -> None:
     _span("num_expert", a["num_expert"], 1, 2048)
 
 
-@_limits("npu_moe_init_routing_v2")
+@_limits("npu_moe_init_routing_v2", "npu_moe_init_routing_quant")
 def _routing(name: str, a: Arguments) -> None:
     _dtypes("x", a["x"], (*_HALVES, torch.float32, torch.int8))
     _dtypes("expert_idx", a["expert_idx"], (torch.int32,))
-    _span("expert_num", a["expert_num"], 1, 5120 if a["expert_tokens_num_type"] == 2 else 10240)
+    _span("expert_num", a["expert_num"], 1, 5120 if a.get("expert_tokens_num_type") == 2 else 10240)
+    start, end = a.get("active_expert_range") or (0, a["expert_num"])
+    if not 0 <= start <= end <= a["expert_num"]:
+        _refuse("active_expert_range", [start, end], f"parts of 0 to expert_num = {a['expert_num']}")
     if a["drop_pad_mode"] == 1:
         _span("expert_capacity", a["expert_capacity"], 1, a["x"].shape[0] - 1)
 
@@ -233,10 +287,65 @@ def _groups(name: str, a: Arguments) -> None:
         _span("the groups", a["group_list"].shape[0], 1, 1024)
 
 
+@_limits("npu_moe_re_routing")
+def _re_routing(name: str, a: Arguments) -> None:
+    _dtypes("tokens", a["tokens"], (*_HALVES, torch.int8))
+    _span("H of tokens", a["tokens"].shape[-1], 1, 16383)
+
+
+@_limits("npu_grouped_matmul_swiglu_quant", "npu_grouped_matmul_swiglu_quant_v2")
+def _gated_groups(name: str, a: Arguments) -> None:
+    weight = a["weight"] if isinstance(a["weight"], Tensor) else a["weight"][0]
+    for what, tensor in (("x", a["x"]), ("weight", weight)):
+        _dtypes(what, tensor, (torch.int8,))
+    _span("N of weight", weight.shape[-1], 1, 10240)
+    _span("K of x", a["x"].shape[-1], 1, 65535)
+    _span("the groups", weight.shape[0], 1, 1024)
+
+
+@_limits("npu_grouped_matmul_finalize_routing")
+def _added_groups(name: str, a: Arguments) -> None:
+    _span("the rows of x", a["x"].shape[0], 1, 131072)
+    experts, k, n = a["w"].shape
+    _span("the experts of w", experts, 1, 256)
+    _multiple("k of w", k, 16)
+    _multiple("n of w", n, 32)
+    if n < 256:
+        _refuse("n of w", n, "256 or more")
+    if a["shared_input"] is not None:
+        _span("the rows of shared_input", a["shared_input"].shape[0], 1, 2048)
+
+
+@_limits("npu_ffn")
+def _blocks_of_experts(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], (*_HALVES, torch.int8))
+    first, second = a["weight1"].shape[-2], a["weight2"].shape[-2]
+    _span("K of weight1", first, 1, 65535)
+    _span("K of weight2", second, 1, 65535)
+    if a["weight2"].shape[-1] != first:
+        _refuse("N of weight2", a["weight2"].shape[-1], f"K of weight1, {first}")
+    for what in ("expert_tokens", "expert_tokens_index"):
+        if a[what] is not None:
+            _span(f"the length of {what}", len(a[what]), 1, 256)
+
+
+@_limits("npu_dequant_swiglu_quant")
+def _dequantised_gate(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], (*_HALVES, torch.int32))
+    if a["x"].dtype == torch.int32 and a["activation_scale"] is None:
+        _refuse("activation_scale", None, "one for each row of an int32 x")
+    if a["group_index"] is not None:
+        _dtypes("group_index", a["group_index"], (torch.int64,))
+        _span("2H", a["x"].shape[-1], 2, 2 * 10496)
+        _multiple("2H", a["x"].shape[-1], 64)
+
+
 @_limits("npu_swiglu_quant")
 def _gate_quant(name: str, a: Arguments) -> None:
     _dtypes("x", a["x"], (*_HALVES, torch.float32))
     _span("the last dimension of x", a["x"].shape[-1], 2, 8192)
+    if a["dst_type"] is not None and a["dst_type"] is getattr(torch, "quint4x2", None):
+        _multiple("the last dimension of x", a["x"].shape[-1], 4)
 
 
 @_limits("npu_dynamic_quant")
@@ -259,6 +368,19 @@ def _quant_product(name: str, a: Arguments) -> None:
 def _gate(name: str, a: Arguments) -> None:
     if a["self"].numel() == 0:
         _refuse("self", list(a["self"].shape), "no empty tensors")
+
+
+@_limits("npu_interleave_rope")
+def _dealt_rotary(name: str, a: Arguments) -> None:
+    _dtypes("x", a["x"], _HALVES)
+    _one_of("D", a["x"].shape[-1], (64,))
+
+
+@_limits("npu_mrope")
+def _rotary_of_positions(name: str, a: Arguments) -> None:
+    step = 16 if a["query"].dtype == torch.float32 else 32
+    _multiple("head_size", a["head_size"], step)
+    _multiple("rotary_dim of cos_sin_cache", a["cos_sin_cache"].shape[-1], step)
 
 
 @_limits("npu_rotary_mul")

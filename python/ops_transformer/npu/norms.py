@@ -175,35 +175,31 @@ _MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
 
 def _slots(index: Tensor, cache: Tensor, mode: str, batch: int, length: int) -> Tensor:
     """int64 [batch * length]: the row of the flat cache of every token, negative where it is skipped."""
+    size = cache.shape[2] if mode == "Norm" else cache.shape[1]
     if mode == "Norm":
-        index = index.reshape(batch, length)
-        rows = index + torch.arange(batch)[:, None] * cache.shape[2]
-        return torch.where(index < 0, -1, rows).reshape(-1)
-    size = cache.shape[1]
-    if not mode.startswith("PA_BLK"):
-        return index.reshape(-1)
-    pages = -(-length // size)
-    starts = index.reshape(batch, pages)[:, torch.arange(length) // size]
-    return torch.where(starts < 0, -1, starts // size * size + torch.arange(length) % size).reshape(-1)
+        index, most = index.reshape(batch, length), size
+        rows = torch.where(index < 0, -1, index + torch.arange(batch)[:, None] * size).reshape(-1)
+    else:
+        rows, most = index.reshape(-1), cache.shape[0] * size
+        if mode.startswith("PA_BLK"):
+            starts = index.reshape(batch, -(-length // size))[:, torch.arange(length) // size]
+            rows = torch.where(starts < 0, -1, starts // size * size + torch.arange(length) % size).reshape(-1)
+    if index.numel() and int(index.max()) >= most:
+        raise ValueError(f"index names row {int(index.max())}, but {'a sequence of the cache' if mode == 'Norm' else 'the cache'} has {most}")
+    return rows.long()
 
 
 def _write_rows(cache: Tensor, rows: Tensor, slots: Tensor, mode: str) -> None:
     """rows [tokens, D] into a cache, whose pages of NZ forms hold chunks of columns one after the other."""
-    if cache.dtype == torch.int8 and rows.dtype != torch.int8:
-        raise ValueError("a cache is int8, but its scales are not given")
     taken = slots >= 0
-    where, rows = slots[taken].long(), rows[taken].to(cache.dtype)
+    where, rows = slots[taken], rows[taken].to(cache.dtype)
     width = rows.shape[1]
-    size = cache.shape[2] if mode == "Norm" else cache.shape[1]
-    most = cache.shape[0] * size
-    if where.numel() and int(where.max()) >= most:
-        raise ValueError(f"index names row {int(where.max())}, but the cache has {most}")
     if mode.endswith("NZ"):
-        chunk = 32 if cache.dtype == torch.int8 else 16
+        size, chunk = cache.shape[1], 32 if cache.dtype == torch.int8 else 16
         pages = cache.view(cache.shape[0], width // chunk, size, chunk)
         pages[where // size, :, where % size] = rows.view(-1, width // chunk, chunk)
     else:
-        cache.view(most, width)[where] = rows
+        cache.view(-1, width)[where] = rows
 
 
 def _latent(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor,
@@ -216,6 +212,8 @@ def _latent(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, 
         raise ValueError(f'cache_mode is "{cache_mode}", must be one of {", ".join(_MODES)}')
     if (k_rope_scale is None) != (c_kv_scale is None):
         raise ValueError("k_rope_scale and c_kv_scale go together, but one of them is not given")
+    if k_rope_scale is None and torch.int8 in (k_cache.dtype, ckv_cache.dtype):
+        raise ValueError("a cache is int8, but its scales are not given")
     batch, _, length, width = kv.shape
     rope_width, normed = cos.shape[-1], gamma.numel()
     kv = kv.detach()
@@ -229,12 +227,11 @@ def _latent(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, 
         both = rms_norm(kv, gamma.detach(), epsilon)
         k = torch.cat([npu_interleave_rope(both[..., :rope_width], cos, sin), both[..., rope_width:]], -1)
         first, second, y = k, v.detach(), v.detach()
+    places = [_slots(index, cache, cache_mode, batch, length) for cache in (k_cache, ckv_cache)]
     with torch.no_grad():
-        for cache, rows, scale in ((k_cache, first, k_rope_scale), (ckv_cache, second, c_kv_scale)):
+        for cache, rows, scale, slots in zip((k_cache, ckv_cache), (first, second), (k_rope_scale, c_kv_scale), places):
             rows = rows.reshape(batch * length, rows.shape[-1])
-            if scale is not None:
-                rows = quantised(rows.float() * scale.float())
-            _write_rows(cache, rows, _slots(index, cache, cache_mode, batch, length), cache_mode)
+            _write_rows(cache, rows if scale is None else quantised(rows.float() * scale.float()), slots, cache_mode)
     return k, y
 
 

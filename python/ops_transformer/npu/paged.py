@@ -23,8 +23,8 @@ def _is_nz(cache: Tensor, heads: int, width: int) -> bool:
     return cache.dim() == 4 and cache.shape[2:] != (heads, width) and cache.shape[1] * cache.shape[3] == heads * width
 
 
-def _write(tensor: Tensor, cache: Tensor, slots: Tensor, mode: Optional[str], name: str) -> None:
-    """Rows of tensor [tokens, heads, D] into the slots of a cache; slots below 0 are skipped."""
+def _places(tensor: Tensor, cache: Tensor, slots: Tensor, mode: Optional[str], name: str) -> Tuple[Tensor, int]:
+    """Checks a write; the cache as a view [blocks, block_size, ..], and its block_size."""
     if tensor.dim() != 3:
         raise NotImplementedError(f"{name} has {tensor.dim()} dimensions, must be [tokens, heads, D]: {_COMPRESSED}")
     if tensor.dtype != cache.dtype:
@@ -48,10 +48,17 @@ def _write(tensor: Tensor, cache: Tensor, slots: Tensor, mode: Optional[str], na
     most = cache.shape[0] * size
     if tokens and int(slots.max()) >= most:
         raise ValueError(f"slot_mapping has {int(slots.max())}, but the cache has {most} slots")
+    return rows, size
+
+
+def _write(pairs: Sequence[Tuple[str, Tensor, Tensor]], slots: Tensor, modes: Sequence[Optional[str]]) -> None:
+    """Rows of tensors [tokens, heads, D] into the slots of their caches; slots below 0 are skipped, and all is checked first."""
+    places = [_places(tensor, cache, slots, mode, name) for (name, tensor, cache), mode in zip(pairs, modes)]
     taken = slots >= 0
     where = slots[taken].long()
     with torch.no_grad():
-        rows[where // size, where % size] = tensor[taken].reshape(-1, *rows.shape[2:])
+        for (_, tensor, _), (rows, size) in zip(pairs, places):
+            rows[where // size, where % size] = tensor[taken].reshape(-1, *rows.shape[2:])
 
 
 def _check_pair(key: Tensor, value: Tensor, slots: Tensor, mode: Optional[str]) -> None:
@@ -71,8 +78,7 @@ def _write_pair(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
         negative = slots < 0
         scatter_pa_kv_cache(key, value, slots.masked_fill(negative, -1), key_cache, value_cache)
         return
-    _write(key, key_cache, slots, mode, "key")
-    _write(value, value_cache, slots, mode, "value")
+    _write([("key", key, key_cache), ("value", value, value_cache)], slots, [mode, mode])
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -186,14 +192,14 @@ def _npu_paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, 
 @device_function(fake=_nothing, mutates=("key_cache", "value_cache"))
 def _npu_reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
     """Writes tokens into their slots, in place; the form of the caches is seen by their shapes."""
-    for name, tensor, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        _write(tensor, cache, slot_indices, "PA_NZ" if _is_nz(cache, *tensor.shape[1:]) else None, name)
+    pairs = [("key", key, key_cache), ("value", value, value_cache)]
+    _write(pairs, slot_indices, ["PA_NZ" if _is_nz(cache, *tensor.shape[1:]) else None for _, tensor, cache in pairs])
 
 
 @device_function(fake=_nothing, mutates=("key_cache",))
 def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Tensor, slot_indices: Tensor) -> None:
     """The same of one cache."""
-    _write(key, key_cache, slot_indices, "PA_NZ" if _is_nz(key_cache, *key.shape[1:]) else None, "key")
+    _write([("key", key, key_cache)], slot_indices, ["PA_NZ" if _is_nz(key_cache, *key.shape[1:]) else None])
 
 
 @device_function(mutates=("key_cache",))

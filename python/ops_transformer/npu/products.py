@@ -23,6 +23,12 @@ def _bias_of(bias: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
     return bias.to(x.dtype) if bias is not None and x.dtype == torch.float64 else bias
 
 
+def _plain(function: str, name: str, weight: Tensor) -> None:
+    """Refuses weights cut in tiles of 16 rows and 16 or 32 columns."""
+    if weight.dim() == 5:
+        missing(function, f"{name} in 5-D form NZ: give [K, N] of each group")
+
+
 def float_product(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """x [m, k] times weight [k, n], + bias [n]."""
     return matmul(x, weight.t(), bias=_bias_of(bias, x))
@@ -171,6 +177,8 @@ def npu_ffn(x: Tensor, weight1: Tensor, weight2: Tensor, activation: str, *, exp
     """activation(x w1 + b1) w2 + b2. expert_tokens are counts, expert_tokens_index running totals."""
     if activation in ("geglu", "swiglu", "reglu"):
         missing("npu_ffn", f'activation "{activation}": which half of its columns is activated is not stated for the device')
+    for name, weight in (("weight1", weight1), ("weight2", weight2)):
+        _plain("npu_ffn", name, weight)
     act = _ACTIVATIONS.get(activation)
     if act is None or activation == "gelu_tanh":
         raise ValueError(f'activation is "{activation}", must be one of fastgelu, gelu, relu, silu')
@@ -326,8 +334,8 @@ def npu_grouped_matmul(x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: O
     act = act_type or 0
     if act not in (0, *_ACTS) or (act and not per_token_scale):
         raise ValueError(f"act_type is {act_type}, must be 0, or with per_token_scale 1, 2, 4 or 5")
-    if any(w.dim() == 5 for w in weight):
-        missing("npu_grouped_matmul", "weight in 5-D form NZ: give [K, N]")
+    for w in weight:
+        _plain("npu_grouped_matmul", "weight", w)
     if any(tensor.is_floating_point() for tensor in x):
         for name, given in (("scale", scale), ("per_token_scale", per_token_scale)):
             if given:
@@ -392,6 +400,7 @@ def npu_grouped_matmul_swiglu_quant(x: Tensor, weight: Tensor, group_list: Tenso
                                     bias: Optional[Tensor] = None, offset: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
     """(int8 of silu(first half) * second half, a scale for each row, an empty offset); group_list is running totals."""
     refuse_given("npu_grouped_matmul_swiglu_quant", "the device takes none", bias=bias, offset=offset)
+    _plain("npu_grouped_matmul_swiglu_quant", "weight", weight)
     q, scales = _swiglu_quantised(x, weight, weight_scale, x_scale, group_counts(group_list, 0, weight.shape[0]))
     return q, scales, scales.new_zeros(())
 
@@ -415,6 +424,7 @@ def npu_grouped_matmul_swiglu_quant_v2(x: Tensor, weight: Sequence[Tensor], weig
         missing(name, f"dequant_mode {dequant_mode}, quant_mode {quant_mode}, quant_dtype {quant_dtype}: int8 by channel is implemented")
     if len(weight) != 1 or len(weight_scale) != 1:
         raise ValueError(f"weight has {len(weight)} tensors and weight_scale {len(weight_scale)}, must have 1 each")
+    _plain(name, "weight", weight[0])
     counts = group_counts(group_list, group_list_type or 0, weight[0].shape[0])
     return _swiglu_quantised(x, weight[0], weight_scale[0], x_scale, counts)
 
@@ -433,6 +443,7 @@ def npu_grouped_matmul_finalize_routing(x: Tensor, w: Tensor, group_list: Tensor
     name = "npu_grouped_matmul_finalize_routing"
     refuse_given(name, "it belongs to int4 weights, which are not implemented here", bias=bias, offset=offset)
     refuse_given(name, _EIGHT_BITS, x_dtype=x_dtype, w_dtype=w_dtype, scale_dtype=scale_dtype, pertoken_scale_dtype=pertoken_scale_dtype)
+    _plain(name, "w", w)
     if dtype not in (None, torch.float32):
         raise ValueError(f"dtype is {dtype}, must be float32")
     if scale is None or row_index is None:
