@@ -410,9 +410,12 @@ TEST(AttentionBytePages, RefusalsOfGroupsAndPanels) {
   EXPECT_EQ(message(in),
             "flash_attention_forward: key_scales of block 1, row 5, head 0, group 1 is -2.000000, but must be >= 0");
   of_key = 1;
-  static_cast<float*>(ones.data())[(1 * 2 + 1) * 32 + 8] = -2;  // row 8 is beyond the last key; as a value's row 20
-  in.value_scales = ones.tensor(DType::f32, {4, 1, 32, 1});
+  const GuardedBuffer more(4 * 32 * 2 * 4);
+  std::fill_n(static_cast<float*>(more.data()), 4 * 32 * 2, 1.0f);
+  in.value_scales = more.tensor(DType::f32, {4, 1, 32, 2});
+  static_cast<float*>(ones.data())[(1 * 2 + 1) * 32 + 8] = -2;  // row 8 is beyond the last key
   EXPECT_EQ(message(in), "");
+  static_cast<float*>(ones.data())[(1 * 2 + 1) * 32 + 8] = 1;
   in.key_offsets = in.key_scales;
   EXPECT_EQ(message(in), "flash_attention_forward: key_offsets and value_offsets must both be given or both be absent");
   in.value_offsets = in.value_scales;
