@@ -78,7 +78,7 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     PagedAttention, return_statistics a PagedStatistics.
 
     Caches may be of eight bits, or ScaledPages: they are read where they are. Of layout "panel32" those of int4, and of int8 with
-    offsets or several scales to a row, are refused (ValueError): convert_pages makes "norm" pages of them.
+    offsets or several scales to a row, are not multiplied as panels: keys of a tile are copied first, which is slower than "norm".
 
     Prompts and decoded tokens in one call: with actual_seq_qlen, where each sequence's queries end (lengths 2, 0, 3 ->
     [2, 2, 5]), query and result are [tokens, num_heads, head_dim].
