@@ -8,7 +8,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 from ._arrays import int64, integers, refusal, view
 from ._block_mask import option_parts
 from ._calls import _kind_of, checked
-from ._core import UNBOUNDED, AttentionCall, View
+from ._core import UNBOUNDED, AttentionCall, Context, View
 
 
 class Options(NamedTuple):
@@ -160,3 +160,18 @@ def core_call(tensors: Dict[str, View], numbers: Dict[str, Any]) -> AttentionCal
         if name not in ("query", "key", "value"):
             setattr(call, name, tensor)
     return call
+
+
+# Fields of the core's structs, as its messages name them, and the arguments that hold them here.
+_FIELDS = {"sparse_indices.indices": "sparse_indices", "sparse_indices.block_size": "sparse_block_size"}
+
+
+def forward(tensors: Dict[str, View], numbers: Dict[str, Any], context: Context, *outputs: Optional[View]) -> None:
+    """Computes the call into views; what is refused is named as the arguments are here."""
+    try:
+        core_call(tensors, numbers).forward(context, *outputs)
+    except ValueError as error:
+        text = str(error)
+        for field, argument in _FIELDS.items():
+            text = text.replace(field, argument)
+        raise ValueError(text) from None

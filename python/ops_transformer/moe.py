@@ -69,7 +69,7 @@ def moe_gating(logits: Any, top_k: int, *, scores: str = "softmax", bias: Any = 
     return Gating(ids, weights, all_scores) if return_scores else (ids, weights)
 
 
-@public
+@public(torch=_torch_forms)
 def moe_gating_backward(logits: Any, topk_ids: Any, grad_topk_weights: Any, *, grad_scores: Any = None, scores: str = "softmax",
                     renormalise: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
                     context: Optional[Context] = None) -> Any:
@@ -160,7 +160,7 @@ def moe_finalize(expanded: Any, row_of_slot: Any, topk_weights: Any = None, *, s
     return out
 
 
-@public
+@public(torch=_torch_forms)
 def moe_finalize_backward(grad_out: Any, expanded: Any, row_of_slot: Any, topk_weights: Any = None, *, bias: Any = None,
                       topk_ids: Any = None, context: Optional[Context] = None) -> FinalizeGradients:
     """Gradients of expanded, and of topk_weights and bias where these are given. The gradient of either skip is grad_out. No two
@@ -221,7 +221,7 @@ def moe_layer(x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Option
     return Layer(out, ids, chosen, counts) if return_routes else out
 
 
-@public
+@public(torch=_torch_forms)
 def moe_layer_backward(grad_out: Any, x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Optional[int] = None, *,
                        topk_ids: Any = None, topk_weights: Any = None, gate_up_bias: Any = None, down_bias: Any = None,
                        scores: str = "softmax", gate_bias: Any = None, finished: Any = None, renormalise: bool = False,
