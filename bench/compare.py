@@ -23,7 +23,8 @@ code is 1.
 Peers, each where it is installed (scripts/requirements-torch.txt, scripts/requirements-peer-*.txt): torch's flash and math
 path, torch's compiled flex_attention (in rows of sparse blocks), ONNX Runtime's MultiHeadAttention,
 its Attention of opset 23 and its GroupQueryAttention over a cache, ggml, OpenVINO, vLLM's kernels, zentorch, JAX.
-In rows of the group moe: a loop over the experts in torch, vLLM's cpu_fused_moe, zentorch's zentorch_fused_moe.
+In rows of the group moe: a loop over the experts in torch, vLLM's cpu_fused_moe, zentorch's zentorch_fused_moe,
+ggml's mul_mat_id.
 """
 
 import argparse

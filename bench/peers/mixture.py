@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .adapters import NoSuchCall, load_vllm
+from .ggml import Graph
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -151,8 +152,40 @@ class Zentorch:
         return Call(run)
 
 
+class Ggml:
+    """ggml's experts as llama.cpp has them: mul_mat_id of gate, up and down, in the weights' own type, rows between in f32."""
+
+    name, package = "ggml", "libggml-python"
+
+    def prepare(self, case, inputs):
+        if case.training:
+            raise NoSuchCall("has no gradients of mul_mat_id")
+        gate, up = inputs.gate_up.chunk(2, 1)
+        x = inputs.x.float()[:, None]  # one row for all choices of a token
+        ids, weights = inputs.ids.to(torch.int32), inputs.weights[..., None]
+        rows = case.tokens * case.top_k
+        given = (x, ids, weights, gate, up, inputs.down)
+        graph = Graph(sum(t.numel() * t.element_size() for t in given)
+                      + 4 * rows * (3 * case.intermediate + 3 * case.hidden) + (1 << 20))
+        x, ids, weights, gate, up, down = map(graph.tensor, given)
+        hidden = graph.op("swiglu_split", graph.op("mul_mat_id", gate, x, ids), graph.op("mul_mat_id", up, x, ids))
+        experts = graph.op("mul", graph.op("mul_mat_id", down, hidden, ids), weights)
+        row = 4 * case.hidden
+        choices = [graph.op("view_2d", experts, case.hidden, case.tokens, case.top_k * row, k * row) for k in range(case.top_k)]
+        out = choices[0]
+        for choice in choices[1:]:
+            out = graph.op("add", out, choice)
+        graph.finish(out, inputs.x.shape)
+
+        def run():
+            graph.run()
+            return (graph.out,)
+
+        return Call(run, lambda value: (value[0].to(inputs.x.dtype),))
+
+
 OURS = Ours()
-PEERS = (TorchLoop(), Vllm(), Zentorch())
+PEERS = (TorchLoop(), Vllm(), Zentorch(), Ggml())
 
 
 class Verdict(NamedTuple):

@@ -113,6 +113,28 @@ def test_a_wrong_layer_of_ours_is_named(monkeypatch):
         assert row["wrong"] == []
 
 
+@pytest.mark.parametrize("text", ["f32 moe 9x4/2x32x24", "f16 moe 33x8/3x64x40", "bf16 moe 1x4/1x40x33", "bf16 moe 70x5/5x32x24"])
+def test_experts_of_ggml(text):
+    _torch()
+    pytest.importorskip("libggml", reason="libggml-python is not installed (scripts/requirements-peer-ggml.txt)")
+    from peers import adapters, mixture
+
+    class WithAnotherExpert(mixture.Ggml):
+        name = "ggml with another expert"
+
+        def prepare(self, case, inputs):
+            ids = inputs.ids.clone()
+            ids[-1, 0] = (ids[-1, 0] + 1) % case.experts
+            return super().prepare(case, inputs._replace(ids=ids))
+
+    case, options = cases.parse(text), argparse.Namespace(threads=1, pairs=1, seconds=1)
+    row = compare.measure(case, [mixture.OURS, mixture.Ggml(), WithAnotherExpert()], options)
+    assert row["refused"] == {} and row["wrong"] == ["ggml with another expert"], row
+    assert set(row["error"]) == {"ours", "ggml", "ggml with another expert"}
+    training = cases.parse(text.replace("moe", "moe training"))
+    assert adapters.prepare(mixture.Ggml(), training, mixture.make_inputs(training)) == (None, "has no gradients of mul_mat_id")
+
+
 def test_every_case_of_every_group_is_one():
     for texts in cases.GROUPS.values():
         assert [str(cases.parse(text)) for text in texts] == texts
