@@ -7,7 +7,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from ._arrays import int64, integers, refusal, view
 from ._block_mask import option_parts
-from ._calls import _kind_of, checked
+from ._calls import _kind_of, checked, of_the_core
 from ._core import UNBOUNDED, AttentionCall, Context, View
 
 
@@ -162,16 +162,10 @@ def core_call(tensors: Dict[str, View], numbers: Dict[str, Any]) -> AttentionCal
     return call
 
 
-# Fields of the core's structs, as its messages name them, and the arguments that hold them here.
+# The core's names of what has others here.
 _FIELDS = {"sparse_indices.indices": "sparse_indices", "sparse_indices.block_size": "sparse_block_size"}
 
 
 def forward(tensors: Dict[str, View], numbers: Dict[str, Any], context: Context, *outputs: Optional[View]) -> None:
-    """Computes the call into views; what is refused is named as the arguments are here."""
-    try:
-        core_call(tensors, numbers).forward(context, *outputs)
-    except ValueError as error:
-        text = str(error)
-        for field, argument in _FIELDS.items():
-            text = text.replace(field, argument)
-        raise ValueError(text) from None
+    """Computes the call into views."""
+    of_the_core(core_call(tensors, numbers).forward, _FIELDS, context, *outputs)

@@ -20,6 +20,9 @@ __all__ = ["GroupedGradients", "PackedIntWeight", "PackedWeight", "grouped_matmu
            "pack_blocks_stack", "pack_int", "pack_int_stack", "pack_stack", "plan", "read_ahead"]
 
 
+PackedIntStack = PackedIntWeight  # what pack_int_stack gives
+
+
 def _torch_forms() -> Dict[str, Any]:
     # Statements, which torch.compile follows where a compiled call is a process's first one.
     from ._torch_grouped import FORMS as GROUPED
@@ -218,7 +221,7 @@ def grouped_matmul(x: Any, weight: Any, counts: Any = None, *, ends: Any = None,
 
 
 @public(torch=_torch_forms)
-def grouped_matmul_swiglu_quant(x: Any, x_scales: Any, weight: PackedIntWeight, counts: Any = None, *, ends: Any = None,
+def grouped_matmul_swiglu_quant(x: Any, x_scales: Any, weight: PackedIntStack, counts: Any = None, *, ends: Any = None,
                                 bias: Any = None, smooth_scales: Any = None, context: Optional[Context] = None) -> Tuple[Any, Any]:
     """(out int8 [m, n / 2], scales float32 [m]) of silu(C[:, :n/2]) * C[:, n/2:], where C is the product of int8 rows x with
     x_scales [m] and the integer weight of their group (pack_int_stack): a quantised mixture's gate and up projections.
