@@ -26,14 +26,14 @@ ROOM_LINES = {
     "graph": 2080,
     "kv_cache": 2000,
     "machine": 1560,
-    "matmul": 4720,
+    "matmul": 4880,
     "mc2": 4750,
     "model": 3800,
-    "moe": 2953,
+    "moe": 2954,
     "quant": 1000,
     "rowwise": 1250,
     "simd": 1510,
-    "tile": 625,
+    "tile": 640,
 }
 # The examples in src/extending: how their files begin, and what each costs its author, without its tests.
 EXAMPLES = {

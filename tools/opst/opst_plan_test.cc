@@ -33,7 +33,8 @@ void expect_has(const std::string& text, const std::string& part) {
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
 TEST(OpstPlan, MemoryOfScores) {
-  const std::vector<std::string> words = {"memory", "--heads", "32", "--dtype", "bf16", "--seq", "4096,8192,16384,65536"};
+  const std::vector<std::string> words = {
+      "memory", "--heads", "32", "--dtype", "bf16", "--seq", "4096,8192,16384,65536"};
   const double gib[] = {1, 4, 16, 256};
   for (const bool train : {false, true}) {
     std::vector<std::string> asked = words;
@@ -87,13 +88,13 @@ TEST(OpstPlan, MemoryOfAKvCache) {
 
 TEST(OpstPlan, AttentionFollowsTheTileRule) {
   const auto rule = [&](const std::string& heads) {
-    return plan({"attention", "--heads", "8", "--head-dim", "128", "--dtype", "bf16", "--sram-heads", heads})["rows"][0];
+    return plan(
+        {"attention", "--heads", "8", "--head-dim", "128", "--dtype", "bf16", "--sram-heads", heads})["rows"][0];
   };
   // 1.5 MiB for so many heads.
-  for (const auto& [heads, block_q, block_kv] : {std::tuple("4", 256, 256), std::tuple("8", 256, 128),
-                                                 std::tuple("12", 128, 128), std::tuple("13", 128, 64),
-                                                 std::tuple("20", 64, 64), std::tuple("30", 64, 32),
-                                                 std::tuple("43", 32, 32), std::tuple("60", 32, 32)}) {
+  for (const auto& [heads, block_q, block_kv] :
+       {std::tuple("4", 256, 256), std::tuple("8", 256, 128), std::tuple("12", 128, 128), std::tuple("13", 128, 64),
+        std::tuple("20", 64, 64), std::tuple("30", 64, 32), std::tuple("43", 32, 32), std::tuple("60", 32, 32)}) {
     const nlohmann::json row = rule(heads);
     EXPECT_EQ(row["tile_rule"]["block_q"], block_q) << heads;
     EXPECT_EQ(row["tile_rule"]["block_kv"], block_kv) << heads;
@@ -109,8 +110,8 @@ TEST(OpstPlan, AttentionFollowsTheTileRule) {
 // Two tiles of which articles state less than their formula gives.
 TEST(OpstPlan, SaysWhatATileNeeds) {
   const auto text = [](const char* block, const char* head_dim) {
-    return plan_text({"attention", "--machine", "ascend-910", "--dtype", "bf16", "--block-q", block, "--block-kv", block,
-                      "--head-dim", head_dim});
+    return plan_text({"attention", "--machine", "ascend-910", "--dtype", "bf16", "--block-q", block, "--block-kv",
+                      block, "--head-dim", head_dim});
   };
   expect_has(text("128", "128"), "128 x 128 at head_dim 128 needs 128 KiB by the rule, 96 KiB with K and V in turn");
   expect_has(text("64", "256"), "64 x 64 at head_dim 256 needs 104 KiB by the rule, 72 KiB with K and V in turn");
@@ -202,8 +203,8 @@ TEST(OpstPlan, ThisMachineIsAProfileToo) {
 
 // A CPU is planned for as the library would plan on it.
 TEST(OpstPlan, ADescribedCpuHasTheLibrarysTiles) {
-  const nlohmann::json row =
-      plan({"attention", "--heads", "4", "--seq", "4096", "--dtype", "f32", "--head-dim", "128"}, "epyc-zen4")["rows"][0];
+  const nlohmann::json row = plan({"attention", "--heads", "4", "--seq", "4096", "--dtype", "f32", "--head-dim", "128"},
+                                  "epyc-zen4")["rows"][0];
   EXPECT_NE(row["tile_reason"], "the tile rule");
   EXPECT_GT(row["flash"]["predicted_ms"], row["flash"]["matrix_ms"]);  // its units take turns
 }

@@ -125,17 +125,20 @@ TEST(MachineProfile, RefusalsNameFileLineKeyGotAndExpected) {
   EXPECT_EQ(with(16, "[memory near]"), "m.machine:16: [memory near]: got it a second time, expected it once");
   EXPECT_EQ(with(13, "per = chip"), "m.machine:13: near.per: got 'chip', expected core or machine");
   EXPECT_EQ(with(13, "ways = 8"), "m.machine:13: near.ways: got an unknown key, expected one of per, bytes, read");
-  EXPECT_EQ(with(14, "bytes = 128 KB ; x"), "m.machine:14: near.bytes: got '128 KB ; x', expected a number and "
-                                            "KiB|B|MiB|GiB|TiB, then ; and the number's source");
+  EXPECT_EQ(with(14, "bytes = 128 KB ; x"),
+            "m.machine:14: near.bytes: got '128 KB ; x', expected a number and "
+            "KiB|B|MiB|GiB|TiB, then ; and the number's source");
   // What is missing is told at the end, or at the section that lacks it.
   EXPECT_EQ(with(2, ""), "m.machine:19: name: got the end of the file, expected it before the first [memory NAME]");
   EXPECT_EQ(with(3, ""), "m.machine:19: kind: got the end of the file, expected it before the first [memory NAME]");
   EXPECT_EQ(with(4, ""), "m.machine:19: tile_memory: got the end of the file, expected the name of a memory");
-  EXPECT_EQ(with(10, ""), "m.machine:19: start: got the end of the file, expected a number and us|ns|ms before the "
-                          "first [memory NAME]");
+  EXPECT_EQ(with(10, ""),
+            "m.machine:19: start: got the end of the file, expected a number and us|ns|ms before the "
+            "first [memory NAME]");
   EXPECT_EQ(with(13, ""), "m.machine:12: near.per: got no such line in its section, expected core or machine");
-  EXPECT_EQ(with(19, ""), "m.machine:16: far.read: got no such line in its section, expected a number and "
-                          "GB/s|MB/s|TB/s");
+  EXPECT_EQ(with(19, ""),
+            "m.machine:16: far.read: got no such line in its section, expected a number and "
+            "GB/s|MB/s|TB/s");
   EXPECT_EQ(refusal(std::vector<std::string>(kLines.begin(), kLines.begin() + 15)),
             "m.machine:15: [memory NAME]: got 1 of them, expected a near memory and the main one");
   std::vector<std::string> many = kLines;
@@ -235,7 +238,8 @@ AttentionProblem problem_of(int64_t heads, int64_t kv_heads, int64_t length) {
 }
 
 TEST(AttentionMemory, OfScores) {
-  for (const auto& [length, gib] : {std::pair(4096, 1), std::pair(8192, 4), std::pair(16384, 16), std::pair(65536, 256)}) {
+  for (const auto& [length, gib] :
+       {std::pair(4096, 1), std::pair(8192, 4), std::pair(16384, 16), std::pair(65536, 256)}) {
     const AttentionProblem p = problem_of(32, 32, length);
     EXPECT_EQ(score_bytes(p), gib * kGiB) << length;
     // q, k, v and out of 32 heads; training: their gradients too, and three matrices of scores.
@@ -286,8 +290,8 @@ TEST(AttentionOutlook, OfAnAcceleratorByHand) {
   EXPECT_DOUBLE_EQ(look.flash.seconds, look.flash.matrix_seconds + 1e-6);
   // Scores and weights of a head, 2 MiB each, are written and read in the far memory.
   EXPECT_EQ(look.standard.bytes, (std::vector<double>{69 * kMiB, 69 * kMiB}));
-  EXPECT_DOUBLE_EQ(look.standard.seconds, look.standard.matrix_seconds + look.standard.vector_seconds +
-                                              look.standard.level_seconds[1] + 3e-6);
+  EXPECT_DOUBLE_EQ(look.standard.seconds,
+                   look.standard.matrix_seconds + look.standard.vector_seconds + look.standard.level_seconds[1] + 3e-6);
   // All heads at a time: no tile fits in 16 KiB.
   expect_tile(attention_outlook(p, 0x1p20, m, {}).by_rule, {32, 32}, false, "all heads");
 }

@@ -83,7 +83,9 @@ double token_bytes(const KvArguments& a, int64_t value_dim) {
   }
   const auto side = [&](int64_t dim, int64_t groups) {
     const double scales = static_cast<double>(groups) * 4 * (format.has_offsets ? 2 : 1);
-    return static_cast<double>(dim) * static_cast<double>(size_bytes(format.dtype)) / (format.dtype == DType::u8 ? 2 : 1) + scales;
+    return static_cast<double>(dim) * static_cast<double>(size_bytes(format.dtype)) /
+               (format.dtype == DType::u8 ? 2 : 1) +
+           scales;
   };
   return side(a.head_dim, format.key_groups) + side(value_dim, format.value_groups);
 }
