@@ -377,8 +377,8 @@ TEST(ShapeCheck, DeclaredTensors) {
 TEST(ShapeCheck, ADtypeThatIsAllowedTwiceIsNamedOnce) {
   const auto message = [](DType given, DType of_x) {
     ShapeCheck check("op");
-    const double memory[4] = {};
-    check.tensor("bias", ConstTensor::contiguous(given, {4}, memory)).dtype({DType::f32, of_x}).dims({"n"});
+    const double zeros[4] = {};
+    check.tensor("bias", ConstTensor::contiguous(given, {4}, zeros)).dtype({DType::f32, of_x}).dims({"n"});
     return check.status().message();
   };
   EXPECT_EQ(message(DType::f64, DType::f32), "op: bias is f64, but must be f32");

@@ -167,7 +167,9 @@ TEST(OpstPlan, ALayerIsTheSumOfItsSteps) {
   // A decoded token reads weights and cache: bound by memory. Training holds more than 32 GiB.
   const nlohmann::json decode = plan({"layer", "--seq", "4096", "--query-len", "1"})["rows"][0];
   for (const nlohmann::json& step : decode["steps"]) {
-    if (step["weight_bytes"] > 0) EXPECT_EQ(step["bound"], "memory") << step;
+    if (step["weight_bytes"] > 0) {
+      EXPECT_EQ(step["bound"], "memory") << step;
+    }
   }
   EXPECT_EQ(plan({"layer", "--seq", "65536", "--train"})["rows"][0]["fits"], false);
   expect_has(plan_text({"layer", "--machine", "ascend-910", "--train"}), "kept for the gradients");
@@ -180,7 +182,9 @@ TEST(OpstPlan, EveryProfileNamesItsSources) {
     const nlohmann::json machine = plan({"memory"}, name)["machine"];
     expect_has(machine["origin"], std::string(name) + ".machine");
     for (const auto& [key, value] : machine.items()) {
-      if (value.is_object()) EXPECT_GT(value["source"].get<std::string>().size(), 3u) << name << ": " << key;
+      if (value.is_object()) {
+        EXPECT_GT(value["source"].get<std::string>().size(), 3u) << name << ": " << key;
+      }
     }
     for (const nlohmann::json& memory : machine["memories"]) {
       for (const char* key : {"bytes", "read_bytes_per_s"}) {
