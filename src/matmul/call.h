@@ -149,7 +149,7 @@ struct SingleProduct {
   bool held = true;  // false: the form of x cannot hold one of its rows
   const void* panels = nullptr;
   int64_t inputs = 0, input_stride = 0;  // in place
-  bool sums_in_out = false;              // where a task's columns are whole tiles: each sum is stored once, in out
+  bool sums_in_out = false;              // where a task's columns are whole tiles: the kernel stores outputs
   float* wide = nullptr;                 // out as f32, where a task has no whole rows
   const float *biases = nullptr, *x_scales = nullptr;
   const int32_t* int_biases = nullptr;

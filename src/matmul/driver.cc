@@ -80,11 +80,11 @@ void store_integers(const Finish& part) {
   }
 }
 
-// Where a kernel leaves a task's sums: in the worker's scratch, or in an output.
+// Where a kernel leaves a task's sums: in the worker's scratch, or rounded in out.
 struct SumsPlace {
-  float* at;
+  float* sums;
   int64_t stride;
-  bool in_out = false;
+  void* out = nullptr;
 };
 
 // The tasks of products whose rows of x are packed.
@@ -111,11 +111,12 @@ struct Tasks {
         .k_block = plan.k_block,
         .panels = integers ? nullptr : static_cast<const char*>(product.panels) + first * plan.column_bytes,
         .scratch = decoded,
-        .sums = sums.at,
+        .sums = sums.sums,
         .sums_stride = sums.stride,
         .inputs = product.inputs,
         .input_stride = product.input_stride,
-        .sums_in_out = sums.in_out};
+        .out = sums.out,
+        .out_type = product.operands->out.dtype};
     if (integers) {
       rectangle.ints = from_column(product.operands->ints, first);
       if (x.sums != nullptr) rectangle.x_sums = x.sums + row * rectangle.ints.groups;
@@ -138,7 +139,7 @@ struct Tasks {
     }
     if (product.sums_in_out && columns % plan.columns_at_once == 0) {
       multiply_columns(product, integers, row, rows, column, columns, own.decoded,
-                       {static_cast<float*>(part.out), part.row_stride, true});
+                       {nullptr, part.row_stride, part.out});
       return;
     }
     part.sums = own.sums;
@@ -193,11 +194,11 @@ struct Tasks {
   }
 };
 
-// Whether sums that a kernel stores once, after all of k, are the outputs: floats side by side that nothing joins.
+// Whether a kernel may store outputs: it has all of k at once, they lie side by side, and nothing joins a sum.
 bool sums_are_outputs(const MatmulProblem& problem, const Plan& plan, const Operands& o) {
   const bool stored_once = plan.path == MatmulPath::many_rows || plan.path == MatmulPath::many_rows_in_place;
   return stored_once && plan.words <= plan.k_block && problem.activation == Activation::none && o.bias == nullptr &&
-         o.residual == nullptr && o.x_scales == nullptr && o.out.dtype == DType::f32 && o.out.strides[1] == 1;
+         o.residual == nullptr && o.x_scales == nullptr && !problem.has_out_scales && o.out.strides[1] == 1;
 }
 
 // What the tasks read of a product's operands beside x.

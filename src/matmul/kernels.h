@@ -30,10 +30,12 @@ struct ProductPart {
   float* sums;         // [rows][sums_stride], room for columns rounded up to what the kernel takes at once
   int64_t sums_stride;
 
-  // many_rows in place alone: the weight's inputs, and elements from one to the next; whether sums are an output, which
-  // lies in no cache.
+  // many_rows in place alone: the weight's inputs, and elements from one to the next.
   int64_t inputs = 0, input_stride = 0;
-  bool sums_in_out = false;
+  // many_rows, of all k at once: outputs that the sums are rounded to, in place of `sums`, sums_stride elements apart, whole
+  // vectors of columns; null: sums are stored.
+  void* out = nullptr;
+  DType out_type = DType::f32;
 
   // weights_int_ alone.
   IntWeightPart ints = {};            // in place of panels

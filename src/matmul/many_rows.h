@@ -42,47 +42,74 @@ OPST_NOINLINE void decode_columns(const ProductPart& part, int64_t column, int64
 template <class Product>
 struct FloatTiles {
   using Lines = tile::LinesOfRows;
-  using Tile = tile::ScaledAccumulate<Product, Lines>;
+  template <class Out>
+  using Tile = decltype(&tile::scaled_product<Product, 1, 1, Lines, Out>);
   const ProductPart& part;
   const tile::RowTiles tiles{part.rows, Product::kTileRows};
   // Of the first run of k, which finds no sums yet, and of the others.
-  const Tile first_tall = tile::scaled_product_for<Product, kTileVecs, Lines>(tiles.tallest());
-  const Tile first_low = tile::scaled_product_for<Product, kTileVecs, Lines>(tiles.lowest());
-  const Tile tall = tile::scaled_accumulate_for<Product, kTileVecs, Lines>(tiles.tallest());
-  const Tile low = tile::scaled_accumulate_for<Product, kTileVecs, Lines>(tiles.lowest());
+  const Tile<float> first_tall = tile::scaled_product_for<Product, kTileVecs, Lines>(tiles.tallest());
+  const Tile<float> first_low = tile::scaled_product_for<Product, kTileVecs, Lines>(tiles.lowest());
+  const Tile<float> tall = tile::scaled_accumulate_for<Product, kTileVecs, Lines>(tiles.tallest());
+  const Tile<float> low = tile::scaled_accumulate_for<Product, kTileVecs, Lines>(tiles.lowest());
 
-  // Sums of the columns from `column` on = (first run) or += rows of x * scratch [depth][kTileColumns]. ahead(t,
-  // next_x): the lines that tile t fetches, a row of them per four words of k; next_x: the rows of the next tile.
+  // Sums of the columns from `column` on = (first run) or += rows of x * scratch [depth][kTileColumns]. ahead(t, next):
+  // the lines that tile t fetches, a row of them per four words of k; next: those that the next tile will want.
   template <class Ahead>
   OPST_INLINE void add(int64_t column, int64_t depth, const typename Product::Word* x, bool first_run,
                        const Ahead& ahead) const {
-    float ones[Product::kTileRows];
-    for (float& factor : ones) factor = 1;
-    const Tile of_tall = first_run ? first_tall : tall, of_low = first_run ? first_low : low;
-    for (int64_t t = 0; t < tiles.count(); ++t) {
-      const auto [row, rows] = tiles[t];
-      const auto* const of_tile = x + row * part.x_stride;
-      const auto* const next_x = reinterpret_cast<const char*>(of_tile + rows * part.x_stride);
-      const Lines lines = part.sums_in_out ? sums_after(t, column) : ahead(t, next_x);
-      (tiles.is_tall(t) ? of_tall : of_low)(depth, of_tile, part.x_stride,
-                                            static_cast<const typename Product::WordB*>(part.scratch), kTileColumns,
-                                            part.sums + row * part.sums_stride + column, part.sums_stride, ones, lines);
+    const Tile<float> of_tall = first_run ? first_tall : tall, of_low = first_run ? first_low : low;
+    each(column, depth, x, part.sums, of_tall, of_low, [&](int64_t t, const char* next_x) OPST_INLINE_LAMBDA {
+      return ahead(t, Lines{next_x, 64, 0});
+    });
+  }
+  // The outputs of these columns, all of k at once.
+  template <class Ahead>
+  OPST_INLINE void store(int64_t column, int64_t depth, const typename Product::Word* x, const Ahead& ahead) const {
+    const auto as = [&](auto* out) OPST_INLINE_LAMBDA {
+      using Out = std::remove_reference_t<decltype(*out)>;
+      each(column, depth, x, out, tile::scaled_product_for<Product, kTileVecs, Lines, Out>(tiles.tallest()),
+           tile::scaled_product_for<Product, kTileVecs, Lines, Out>(tiles.lowest()),
+           [&](int64_t t, const char*) OPST_INLINE_LAMBDA { return ahead(t, outputs_after(t, column, out)); });
+    };
+    switch (part.out_type) {
+      case DType::bf16:
+        return as(static_cast<bf16*>(part.out));
+      case DType::f16:
+        return as(static_cast<f16*>(part.out));
+      default:
+        return as(static_cast<float*>(part.out));
     }
   }
 
  private:
-  // Where the tile behind t stores its sums: stores into memory wait for its lines one after the other.
-  OPST_INLINE Lines sums_after(int64_t t, int64_t column) const {
+  template <class Out, class Fetched>
+  OPST_INLINE void each(int64_t column, int64_t depth, const typename Product::Word* x, Out* sums, Tile<Out> of_tall,
+                        Tile<Out> of_low, const Fetched& fetched) const {
+    float ones[Product::kTileRows];
+    for (float& factor : ones) factor = 1;
+    for (int64_t t = 0; t < tiles.count(); ++t) {
+      const auto [row, rows] = tiles[t];
+      const auto* const of_tile = x + row * part.x_stride;
+      (tiles.is_tall(t) ? of_tall : of_low)(depth, of_tile, part.x_stride,
+                                            static_cast<const typename Product::WordB*>(part.scratch), kTileColumns,
+                                            sums + row * part.sums_stride + column, part.sums_stride, ones,
+                                            fetched(t, reinterpret_cast<const char*>(of_tile + rows * part.x_stride)));
+    }
+  }
+  // Where the tile behind t stores: stores into memory wait for its lines one after the other.
+  template <class Out>
+  OPST_INLINE Lines outputs_after(int64_t t, int64_t column, const Out* out) const {
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(Out));
     const bool last = t + 1 == tiles.count();
     const bool more = !last || column + kTileColumns < part.columns;
-    const float* const sums = part.sums + tiles[last ? 0 : t + 1].first * part.sums_stride;
-    return {reinterpret_cast<const char*>(sums + (last && more ? column + kTileColumns : column)),
-            part.sums_stride * static_cast<int64_t>(sizeof(float)), 64};
+    const Out* const to = out + tiles[last ? 0 : t + 1].first * part.sums_stride;
+    return {reinterpret_cast<const char*>(to + (last && more ? column + kTileColumns : column)),
+            part.sums_stride * kBytes, kTileColumns * kBytes > 64 ? 64 : 0};
   }
 };
 
 // What the register tiles of one run of k and 2 vectors of columns fetch: first the weights that are decoded next,
-// which come from memory, then the rows of x of the next tile.
+// which come from memory, then what the next tile wants.
 template <class Piece>
 struct Ahead {
   static constexpr int kMaxPanels = kTileColumns > kPanelColumns ? kTileColumns / kPanelColumns : 1;
@@ -103,9 +130,9 @@ struct Ahead {
     }
     tiles_per_panel = (depth / Piece::kValues * kPieceBytes + tile_bytes - 1) / tile_bytes;
   }
-  OPST_INLINE tile::LinesOfRows operator()(int64_t t, const char* next_x) const {
+  OPST_INLINE tile::LinesOfRows operator()(int64_t t, const tile::LinesOfRows& next) const {
     const int64_t i = t / tiles_per_panel;
-    if (i >= kMaxPanels) return {next_x, 64, 0};
+    if (i >= kMaxPanels) return next;
     return {panel[i] + (t - i * tiles_per_panel) * tile_bytes, 64 * kLines, kLines == 2 ? 64 : 0};
   }
 };
@@ -133,7 +160,12 @@ void many_rows(const ProductPart& part) {
       const bool last_columns = column + kTileColumns >= part.columns, last_block = k0 + depth >= part.k;
       const int64_t next_column = last_columns && !last_block ? 0 : column + kTileColumns;
       const int64_t next_k = !last_columns ? k0 : last_block ? 0 : k0 + depth;
-      tiles.add(column, depth, x, k0 == 0, typename Columns::Ahead(part, next_column, next_k, depth));
+      const typename Columns::Ahead ahead(part, next_column, next_k, depth);
+      if (part.out != nullptr) {
+        tiles.store(column, depth, x, ahead);
+      } else {
+        tiles.add(column, depth, x, k0 == 0, ahead);
+      }
     }
   }
 }

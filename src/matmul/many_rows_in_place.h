@@ -22,15 +22,17 @@ struct AheadInPlace {
   static constexpr int64_t kApart = kTileColumns * sizeof(T) > 64 ? 64 : 0;
   uintptr_t first;
   int64_t stride, inputs;  // of a tile
+  bool outputs_first;      // few inputs are near already, and each tile stores
 
   // The addresses may lie beyond the weight; nothing is read there.
   OPST_INLINE AheadInPlace(const ProductPart& part, int64_t column, int64_t k0, int64_t depth)
       : first(reinterpret_cast<uintptr_t>(part.panels) +
               static_cast<uintptr_t>((k0 * kInputs * part.input_stride + column) * static_cast<int64_t>(sizeof(T)))),
         stride(part.input_stride * static_cast<int64_t>(sizeof(T))),
-        inputs(depth / 4) {}
-  OPST_INLINE tile::LinesOfRows operator()(int64_t t, const char* next_x) const {
-    if (t >= 4 * kInputs) return {next_x, 64, 0};
+        inputs(depth / 4),
+        outputs_first(part.out != nullptr) {}
+  OPST_INLINE tile::LinesOfRows operator()(int64_t t, const tile::LinesOfRows& next) const {
+    if (t >= 4 * kInputs || outputs_first) return next;
     return {reinterpret_cast<const char*>(first + static_cast<uintptr_t>(t * inputs * stride)), stride, kApart};
   }
 };

@@ -72,9 +72,8 @@ void int_floats_many(const ProductPart& part) {
       const float* const x = static_cast<const float*>(part.x) + g * weight.group_values + first;
       for (int64_t column = 0; column < part.columns; column += kTileColumns) {
         decode_int_columns<Word>(part, column, g, first, count);
-        tiles.add(column, count, x, g + first == 0, [](int64_t, const char* next_x) OPST_INLINE_LAMBDA {
-          return tile::LinesOfRows{next_x, 64, 0};
-        });
+        tiles.add(column, count, x, g + first == 0,
+                  [](int64_t, const tile::LinesOfRows& next) OPST_INLINE_LAMBDA { return next; });
       }
     }
   }

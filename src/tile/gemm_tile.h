@@ -164,8 +164,8 @@ OPST_INLINE void load_tile(const typename P::V::Scalar* c, int64_t ldc, typename
     OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j] = V::load(c + i * ldc + j * V::kLanes);
   }
 }
-template <class P, int MR, int NV>
-OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], typename P::V::Scalar* c, int64_t ldc) {
+template <class P, int MR, int NV, class Out>
+OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], Out* c, int64_t ldc) {
   using V = typename P::V;
   OPST_UNROLL for (int i = 0; i < MR; ++i) {
     OPST_UNROLL for (int j = 0; j < NV; ++j) acc[i][j].store(c + i * ldc + j * V::kLanes);
@@ -277,10 +277,11 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
 template <class P, class Ahead = const char*>
 using ScaledAccumulate = decltype(&scaled_accumulate<P, 1, 1, Ahead>);
 
-template <class P, int MR, int NV, class Ahead>
+// Out: of C, which is rounded to it.
+template <class P, int MR, int NV, class Ahead, class Out>
 OPST_NOINLINE void scaled_product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
-                                  int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
-                                  const typename P::V::Scalar* factor, Ahead prefetch) {
+                                  int64_t ldb, Out* c, int64_t ldc, const typename P::V::Scalar* factor,
+                                  Ahead prefetch) {
   typename P::V acc[MR][NV];
   clear_tile<P, MR, NV>(acc);
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
@@ -358,9 +359,9 @@ OPST_INLINE auto product_with_max_for(int rows) {
   return with_rows<P::kTileRows>(rows,
                                  [](auto n) OPST_INLINE_LAMBDA { return product_with_max<P, n, NV, const char*>; });
 }
-template <class P, int NV, class Ahead = const char*>
+template <class P, int NV, class Ahead = const char*, class Out = typename P::V::Scalar>
 OPST_INLINE auto scaled_product_for(int rows) {
-  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_product<P, n, NV, Ahead>; });
+  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_product<P, n, NV, Ahead, Out>; });
 }
 template <class P, int NV, class Ahead = const char*>
 OPST_INLINE auto scaled_accumulate_for(int rows) {
