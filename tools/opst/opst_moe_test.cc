@@ -54,7 +54,9 @@ TEST(OpstMoe, TheOneCallAndItsGradientsAgreeWithFloat64AndWithTheSteps) {
       EXPECT_EQ(row["ok"], true) << row;
       EXPECT_GT(row["compared"], 0) << row;
       // Of three runs beside the first one: the steps, and 1 and 2 threads.
-      if (row["step"] == "layer bits") EXPECT_EQ(row["compared"], 3 * 256 * row["tokens"].get<int>()) << row;
+      if (row["step"] == "layer bits") {
+        EXPECT_EQ(row["compared"], 3 * 256 * row["tokens"].get<int>()) << row;
+      }
     }
     const std::vector<std::string> steps = steps_of(rows, "f16");
     EXPECT_EQ(std::vector<std::string>(steps.end() - 9, steps.end()),
