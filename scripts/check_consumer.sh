@@ -50,7 +50,7 @@ echo "consumer: C, pkg-config"
 "$root/scripts/check_abi.py" "$(find "$work/prefix" -name 'libopst.a' -o -name 'libopst.so')"
 
 # Nothing but what is promised.
-if find "$work/prefix" -type f | grep -vE '/include/opst/[a-z0-9_]+\.h$|/libopst\.(a|so[0-9.]*)$|/opst[-_][a-z-]*\.cmake$|/opst\.pc$|/bin/opst$|/LICENSE$'; then
+if find "$work/prefix" -type f | grep -vE '/include/opst/[a-z0-9_]+\.h$|/libopst\.(a|so[0-9.]*)$|/opst[-_][a-z-]*\.cmake$|/opst\.pc$|/bin/opst$|/share/opst/machines/[a-z0-9-]*\.machine$|/LICENSE$'; then
   echo "consumer: the files above are installed, but promised nowhere" >&2
   exit 1
 fi

@@ -20,20 +20,20 @@ FUNCTION_LINES = 80
 # Lines of each room, headers in include/opst among them. A room may grow by what a new family of operators needs: whoever
 # raises a bound says in the commit what the lines buy, and why the room's furniture did not hold it already.
 ROOM_LINES = {
-    "attention": 10960,
+    "attention": 10980,
     "c_api": 1550,
     "core": 1350,
     "graph": 2080,
     "kv_cache": 2000,
     "machine": 1560,
-    "matmul": 4720,
+    "matmul": 4880,
     "mc2": 4750,
     "model": 3800,
-    "moe": 2950,
+    "moe": 2954,
     "quant": 1000,
     "rowwise": 1250,
     "simd": 1510,
-    "tile": 625,
+    "tile": 640,
 }
 # The examples in src/extending: how their files begin, and what each costs its author, without its tests.
 EXAMPLES = {

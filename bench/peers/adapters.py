@@ -175,7 +175,7 @@ class TorchFlex:
         diagonal = torch.eye(*table.shape, dtype=torch.bool) & table if causal else torch.zeros_like(table)
 
         def lists(of):
-            return of.sum(1, dtype=torch.int32)[None, None], of.logical_not().int().argsort(1, stable=True).int()[None, None]
+            return of.sum(1, dtype=torch.int32)[None, None], of.logical_not().int().argsort(dim=1, stable=True).int()[None, None]
 
         mask = BlockMask.from_kv_blocks(
             *lists(diagonal), *lists(table & ~diagonal), BLOCK_SIZE=case.block, seq_lengths=(case.query_len, case.kv_len),

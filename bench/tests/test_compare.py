@@ -187,6 +187,16 @@ def test_bar_of_sparse_blocks_is_against_flex_attention():
     assert report.judge(_row("f32 sparse backward 1x8x8192x64", ratio=ratio), amx=False) is None
 
 
+@pytest.mark.parametrize("name", ["f32 sparse 10% 1x1x1024x64", "f32 causal sparse 10% 1x1x1024x64", "bf16 sparse 50% blocks64 1x2/1x256x32"])
+def test_flex_attention_takes_every_sparse_row(name):
+    """Its call is made (compiled at its first run): a peer that refuses is named under the table only."""
+    _torch()
+    from peers import adapters, calls
+
+    case = cases.parse(name)
+    assert callable(adapters.TorchFlex().prepare(case, calls.make_inputs(case)).run)
+
+
 def test_bars_are_judged_against_the_right_peer():
     ratio = {"ours, 1 thread": _ratio(0.5), "torch math": _ratio(4), "ONNX Runtime MHA": _ratio(1.15)}
     bar, name, _, verdict = report.judge(_row("f32 forward 1x8x64x64", ratio=ratio), amx=False)

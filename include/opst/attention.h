@@ -23,13 +23,13 @@
 //
 // Paged keys and values: with a block_table,
 //   key    [num_blocks, block_size, num_kv_heads, head_dim],  value likewise with value_head_dim (PageLayout::norm), or
-//          the shapes of options.page_layout (page_layout.h): panel32 pages are multiplied without packing
+//          the shapes of options.page_layout (page_layout.h): panel32 pages are multiplied without packing, but for u8
+//          and for i8 with offsets or several scales to a row
 //   key j of sequence b is row j % block_size of block block_table[b][j / block_size]. Entries of the table beyond
 //   kv_lengths[b] are never read, nor are the rows of a page beyond it. Pages of i8, u8 (with scales,
 //   and offsets where there are some), f8_e4m3 and f8_e5m2 are read where they are, without a copy of the cache in floats. Rows of
-//   norm pages lie with unit stride then. Of panel32 pages those of u8, and those of i8 with offsets or several scales
-//   to a row, are refused: convert_pages makes norm pages of them. A scale that is read and is negative or NaN,
-//   and an offset that is not finite, are refused: those of keys that some query sees.
+//   norm pages lie with unit stride then. A scale that is read and is negative or NaN, and an offset that is not finite,
+//   are refused: those of keys that some query sees.
 //
 // Which keys query i of a sequence sees: key j where all of these hold
 //   - j < kv_lengths[b], if there are lengths;
@@ -242,8 +242,9 @@ struct AttentionProblem {
   int64_t head_dim = 1, value_head_dim = 1;  // rope_dim among the former
   bool paged = false;
   int64_t block_size = 0;  // paged: keys of a page
-  // Scales of a row of integers, 0 where there are none.
+  // Scales of a row of integers, 0 where there are none; whether there are offsets.
   int64_t key_groups = 0, value_groups = 0;
+  bool has_offsets = false;
   bool unit_stride_kv = true;  // the elements of a key, and of a value, are next to each other
   // A token's rows of all KV heads lie in one stretch, of keys and of values (norm pages, [batch, seq, heads, dim]): no
   // rows of other tokens between them.
@@ -264,7 +265,7 @@ struct AttentionProblem {
 
 // How keys and values reach the micro-kernels.
 enum class KvAccess : uint8_t {
-  in_place,         // rows are read where they are (or, with a rope apart, copied): few query rows, bound by memory
+  in_place,         // rows are read where they are (keys with a rope apart, or of panels, copied): few query rows
   panel_pages,      // panel32 pages are multiplied as they are
   packed_per_task,  // each task packs the tile that it is about to use: one block of query rows per KV head
   packed_shared,    // packed once per KV head, read by all its blocks of query rows

@@ -116,7 +116,8 @@ Status matmul(Context& context, const ConstTensor& x, const PackedWeight& weight
 // fetch the beginning of their share of it. The weight may be gone by then.
 void read_ahead(Context& context, const PackedWeight& weight, Activation activation = Activation::none);
 
-// matmul with a weight that changes from call to call: it is packed into the context's workspace first.
+// matmul with a weight that changes from call to call: it is packed into the context's workspace first, or, where it lies
+// [k, n], multiplied as it is.
 //   weight  [n, k] f32, bf16 or f16, any strides >= 0
 // f64: x, weight, out, bias and residual all f64; sums in f64, in the same order.
 // f32, bf16, f16: the bits of the product with the packed weight.
@@ -204,14 +205,15 @@ Status matmul(Context& context, const ConstTensor& x, const PackedIntWeight& wei
 
 // Which kernel multiplies.
 enum class MatmulPath : uint8_t {
-  few_rows,                      // weights are decoded in registers, once per few rows of x
-  many_rows,                     // weights are decoded to scratch, once per task
-  activations_fixed,             // x in fixed point meets the integers of a quantised weight; one or two rows
-  activations_int8_few_rows,     // x rounded to int8 (ActivationType::int8) meets them
-  activations_int8_many_rows,    // likewise, with the weight's integers unpacked to scratch once per task
-  weights_int_few_rows,          // x of i8 times an int8 or int4 weight
-  weights_int_many_rows,         // likewise, int4 unpacked to scratch once per task
-  weights_int_floats_few_rows,   // x of floats times an int8 or int4 weight, decoded as in few_rows
+  few_rows,                     // weights are decoded in registers, once per few rows of x
+  many_rows,                    // weights are decoded to scratch, once per task
+  many_rows_in_place,           // an unpacked weight that lies [k, n]: its columns are copied to scratch, once per task
+  activations_fixed,            // x in fixed point meets the integers of a quantised weight; one or two rows
+  activations_int8_few_rows,    // x rounded to int8 (ActivationType::int8) meets them
+  activations_int8_many_rows,   // likewise, with the weight's integers unpacked to scratch once per task
+  weights_int_few_rows,         // x of i8 times an int8 or int4 weight
+  weights_int_many_rows,        // likewise, int4 unpacked to scratch once per task
+  weights_int_floats_few_rows,  // x of floats times an int8 or int4 weight, decoded as in few_rows
   weights_int_floats_many_rows,  // likewise, decoded as in many_rows
   f64,                           // plain loops
 };
@@ -221,7 +223,7 @@ const char* to_string(MatmulPath path);
 enum class MatmulProduct : uint8_t { f32, bf16_dot, int8_dot, f64 };
 const char* to_string(MatmulProduct product);
 
-// How a weight is given: a PackedWeight, a tensor that each call packs, or a PackedIntWeight.
+// How a weight is given: a PackedWeight, a tensor that may change from call to call, or a PackedIntWeight.
 enum class MatmulWeight : uint8_t { packed, unpacked, integers };
 
 // What a plan depends on.
@@ -232,8 +234,9 @@ struct MatmulProblem {
   bool gathers_rows = false;    // rows of x lie anywhere (moe_layer.h): never read in place
   MatmulWeight weight = MatmulWeight::packed;
   QuantFormat format = QuantFormat::f32;  // of a packed weight, or f32, bf16 or f16 of an unpacked one
-  int bits = 8;                           // of integers: 8 or 4
-  int64_t groups = 1;                     // likewise
+  bool unit_stride_outputs = false;  // an unpacked weight lies [k, n]: the weights of an input are next to each other
+  int bits = 8;                      // of integers: 8 or 4
+  int64_t groups = 1;                // likewise
   Activation activation = Activation::none;
   ActivationType activations = ActivationType::exact;
   bool batch_invariant = false;

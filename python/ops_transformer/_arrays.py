@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -43,6 +43,12 @@ def refusal(kind: type, value: Any, text: str, name: Optional[str] = None) -> Ex
     error = kind(f"{name or 'an argument'} {text}")
     error.value, error.text, error.name_given = value, text, name
     return error
+
+
+def gradients_refused(value: Any, name: Optional[str] = None) -> Exception:
+    """Of a tensor that requires gradients, to a function that has none of anything."""
+    return refusal(RuntimeError, value, "requires gradients and this function has none; call it under torch.no_grad() or pass a "
+                   "detached tensor (.detach())", name)
 
 
 def view(array: Any, name: Optional[str] = None) -> View:
@@ -122,6 +128,17 @@ def rank(tensor: View, array: Any, wanted: int, form: str) -> View:
     if len(tensor.shape) != wanted:
         raise refusal(ValueError, array, f"must be {form}, but its shape is {list(tensor.shape)}")
     return tensor
+
+
+def integers_shape(x: Any, shape: Sequence[int], bits: int) -> Tuple[int, ...]:
+    """That of the integers which stand for x of this shape: two int4 share a byte."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits is {bits}, must be 4 or 8")
+    if len(shape) == 0:
+        raise refusal(ValueError, x, "must have at least one dimension, but its shape is []")
+    if bits == 4 and shape[-1] % 2:
+        raise ValueError(f"int4 holds two values a byte, but a row of x has {shape[-1]}")
+    return tuple(shape) if bits == 8 else (*shape[:-1], shape[-1] // 2)
 
 
 # ---- integers --------------------------------------------------------------------------------------------------------
@@ -317,8 +334,7 @@ def _torch_view(tensor: Any, dtype: Optional[str], value: Any, name: Optional[st
     else:
         memory = tensor
     if door.records(tensor):
-        raise refusal(RuntimeError, value, "requires gradients and this function has none; call it under torch.no_grad() or "
-                      "pass a detached tensor (.detach())", name)
+        raise gradients_refused(value, name)
     if door.has_tangent(tensor):
         raise refusal(RuntimeError, value, "carries a forward-mode tangent and this function has no derivative", name)
     if dtype is None and memory.element_size() == 1 and _dtype_name(memory) in _FLOAT8:

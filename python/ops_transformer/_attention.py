@@ -7,8 +7,8 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from ._arrays import int64, integers, refusal, view
 from ._block_mask import option_parts
-from ._calls import _kind_of, checked
-from ._core import UNBOUNDED, AttentionCall, View
+from ._calls import _kind_of, checked, of_the_core
+from ._core import UNBOUNDED, AttentionCall, Context, View
 
 
 class Options(NamedTuple):
@@ -160,3 +160,12 @@ def core_call(tensors: Dict[str, View], numbers: Dict[str, Any]) -> AttentionCal
         if name not in ("query", "key", "value"):
             setattr(call, name, tensor)
     return call
+
+
+# The core's names of what has others here.
+_FIELDS = {"sparse_indices.indices": "sparse_indices", "sparse_indices.block_size": "sparse_block_size"}
+
+
+def forward(tensors: Dict[str, View], numbers: Dict[str, Any], context: Context, *outputs: Optional[View]) -> None:
+    """Computes the call into views."""
+    of_the_core(core_call(tensors, numbers).forward, _FIELDS, context, *outputs)

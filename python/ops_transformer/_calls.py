@@ -86,12 +86,16 @@ def _instance(kind: type, said: str) -> Callable[[str, Any], Any]:
     return check
 
 
-def _packed_int(name: str, value: Any) -> Any:
-    if isinstance(value, PackedWeight):
-        raise _Misfit(TypeError, "a PackedIntWeight (matmul.pack_int); with a PackedWeight call matmul.matmul")
-    if not isinstance(value, PackedIntWeight):
-        raise _Misfit(TypeError, "a PackedIntWeight, what matmul.pack_int gives")
-    return value
+def _packed_int(maker: str, product: str) -> Callable[[str, Any], Any]:
+    """maker makes such a weight, product is the function that takes a weight of floats or blocks."""
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, PackedWeight):
+            raise _Misfit(TypeError, f"a PackedIntWeight ({maker}); with a PackedWeight call {product}")
+        if not isinstance(value, PackedIntWeight):
+            raise _Misfit(TypeError, f"a PackedIntWeight, what {maker} gives")
+        return value
+
+    return check
 
 
 def _sections(name: str, value: Any) -> Any:
@@ -104,7 +108,9 @@ def _sections(name: str, value: Any) -> Any:
 _KINDS: Dict[str, Callable[[str, Any], Any]] = {
     "int": _integer, "float": _number, "bool": _truth, "str": _text,
     "Context": _instance(Context, "a Context of ops_transformer"),
-    "PackedIntWeight": _packed_int, "PackedWeight": _instance(PackedWeight, "a PackedWeight, what matmul.pack gives"),
+    "PackedIntWeight": _packed_int("matmul.pack_int", "matmul.matmul"),
+    "PackedIntStack": _packed_int("matmul.pack_int_stack", "matmul.grouped_matmul"),
+    "PackedWeight": _instance(PackedWeight, "a PackedWeight, what matmul.pack gives"),
     "RopeSections": _sections,
 }
 
@@ -136,6 +142,17 @@ def checked(function: str, name: str, kind: Any, value: Any) -> Any:
 def option(function: str, name: str, kind: str, value: Any) -> Any:
     """The same by the kind's name, for an argument that takes several kinds."""
     return checked(function, name, _kind_of(kind), value)
+
+
+def of_the_core(function: Callable[..., Any], fields: Dict[str, str], *arguments: Any) -> Any:
+    """What a function of the core gives; what it refuses names arguments of Python. fields: those, by the core's own names."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        text = str(error)
+        for field, argument in fields.items():
+            text = text.replace(field, argument)
+        raise ValueError(text) from None
 
 
 _OF_THE_CORE = re.compile(r"(?:[a-z0-9]+(?:_[a-z0-9]+)+: )+")

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any, Dict, NamedTuple, Optional
 
 from ._arrays import empty, output, view_of_new
-from ._attention import Options, check_dropout, core_call, split_options
+from ._attention import Options, check_dropout, forward, split_options
 from ._attention_reader import read, starts
 from ._calls import public
 from ._context import Context, default_context
 from ._core import UNBOUNDED
 from ._layouts import from_heads_first, heads_first, shape_of_out
-from ._pages import parts, row_elements
+from ._pages import paged_arrays, row_elements
 
 __all__ = ["PagedAttention", "PagedStatistics", "paged_attention"]
 
 # Further keywords, beside those of the signature.
 _OPTIONS = ("alibi_form", "alibi_key_start", "alibi_query_start", "alibi_slopes", "alignment", "bias", "bias_scale", "block_kv",
             "block_mask", "block_q", "drop_mask", "first_head", "first_key", "first_query", "keep_prob", "key_rope", "mask", "offset",
-            "path", "prefix", "query_rope", "seed", "shared_prefix", "total_heads", "tree_mask", "window_right")
+            "path", "prefix", "query_rope", "seed", "shared_prefix", "sparse_block_size", "sparse_indices", "total_heads", "tree_mask", "window_right")
 
 
 class PagedAttention(NamedTuple):
@@ -42,11 +42,7 @@ def _tensors_and_options(query: Any, key_cache: Any, value_cache: Any, block_tab
     """(operator, tensors, numbers) of a call."""
     arrays, more = split_options("paged_attention", options, _OPTIONS)
     check_dropout("paged_attention", arrays, more)
-    keys, values, *scales = parts(key_cache, value_cache)
-    arrays.update(query=query, key=keys, value=values, block_table=block_table, kv_lengths=kv_lengths)
-    for name, array in zip(("key_scales", "value_scales", "key_offsets", "value_offsets"), scales):
-        if array is not None:
-            arrays[name] = array
+    arrays.update(query=query, block_table=block_table, kv_lengths=kv_lengths, **paged_arrays(key_cache, value_cache))
     if sinks is not None:
         arrays["sinks"] = sinks
     operator, tensors = read(arrays, (actual_seq_qlen,), writes=writes)
@@ -78,7 +74,7 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     PagedAttention, return_statistics a PagedStatistics.
 
     Caches may be of eight bits, or ScaledPages: they are read where they are. Of layout "panel32" those of int4, and of int8 with
-    offsets or several scales to a row, are refused (ValueError): convert_pages makes "norm" pages of them.
+    offsets or several scales to a row, are not multiplied as panels: keys of a tile are copied first, which is slower than "norm".
 
     Prompts and decoded tokens in one call: with actual_seq_qlen, where each sequence's queries end (lengths 2, 0, 3 ->
     [2, 2, 5]), query and result are [tokens, num_heads, head_dim].
@@ -94,11 +90,12 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
 
     Further options, by the names of opst/attention.h (help(flash_attention.flash_attention_score) explains them):
     window_right, query_rope and key_rope (pages too: further columns of query and keys), mask, block_mask (key blocks of the
-    longest sequence), bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, prefix, keep_prob, seed, offset,
+    longest sequence), sparse_indices and sparse_block_size (the keys of each query: sparse_flash_attention), bias, bias_scale, alibi_slopes, alibi_form, alibi_query_start, alibi_key_start, prefix, keep_prob, seed, offset,
     drop_mask, first_query, first_key, first_head, total_heads, path, block_q, block_kv.
 
-    Torch tensors: gradients for query, bias, sinks, and for the caches of layout "norm" (each row the sum over the sequences
-    that read it), where `out` is not given. Autocast casts nothing here: a query may have another dtype than its cache.
+    Torch tensors: gradients for query, bias, sinks, and for the caches (each row the sum over the sequences that read it),
+    where `out` is not given. Beside caches of eight bits, ScaledPages or layout "panel32" nothing has any: a tensor that
+    requires them is refused (RuntimeError), as bias is beside sparse_indices. Autocast casts nothing here: a query may have another dtype than its cache.
     """
     operator, tensors, numbers = _tensors_and_options(
         query, key_cache, value_cache, block_table, kv_lengths, sinks, actual_seq_qlen,
@@ -116,7 +113,8 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
         if out is not None:
             raise RuntimeError("paged_attention: out is given, but an argument needs more than its bytes read (gradients, a "
                                "compiler, a transform): leave it out, or call under torch.no_grad()")
-        given = operator.attend(tensors, numbers, order=query_layout, statistics=return_statistics, context=context)
+        given = operator.attend(tensors, numbers, order=query_layout, statistics=return_statistics, context=context,
+                                names={"key": "key_cache", "value": "value_cache"})
         given = (from_heads_first(given[0], query_layout), *given[1:])
         if return_statistics:
             return PagedStatistics(*given)
@@ -132,8 +130,8 @@ def paged_attention(query: Any, key_cache: Any, value_cache: Any, block_table: A
     statistics = [empty(query, rows, "f64" if tensors["query"].dtype == "f64" else "f32") if wanted else None
                   for wanted in (return_lse or return_statistics, return_statistics, return_statistics)]
     try:
-        core_call(tensors, numbers).forward(context or default_context(), result,
-                                            *(None if array is None else view_of_new(array) for array in statistics))
+        forward(tensors, numbers, context or default_context(), result,
+                *(None if array is None else view_of_new(array) for array in statistics))
     except ValueError as error:
         raise ValueError(str(error).replace("softmax_scale", "scale_value")) from None
     if return_statistics:

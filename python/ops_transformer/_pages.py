@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Sequence, Tuple
 
 from . import _core
 
@@ -43,3 +43,10 @@ def parts(key: Any, value: Any) -> Tuple[Any, ...]:
     """(key pages, value pages, key scales, value scales, key offsets, value offsets) of a cache in any format."""
     pairs = zip(*(side if isinstance(side, ScaledPages) else (side, None, None) for side in (key, value)))
     return tuple(array for pair in pairs for array in pair)
+
+
+def paged_arrays(key: Any, value: Any) -> Dict[str, Any]:
+    """The same by the names of an attention call's tensors; scales and offsets where there are any."""
+    keys, values, *scales = parts(key, value)
+    names = ("key_scales", "value_scales", "key_offsets", "value_offsets")
+    return {"key": keys, "value": values, **{name: array for name, array in zip(names, scales) if array is not None}}

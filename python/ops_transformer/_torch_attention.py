@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _torch_door as door
 from ._arrays import integer_array, integer_tensor, refusal
-from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, shown, to_view
+from ._attention import DIFFERENTIABLE, INTEGERS, KINDS, Options, Tensors, check_mask, core_call, forward, shown, to_view
 from ._core import Context, View
 from ._pages import row_elements
 from ._torch_operator import (calling, context as context_of_call, given_context, map_one_by_one, no_second_derivative,
@@ -79,7 +79,7 @@ def _forward(arguments: Tuple[Any, ...], context: Optional[Context] = None) -> T
     *inputs, order, statistics = arguments
     outputs = _new_outputs(arguments, order, statistics)
     views = [view(output) for output in outputs[: 4 if statistics else 2]]
-    core_call(*_views(tuple(inputs))).forward(context or context_of_call(), *views)
+    forward(*_views(tuple(inputs)), context or context_of_call(), *views)
     return tuple(outputs)
 
 
@@ -360,11 +360,33 @@ def _arguments(tensors: Dict[str, Tensor], numbers: Dict[str, Any]) -> Tuple[Any
     return (*[tensors.get(name) for name in _TENSORS], *options.values())
 
 
+def _check_gradients(tensors: Dict[str, Tensor], numbers: Dict[str, Any], names: Dict[str, str]) -> None:
+    """Refuses in the call pages and lists beside which no backward computes them."""
+    needing = [name for name in DIFFERENTIABLE if name in tensors and tensors[name].requires_grad]
+    if not needing:
+        return
+    reason, key = None, tensors["key"]
+    cache = names.get("key", "key")
+    if key.dtype.itemsize == 1:
+        kind = str(key.dtype).replace("torch.", "")
+        reason = (f"{cache} is {'ScaledPages of ' if 'key_scales' in tensors else ''}{kind}, and gradients are taken beside float32, "
+                  "bfloat16, float16 and float64 alone")
+    elif numbers.get("page_layout", "norm") != "norm":
+        reason = f"{cache} is pages of layout {numbers['page_layout']}, and gradients are taken of norm pages alone"
+    elif "sparse_indices" in tensors and "bias" in needing:
+        needing, reason = ["bias"], "beside sparse_indices bias has none"
+    if reason is not None:
+        name = names.get(needing[0], needing[0])
+        raise RuntimeError(f"{name} requires gradients, but {reason}: pass {name}.detach(), or call under torch.no_grad()")
+
+
 def attend(tensors: Dict[str, Tensor], numbers: Dict[str, Any], *, order: str = "BNSD", statistics: bool = False,
-           context: Optional[Context] = None) -> Tuple[Tensor, ...]:
-    """(out, softmax_lse, softmax_max, softmax_sum); the last two empty without `statistics`."""
+           context: Optional[Context] = None, names: Optional[Dict[str, str]] = None) -> Tuple[Tensor, ...]:
+    """(out, softmax_lse, softmax_max, softmax_sum); the last two empty without `statistics`. names: the caller's arguments, by
+    those of the tensors, where they are others."""
     given = [tensors.get(name) for name in _TENSORS]
     if torch.is_grad_enabled():
+        _check_gradients(tensors, numbers, names or {})
         for name, tensor in zip(_TENSORS[len(DIFFERENTIABLE):], given[len(DIFFERENTIABLE):]):
             if tensor is not None and tensor.requires_grad:
                 raise refusal(RuntimeError, tensor, f"requires gradients, but attention has none for it: pass {name}.detach()")

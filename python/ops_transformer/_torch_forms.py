@@ -11,7 +11,7 @@ an operator of the library "ops_transformer", so that autograd, torch.compile, m
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch._C._functorch import TransformType
 
 from . import _core
 from . import _torch_door as door
-from ._arrays import is_torch, refusal
+from ._arrays import gradients_refused, is_torch, refusal
 from ._core import PackedIntWeight, PackedWeight
 from ._torch_operator import calling, context, given_context, readable, using, view
 
@@ -65,11 +65,20 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], sa
     return getattr(torch.ops.ops_transformer, name).default
 
 
+def wanted_results(results: Sequence[Tensor], wanted: Sequence[bool]) -> List[Optional[Tensor]]:
+    """Gradients of an operator, None in the place of those that nobody wants."""
+    return [result if want else None for result, want in zip(results, wanted)]
+
+
 def unpacked(weight: PackedWeight) -> Tensor:
     """The stack as float32 [count, n, k]."""
     rows = torch.empty((weight.count * weight.n, weight.k), dtype=torch.float32)
     _core.lookup_packed_rows(context(), weight, view(torch.arange(rows.shape[0])), view(rows))
     return rows.view(weight.count, weight.n, weight.k)
+
+
+def not_traced(function: str, what: str) -> NoReturn:
+    raise RuntimeError(f"{function}: {what} cannot be traced by torch.compile; keep the call out of it with torch.compiler.disable")
 
 
 class Form:
@@ -78,17 +87,21 @@ class Form:
     def __init__(self, function: Callable[..., Any], operator: Any, order: Sequence[str], *,
                  finish: Optional[Callable[[Dict[str, Any], Any], Any]] = None,
                  prepare: Optional[Callable[[Dict[str, Any]], None]] = None, without_gradient: Sequence[str] = (),
-                 casts: Sequence[str] = (), packed: Sequence[str] = ()) -> None:
+                 casts: Sequence[str] = (), packed: Sequence[str] = (), differentiable: bool = True,
+                 complete: Optional[Callable[[Dict[str, Any]], Dict[str, Any]]] = None) -> None:
         """function: as users call it; finish: the function's result of its arguments and the operator's; prepare: changes
         arguments to what the operator takes; without_gradient: tensors that may not require gradients; casts: tensors that
-        autocast casts, as those of a linear layer; packed: arguments that may be packed weights."""
+        autocast casts, as those of a linear layer; packed: arguments that may be packed weights; differentiable: the results
+        have gradients, else no tensor may require them; complete: what the operator takes beside the function's arguments, by
+        their names in `order`."""
         self.public, self.function, self.operator, self.order = function, function.__wrapped__, operator, tuple(order)
         self.finish, self.prepare, self.without_gradient = finish, prepare, tuple(without_gradient)
-        self.casts, self.packed = tuple(casts), tuple(packed)
+        self.casts, self.packed, self.complete = tuple(casts), tuple(packed), complete
         parameters = inspect.signature(self.function).parameters
         self.names = tuple(parameters)
         self.defaults = {name: parameter.default for name, parameter in parameters.items()}
-        self.arrays = [name for name in self.order if parameters[name].annotation == "Any"]
+        self.arrays = [name for name in self.order if name in parameters and parameters[name].annotation == "Any"]
+        self.differentiable = differentiable
 
     def is_wanted(self, args: tuple, kwargs: Dict[str, Any]) -> bool:
         if torch.compiler.is_compiling() or (self.casts and torch.is_autocast_enabled("cpu")):
@@ -115,6 +128,9 @@ class Form:
         if door.overridden(*tensors.values()):
             return torch.overrides.handle_torch_function(self.public, tuple(tensors.values()), *args, **kwargs)
         self._check_transform(tensors)
+        if not self.differentiable and door.records(*tensors.values()):
+            name = next(name for name, tensor in tensors.items() if door.records(tensor))
+            raise gradients_refused(tensors[name], name)
         for name in self.without_gradient:
             if name in tensors and door.records(tensors[name]):
                 raise refusal(RuntimeError, bound[name], f"requires gradients, but {self.function.__name__} has none of it: pass "
@@ -138,7 +154,8 @@ class Form:
 
     def _run(self, bound: Dict[str, Any]) -> Any:
         with calling(bound.get("context")):
-            return self.operator(*[bound[name] for name in self.order])
+            given = bound if self.complete is None else {**bound, **self.complete(bound)}
+            return self.operator(*[given[name] for name in self.order])
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if (tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided
@@ -195,3 +212,16 @@ class Form:
         if not rest:
             return out
         return result._replace(out=out) if hasattr(result, "_fields") else (out, *rest)
+
+
+class PackedForm(Form):
+    """A function whose weight is always packed, which no schema of an operator has a word for: it reads memory, whoever looks on,
+    and is in no graph."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function, None, tuple(inspect.signature(function).parameters), differentiable=False)
+
+    def _run(self, bound: Dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            not_traced(self.function.__name__, "a packed weight")
+        return self.function(**bound)

@@ -17,7 +17,8 @@ from . import _torch_door as door
 from ._arrays import integer_tensor, integers, is_torch, optional_view, view
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_forms import Form, define, unpacked
+from ._grouped_results import GroupedGradients
+from ._torch_forms import Form, PackedForm, define, not_traced, unpacked, wanted_results
 from ._torch_matmul import HALVES, before_activation
 from ._torch_operator import context, using
 
@@ -91,7 +92,7 @@ def _gradients(ctx, grad_out):
     gradients = (None,) * 3
     if any(wanted):
         found = _backward_operator(grad_out, x, weight, counts, ends, bias, ctx.activation, wanted)
-        gradients = tuple(gradient if want else None for gradient, want in zip(found, wanted))
+        gradients = wanted_results(found, wanted)
     residual = _grad_residual(grad_out, counts, ends, ctx.residual_dtype) if needs[5] else None
     return (*gradients[:2], None, None, gradients[2], residual, None)
 
@@ -130,6 +131,8 @@ class _Packed(torch.autograd.Function):
 
 
 def _prepare(bound: Dict[str, Any]) -> None:
+    if (bound["counts"] is None) == (bound["ends"] is None):
+        raise ValueError("one of counts and ends must be given")
     for name in ("counts", "ends"):
         if bound[name] is not None:
             bound[name] = integer_tensor(bound[name], name)
@@ -139,8 +142,6 @@ class _GroupedForm(Form):
     """grouped_matmul takes packed stacks, and has results and operands without gradients, which are no operators."""
 
     def _run(self, bound: Dict[str, Any]) -> Any:
-        if (bound["counts"] is None) == (bound["ends"] is None):
-            raise ValueError("grouped_matmul: one of counts and ends must be given")
         weight = bound["weight"]
         quantised = [name for name in ("out_scales", "x_scales", "smooth_scales") if bound[name] is not None and bound[name] is not False]
         integer = isinstance(weight, PackedIntWeight)
@@ -148,8 +149,7 @@ class _GroupedForm(Form):
         if not (quantised or integer or other_dtype or isinstance(weight, PackedWeight)):
             return super()._run(bound)
         if torch.compiler.is_compiling():
-            raise RuntimeError("grouped_matmul: a packed weight, dtype, and scales cannot be traced by torch.compile; keep the call out "
-                               "of it with torch.compiler.disable")
+            not_traced("grouped_matmul", "a packed weight, dtype, and scales")
         tensors = [bound[name] for name in ("x", "weight", "bias", "residual", "x_scales", "smooth_scales") if is_torch(bound[name])]
         if (quantised or integer) and door.records(*tensors):
             what = "an integer weight" if integer else f"{quantised[0]}, which has to do with integers"
@@ -163,5 +163,18 @@ class _GroupedForm(Form):
         return _plain(**{**bound, "out": None})
 
 
-FORMS = {"grouped_matmul": _GroupedForm(_public, _operator, _ORDER, prepare=_prepare, casts=("x", "weight", "bias", "residual"),
-                                        packed=("weight",))}
+def _bias_and_wanted(bound: Dict[str, Any]) -> Dict[str, Any]:
+    """Of a backward for its caller: all gradients, that of a bias too, whose shape alone is read."""
+    weight = bound["weight"]
+    return {"bias": weight.new_empty(weight.shape[:2]), "activation": "none", "wanted": [True, True, True]}
+
+
+FORMS = {
+    "grouped_matmul": _GroupedForm(_public, _operator, _ORDER, prepare=_prepare, casts=("x", "weight", "bias", "residual"),
+                                   packed=("weight",)),
+    "grouped_matmul_backward": Form(
+        function_of("matmul", "grouped_matmul_backward"), _backward_operator,
+        ("grad_out", "x", "weight", "counts", "ends", "bias", "activation", "wanted"), prepare=_prepare, differentiable=False,
+        complete=_bias_and_wanted, finish=lambda bound, found: GroupedGradients(*found)),
+    "grouped_matmul_swiglu_quant": PackedForm(function_of("matmul", "grouped_matmul_swiglu_quant")),
+}

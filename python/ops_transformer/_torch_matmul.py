@@ -19,7 +19,7 @@ from . import _torch_door as door
 from ._arrays import is_torch, optional_view, view
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
-from ._torch_forms import Form, define, unpacked
+from ._torch_forms import Form, define, not_traced, unpacked, wanted_results
 from ._torch_operator import context, using
 
 _public_matmul = function_of("matmul", "matmul")
@@ -91,7 +91,7 @@ def _gradients(ctx, grad_out):
     gradients = (None,) * 3
     if any(wanted):
         found = _backward_operator(grad_out, *ctx.saved_tensors, ctx.activation, wanted)
-        gradients = tuple(gradient if want else None for gradient, want in zip(found, wanted))
+        gradients = wanted_results(found, wanted)
     residual = grad_out.to(ctx.residual_dtype) if ctx.needs_input_grad[3] else None
     return (*gradients, residual, None)
 
@@ -135,8 +135,7 @@ class _MatmulForm(Form):
         packed = isinstance(bound["weight"], PackedWeight)
         if bound["out_scales"] or packed:
             if torch.compiler.is_compiling():
-                raise RuntimeError("matmul: a packed weight and out_scales cannot be traced by torch.compile; keep the call out of "
-                                   "it with torch.compiler.disable")
+                not_traced("matmul", "a packed weight and out_scales")
             if bound["out_scales"] and door.records(*tensors):
                 raise RuntimeError("matmul: an input requires gradients, and the int8 result of out_scales has none; call it under "
                                    "torch.no_grad()")

@@ -3,7 +3,7 @@ rows that are combined. Which experts are chosen, and where rows lie, are intege
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from . import _core
 from ._arrays import integer_tensor, integers, optional_view, view
 from ._calls import function_of
-from ._moe_results import Gating, Routing
-from ._torch_forms import Form, define
+from ._moe_results import FinalizeGradients, Gating, Routing
+from ._torch_forms import Form, define, wanted_results
 from ._torch_operator import context
 
 
@@ -198,7 +198,7 @@ def _finalize_gradients(ctx, grad_out):
     gradients = (None,) * 3
     if any(wanted):
         found = _finalize_backward_operator(grad_out, *ctx.saved_tensors, wanted)
-        gradients = tuple(gradient if want else None for gradient, want in zip(found, wanted))
+        gradients = wanted_results(found, wanted)
     skips = [grad_out if needs[name] else None for name in ("skip1", "skip2")]
     return gradients[0], None, gradients[1], *skips, gradients[2], None
 
@@ -226,7 +226,25 @@ def _form(name: str, operator: Any, order: Sequence[str], **more: Any) -> Form:
     return Form(function_of("moe", name), operator, order, **more)
 
 
+def _wanted(bound: Dict[str, Any]) -> List[bool]:
+    """The gradients of all that is given."""
+    return [True, bound["topk_weights"] is not None, bound["bias"] is not None]
+
+
+_BACKWARDS = {
+    "moe_gating_backward": _form(
+        "moe_gating_backward", gating_backward_operator,
+        ("logits", "topk_ids", "grad_topk_weights", "grad_scores", "scores", "renormalise", "routed_scaling_factor", "eps"),
+        prepare=_integers("topk_ids"), differentiable=False),
+    "moe_finalize_backward": _form(
+        "moe_finalize_backward", _finalize_backward_operator,
+        ("grad_out", "expanded", "row_of_slot", "topk_weights", "bias", "topk_ids", "wanted"),
+        prepare=_integers("row_of_slot", "topk_ids"), differentiable=False, complete=lambda bound: {"wanted": _wanted(bound)},
+        finish=lambda bound, found: FinalizeGradients(*wanted_results(found, _wanted(bound)))),
+}
+
 FORMS = {
+    **_BACKWARDS,
     "moe_gating": _form("moe_gating", _gating_operator, _GATING, finish=_gating_results, without_gradient=("bias",)),
     "moe_routing": _form("moe_routing", _routing_operator, ("topk_ids", "num_experts", "capacity", "rows", "expert_begin",
                                                             "expert_end", "cumulative_ends"),

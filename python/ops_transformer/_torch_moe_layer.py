@@ -16,9 +16,9 @@ from . import _torch_door as door
 from ._arrays import integer_tensor, is_torch
 from ._calls import function_of
 from ._core import PackedIntWeight, PackedWeight
-from ._moe_layer import LAYER_WEIGHTS, check_layer, layer_gradients
-from ._moe_results import Layer
-from ._torch_forms import Form, define, unpacked
+from ._moe_layer import LAYER_WEIGHTS, NEEDED, check_layer, layer_gradients
+from ._moe_results import Layer, LayerGradients
+from ._torch_forms import Form, define, not_traced, unpacked
 from ._torch_moe import gating_backward_operator
 from ._torch_operator import context, using
 
@@ -199,8 +199,7 @@ class _LayerForm(Form):
         weights = [bound[name] for name in LAYER_WEIGHTS]
         packed = any(isinstance(weight, (PackedWeight, PackedIntWeight)) for weight in weights)
         if packed and torch.compiler.is_compiling():
-            raise RuntimeError("moe_layer: a packed weight cannot be traced by torch.compile; keep the call out of it with "
-                               "torch.compiler.disable")
+            not_traced("moe_layer", "a packed weight")
         if not door.records(*(value for value in bound.values() if is_torch(value))):
             return self._without_gradients(bound) if packed else super()._run(bound)
         if bound["activation"] not in ("swiglu", "swiglu_swapped"):
@@ -226,5 +225,24 @@ def _finish(bound: Dict[str, Any], result: Any) -> Any:
     return Layer(*result) if bound["logits"] is not None else Layer(result[0], None, None, result[3])
 
 
-FORMS = {"moe_layer": _LayerForm(_public, _operator, _ORDER, prepare=_prepare, finish=_finish, casts=_CAST, packed=tuple(LAYER_WEIGHTS),
+# What a backward for its caller has no word for: it is of one activation, and of gate rows and up rows in one tensor.
+_OF_BACKWARD = {"activation": "swiglu", "int8_activations": False, "batch_invariant": False,
+                **dict.fromkeys(("up", "shared_up", "residual"))}
+
+
+def _wanted(bound: Dict[str, Any]) -> List[bool]:
+    """The gradients of all that is given."""
+    return [name in LayerGradients._fields and (name in NEEDED or bound[name] is not None) for name in GRADIENTS]
+
+
+def _finish_backward(bound: Dict[str, Any], results: Any) -> LayerGradients:
+    found = {name: result for name, result, want in zip(GRADIENTS, results, _wanted(bound)) if want}
+    return LayerGradients(*(found.get(name) for name in LayerGradients._fields))
+
+
+_backward_form = Form(function_of("moe", "moe_layer_backward"), _backward_operator, ("grad_out", *_TYPES, "wanted"), prepare=_prepare,
+                      finish=_finish_backward, differentiable=False,
+                      complete=lambda bound: {**_OF_BACKWARD, "wanted": _wanted(bound)})
+
+FORMS = {"moe_layer_backward": _backward_form, "moe_layer": _LayerForm(_public, _operator, _ORDER, prepare=_prepare, finish=_finish, casts=_CAST, packed=tuple(LAYER_WEIGHTS),
                                  without_gradient=("gate_bias",))}

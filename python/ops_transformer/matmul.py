@@ -6,17 +6,21 @@ residual beside it have.
 
 from __future__ import annotations
 
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from . import _core
 from ._arrays import empty, int64, integers, optional_view, output, rank, view, view_of_new
 from ._calls import option, public
 from ._context import Context, default_context
 from ._core import PackedIntWeight, PackedWeight
+from ._grouped_results import GroupedGradients
 
 __all__ = ["GroupedGradients", "PackedIntWeight", "PackedWeight", "grouped_matmul", "grouped_matmul_backward",
            "grouped_matmul_swiglu_quant", "lookup_rows", "matmul", "matmul_backward", "matmul_int", "pack", "pack_blocks",
            "pack_blocks_stack", "pack_int", "pack_int_stack", "pack_stack", "plan", "read_ahead"]
+
+
+PackedIntStack = PackedIntWeight  # what pack_int_stack gives
 
 
 def _torch_forms() -> Dict[str, Any]:
@@ -167,14 +171,6 @@ def _integer_product(x: Any, weight: PackedIntWeight, x_scales: Any, bias: Any, 
             optional_view(scales)), out, scales
 
 
-class GroupedGradients(NamedTuple):
-    """What grouped_matmul_backward gives."""
-
-    x: Any  # [m, k], zeros behind the last group
-    weight: Any  # [E, n, k], zeros of an empty group
-    bias: Any  # [E, n]
-
-
 def _group_list(counts: Any, ends: Any) -> Tuple[Any, bool]:
     """(the list that is given, whether it is counts)."""
     if (counts is None) == (ends is None):
@@ -224,8 +220,8 @@ def grouped_matmul(x: Any, weight: Any, counts: Any = None, *, ends: Any = None,
     return (out, scales) if out_scales else out
 
 
-@public
-def grouped_matmul_swiglu_quant(x: Any, x_scales: Any, weight: PackedIntWeight, counts: Any = None, *, ends: Any = None,
+@public(torch=_torch_forms)
+def grouped_matmul_swiglu_quant(x: Any, x_scales: Any, weight: PackedIntStack, counts: Any = None, *, ends: Any = None,
                                 bias: Any = None, smooth_scales: Any = None, context: Optional[Context] = None) -> Tuple[Any, Any]:
     """(out int8 [m, n / 2], scales float32 [m]) of silu(C[:, :n/2]) * C[:, n/2:], where C is the product of int8 rows x with
     x_scales [m] and the integer weight of their group (pack_int_stack): a quantised mixture's gate and up projections.
@@ -243,7 +239,7 @@ def grouped_matmul_swiglu_quant(x: Any, x_scales: Any, weight: PackedIntWeight, 
     return out, scales
 
 
-@public
+@public(torch=_torch_forms)
 def grouped_matmul_backward(grad_out: Any, x: Any, weight: Any, counts: Any = None, *, ends: Any = None,
                             context: Optional[Context] = None) -> GroupedGradients:
     """Gradients of sum(grad_out * (x . weight[e]^T + bias[e])) over the rows of all groups; weight is an array [E, n, k]."""

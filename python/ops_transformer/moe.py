@@ -19,10 +19,10 @@ from typing import Any, Dict, Optional
 
 from . import _core
 from ._arrays import empty, integers, optional_view, output, rank, view, view_of_new
-from ._calls import public
+from ._calls import of_the_core, public
 from ._context import Context, default_context
 from ._core import View
-from ._moe_layer import NEEDED, layer_call, layer_gradients
+from ._moe_layer import LAYER_FIELDS, NEEDED, float32, layer_call, layer_gradients
 from ._moe_results import FinalizeGradients, Gating, Layer, LayerGradients, Routing
 
 __all__ = ["FinalizeGradients", "Gating", "Layer", "LayerGradients", "moe_compute_expert_tokens", "moe_finalize",
@@ -65,11 +65,12 @@ def moe_gating(logits: Any, top_k: int, *, scores: str = "softmax", bias: Any = 
     all_scores = empty(logits, (tokens, num_experts), "f32") if return_scores else None
     _core.moe_gating(context or default_context(), x, optional_view(bias, "bias"), optional_view(finished, "finished"),
                      view_of_new(ids), view_of_new(weights), None if all_scores is None else view_of_new(all_scores), scores,
-                     renormalise, routed_scaling_factor, eps, num_groups, kept_groups, group_score, nan_is_error)
+                     renormalise, float32("routed_scaling_factor", routed_scaling_factor), float32("eps", eps), num_groups, kept_groups,
+                     group_score, nan_is_error)
     return Gating(ids, weights, all_scores) if return_scores else (ids, weights)
 
 
-@public
+@public(torch=_torch_forms)
 def moe_gating_backward(logits: Any, topk_ids: Any, grad_topk_weights: Any, *, grad_scores: Any = None, scores: str = "softmax",
                     renormalise: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
                     context: Optional[Context] = None) -> Any:
@@ -79,7 +80,8 @@ def moe_gating_backward(logits: Any, topk_ids: Any, grad_topk_weights: Any, *, g
     grad_logits = empty(logits, x.shape, x.dtype)
     _core.moe_gating_backward(context or default_context(), x, integers(topk_ids, "topk_ids"),
                               view(grad_topk_weights, "grad_topk_weights"), optional_view(grad_scores, "grad_scores"),
-                              view_of_new(grad_logits), scores, renormalise, routed_scaling_factor, eps)
+                              view_of_new(grad_logits), scores, renormalise,
+                              float32("routed_scaling_factor", routed_scaling_factor), float32("eps", eps))
     return grad_logits
 
 
@@ -160,7 +162,7 @@ def moe_finalize(expanded: Any, row_of_slot: Any, topk_weights: Any = None, *, s
     return out
 
 
-@public
+@public(torch=_torch_forms)
 def moe_finalize_backward(grad_out: Any, expanded: Any, row_of_slot: Any, topk_weights: Any = None, *, bias: Any = None,
                       topk_ids: Any = None, context: Optional[Context] = None) -> FinalizeGradients:
     """Gradients of expanded, and of topk_weights and bias where these are given. The gradient of either skip is grad_out. No two
@@ -217,11 +219,11 @@ def moe_layer(x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Option
             ids, chosen = empty(x, (tokens, top_k), "i32"), empty(x, (tokens, top_k), "f32")
     outputs = {"topk_ids": ids, "topk_weights": chosen, "expert_tokens": counts}
     views = {name: view_of_new(array) for name, array in outputs.items() if array is not None}
-    _core.moe_layer_forward(context or default_context(), inputs, options, {"out": output(out), **views})
+    of_the_core(_core.moe_layer_forward, LAYER_FIELDS, context or default_context(), inputs, options, {"out": output(out), **views})
     return Layer(out, ids, chosen, counts) if return_routes else out
 
 
-@public
+@public(torch=_torch_forms)
 def moe_layer_backward(grad_out: Any, x: Any, gate_up: Any, down: Any, logits: Any = None, top_k: Optional[int] = None, *,
                        topk_ids: Any = None, topk_weights: Any = None, gate_up_bias: Any = None, down_bias: Any = None,
                        scores: str = "softmax", gate_bias: Any = None, finished: Any = None, renormalise: bool = False,

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from . import _core
-from ._arrays import empty, int64, optional_view, rank, refusal, view
+from ._arrays import empty, int64, integers_shape, optional_view, rank, view
 from ._calls import public
 from ._context import Context, default_context
 
 __all__ = ["dequantize", "dequantize_blocks", "dynamic_quant", "lookup_rows", "quantize"]
 
 
+def _torch_forms() -> Dict[str, Any]:
+    # A statement, which torch.compile follows where a compiled call is a process's first one.
+    from ._torch_quant import FORMS
+
+    return FORMS
+
+
 def _integers_for(x: Any, bits: int) -> Any:
-    if bits not in (4, 8):
-        raise ValueError(f"bits is {bits}, must be 4 or 8")
-    shape = view(x).shape
-    if not shape:
-        raise refusal(ValueError, x, "must have at least one dimension, but its shape is []")
-    if bits == 8:
-        return empty(x, shape, "i8")
-    if shape[-1] % 2:
-        raise ValueError(f"int4 holds two values a byte, but a row of x has {shape[-1]}")
-    return empty(x, (*shape[:-1], shape[-1] // 2), "u8")
+    return empty(x, integers_shape(x, view(x).shape, bits), "i8" if bits == 8 else "u8")
 
 
 @public
@@ -67,7 +65,7 @@ def dequantize(q: Any, scales: Any, zeros: Any = None, *, context: Optional[Cont
     return out
 
 
-@public
+@public(torch=_torch_forms)
 def dynamic_quant(x: Any, *, bits: int = 8, smooth_scales: Any = None, context: Optional[Context] = None) -> Tuple[Any, Any]:
     """(q, scales) of x [.., k], every row by its own scale; smooth_scales float32 [k] are multiplied in first."""
     q, scales = _integers_for(x, bits), empty(x, view(x).shape[:-1], "f32")

@@ -251,9 +251,8 @@ def test_a_module_of_the_users_trains(torch):
 def test_a_cache_whose_layout_has_no_gradients(torch):
     keys, values = kv_cache.new_pages(2, 32, 1, 8, layout="panel32", like=torch.empty(0))
     query = torch.randn(1, 1, 1, 8, requires_grad=True)
-    out = paged_attention(query, keys, values, [[0]], [5], layout="panel32")
-    with pytest.raises(RuntimeError, match="panel32"):
-        out.sum().backward()
+    with pytest.raises(RuntimeError, match="^paged_attention: query requires gradients, but key_cache is pages of layout panel32"):
+        paged_attention(query, keys, values, [[0]], [5], layout="panel32")
     assert paged_attention(query.detach(), keys, values, [[0]], [5], layout="panel32").shape == (1, 1, 1, 8)
 
 

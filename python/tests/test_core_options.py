@@ -51,7 +51,7 @@ LIST = {
         "cu_seqlens_q": by_name(PLAIN), "cu_seqlens_k": by_name(PLAIN), "prefix": EVERYWHERE, "mask": EVERYWHERE,
         "bias": EVERYWHERE, "alibi_slopes": EVERYWHERE, "sinks": EVERYWHERE, "drop_mask": EVERYWHERE,
         "block_mask": EVERYWHERE, "tree_mask": by_name(PLAIN, PAGED),
-        "sparse_indices": by_name(SPARSE), **each("query_rope key_rope", by_name(PLAIN, PAGED, SPARSE))},
+        "sparse_indices": by_name(PAGED, SPARSE), **each("query_rope key_rope", by_name(PLAIN, PAGED, SPARSE))},
     "BlockMask": each("row_offsets columns block_q block_kv", by_name("flash_attention.BlockMask")),
     "BlockPattern": {**each("query_len kv_len block_q block_kv heads alignment causal window_left window_right dilation stride "
                             "random seed documents", by_name(PATTERN)), "global": named("global_tokens", PATTERN)},
@@ -67,7 +67,7 @@ LIST = {
         "window_left": lambda field: [(SCORE, "pre_tokens"), (GRAD, "pre_tokens"), (PLAIN, field), (PAGED, field)],
         "window_right": lambda field: [(SCORE, "next_tokens"), (GRAD, "next_tokens"), (PLAIN, field), (PAGED, field)],
         "softcap": EVERYWHERE, "bias_scale": EVERYWHERE, "alibi_form": EVERYWHERE, "alibi_query_start": EVERYWHERE,
-        "alibi_key_start": EVERYWHERE, "page_layout": named("layout", PAGED), "shared_prefix": by_name(PAGED),
+        "alibi_key_start": EVERYWHERE, "page_layout": named("layout", PAGED, SPARSE), "shared_prefix": by_name(PAGED),
         "dropout": lambda field: [(PLAIN, "keep_prob")]},
     "AttentionParts": {"out": named("attention_out", MERGE), "softmax_lse": by_name(MERGE), "softmax_max": by_name(MERGE),
                        "softmax_sum": by_name(MERGE)},

@@ -151,6 +151,16 @@ REFUSED = [
 ]
 
 
+def test_a_weight_that_is_no_stack_of_integers():
+    x = X.astype(np.int8)
+    for weight, words in ((W, r"ndarray \[2, 8, 6\] \(ndarray\), must be a PackedIntWeight, what matmul.pack_int_stack gives"),
+                          (matmul.pack_stack(W), r".*must be a PackedIntWeight \(matmul.pack_int_stack\); with a PackedWeight call matmul.grouped_matmul")):
+        with pytest.raises(TypeError, match=f"^grouped_matmul_swiglu_quant: weight is {words}"):
+            matmul.grouped_matmul_swiglu_quant(x, X[:, 0], weight, [1, 1])
+    with pytest.raises(TypeError, match=r"^matmul_int: weight is .*, must be a PackedIntWeight, what matmul.pack_int gives"):
+        matmul.matmul_int(X, W[0])
+
+
 @pytest.mark.parametrize("call, message", REFUSED)
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):

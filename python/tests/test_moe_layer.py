@@ -283,8 +283,10 @@ REFUSED = [
     ({**ONES, "gate_up": np.ones((6, 64), "f4")}, r"moe_layer: gate_up must be \[E, n, k\] \(or a packed stack\), but its shape is \[6, 64\]"),
     ({**ONES, "gate_up": np.ones((5, 63, 32), "f4")}, "moe_layer_forward: gate_up has 63 outputs, but swiglu needs two halves"),
     ({**ONES, "down": np.ones((5, 32, 31), "f4")}, "moe_layer_forward: .*down.* is 31, .*32"),
-    ({**ONES, "shared_gate_up": np.ones((1, 6, 32), "f4")}, r"moe_layer: shared_gate_up must be \[n, k\] \(or packed\), but its shape is"),
-    ({**ONES, "shared_gate": np.ones(32, "f4")}, "moe_layer_forward: shared.up or shared.gate is given, but no weights of a shared expert"),
+    ({**ONES, "shared_gate_up": np.ones((1, 6, 32), "f4"), "shared_down": np.ones((32, 3), "f4")}, r"moe_layer: shared_gate_up must be \[n, k\] \(or packed\), but its shape is"),
+    ({**ONES, "shared_gate": np.ones(32, "f4")}, "moe_layer: shared_gate is given, but shared_gate_up and shared_down are not"),
+    ({**ONES, "shared_up": np.ones((3, 32), "f4")}, "moe_layer: shared_up is given, but shared_gate_up and shared_down are not"),
+    ({**ONES, "shared_gate_up": np.ones((6, 32), "f4"), "shared_down": np.ones((32, 4), "f4")}, "moe_layer_forward: shared_down dim 2 .* is 4, but shared_gate_up set"),
     ({**ONES, "x": np.ones((TOKENS, 32))}, "moe_layer_forward: x .*f64"),
     ({**ONES, "out": np.ones((TOKENS, 31), "f4")}, "moe_layer_forward: out dim 1 .* is 31"),
 ]
@@ -296,6 +298,21 @@ def test_refused(parts, arguments, message):
         arguments = {**arguments, "logits": parts["logits"]}
     with pytest.raises(ValueError if "0.5" not in str(arguments.get("topk_ids")) else TypeError, match=message):
         moe.moe_layer(**{**of(parts, *PLAIN), **arguments})
+
+
+@pytest.mark.parametrize("name, other", [("shared_gate_up", "shared_down"), ("shared_down", "shared_gate_up")])
+def test_half_of_a_shared_expert(parts, name, other):
+    half = of(parts, *PLAIN, "logits", name)
+    for function, call in (("moe_layer", lambda: moe.moe_layer(**half, top_k=2)),
+                           ("moe_layer_backward", lambda: moe.moe_layer_backward(parts["x"], **half, top_k=2))):
+        with pytest.raises(ValueError, match=f"^{function}: {name} is given, but {other} is not"):
+            call()
+
+
+def test_numbers_that_float32_does_not_hold(parts):
+    for name in ("routed_scaling_factor", "eps"):
+        with pytest.raises(ValueError, match=rf"^moe_layer: {name} is 1e\+300, but must be a number of float32"):
+            moe.moe_layer(**of(parts, *PLAIN, "logits"), top_k=2, **{name: 1e300})
 
 
 def test_gradients_that_the_core_refuses(parts):

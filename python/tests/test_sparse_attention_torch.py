@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from conftest import import_torch
 from test_sparse_attention import draw_lists
+from test_torch_door import Dispatched
 
 torch = import_torch()
 
 from ops_transformer.flash_attention import sparse_flash_attention  # noqa: E402
-from ops_transformer.kv_cache import paged_attention  # noqa: E402
+from ops_transformer.kv_cache import new_pages, paged_attention  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -101,12 +102,53 @@ def test_lists_have_no_gradients_and_bad_ones_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_a_cache_of_float8_goes_through_the_operator(dtype):
-    """A query that requires gradients, or a mode, asks for torch's operator; float8 has no DLPack of its own everywhere."""
+    """A mode asks for torch's operator; float8 has no DLPack of its own everywhere."""
     keys, values = (torch.randn(3, 8, 1, 16).to(dtype) for _ in range(2))
     query = torch.randn(1, 2, 3, 16)
     table, lengths = torch.tensor([[2, 0]]), torch.tensor([13])
     want = paged_attention(query, keys, values, table, lengths)
-    got = paged_attention(query.requires_grad_(), keys, values, table, lengths)
-    assert got.requires_grad and torch.equal(got, want)
-    with pytest.raises(ValueError, match="key is f8_e[45]m[32], but gradients are taken of f32, bf16, f16 and f64"):
-        got.sum().backward()
+    with Dispatched():
+        assert torch.equal(paged_attention(query, keys, values, table, lengths), want)
+    with torch.no_grad():
+        assert torch.equal(paged_attention(query.clone().requires_grad_(), keys, values, table, lengths), want)
+    name = str(dtype).replace("torch.", "")
+    with pytest.raises(RuntimeError, match=f"^paged_attention: key_cache requires gradients, but key_cache is {name}, and"):
+        paged_attention(query, keys.clone().requires_grad_(), values, table, lengths)
+
+
+@pytest.mark.parametrize("layout, dtype, kind", [("norm", "int8", "ScaledPages of int8"), ("norm", "int4_offset", "ScaledPages of uint8"),
+                                                 ("norm", "f8_e4m3", "float8_e4m3fn"), ("panel32", "int8", "ScaledPages of int8"),
+                                                 ("panel32", "f32", "pages of layout panel32")])
+def test_gradients_beside_pages_that_have_none_are_refused_in_the_call(layout, dtype, kind):
+    pages = new_pages(2, 32, 1, 32, dtype=dtype, layout=layout, like=torch.ones(1))
+    table, lengths, lists = torch.tensor([[1, 0]]), torch.tensor([40]), torch.tensor([[[[0, 1]]]], dtype=torch.int32)
+    query, sinks = torch.randn(1, 2, 1, 32), torch.randn(2)
+
+    def paged(**more):
+        return paged_attention(**{**dict(query=query, key_cache=pages[0], value_cache=pages[1], block_table=table, kv_lengths=lengths,
+                                         layout=layout), **more})
+
+    def sparse(**more):
+        return sparse_flash_attention(**{**dict(query=query, key=pages[0], value=pages[1], sparse_indices=lists, block_table=table,
+                                                kv_lengths=lengths, layout=layout, sparse_block_size=32), **more})
+
+    for call, cache in ((paged, "key_cache"), (sparse, "key")):
+        for name, tensor in (("query", query), ("sinks", sinks)):
+            needing = {name: tensor.clone().requires_grad_()}
+            with pytest.raises(RuntimeError, match=rf"^\w+: {name} requires gradients, but {cache} is {kind}, and .*: pass {name}.detach\(\)"):
+                call(**needing)
+            with torch.no_grad():
+                assert torch.equal(call(**needing), call(**{name: tensor}))
+        with Dispatched():
+            seen = call()
+        assert torch.equal(seen, call())
+
+
+def test_a_bias_beside_lists_has_no_gradient():
+    keys, values, query = torch.randn(2, 8, 1, 16), torch.randn(2, 8, 1, 16), torch.randn(1, 2, 1, 16, requires_grad=True)
+    given = dict(sparse_indices=torch.tensor([[[[3, 0, 9]]]], dtype=torch.int32))
+    bias = torch.randn(1, 2, 1, 12)
+    paged_attention(query, keys, values, [[1, 0]], [12], bias=bias, **given).sum().backward()
+    assert query.grad.abs().sum() > 0
+    with pytest.raises(RuntimeError, match="^paged_attention: bias requires gradients, but beside sparse_indices bias has none"):
+        paged_attention(query, keys, values, [[1, 0]], [12], bias=bias.requires_grad_(), **given)

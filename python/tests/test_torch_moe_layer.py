@@ -157,7 +157,7 @@ def test_what_has_no_gradients_says_so():
             (lambda: ours(**silu), 'moe_layer: an input requires gradients, but activation is "silu", of which there are none'),
             (lambda: ours(gate_bias=needing(EXPERTS), **given), "moe_layer: gate_bias requires gradients"),
             (lambda: ours(out=torch.empty(TOKENS, HIDDEN), **given), "moe_layer: out is given"),
-            (lambda: moe.moe_layer_backward(given["x"], **given, top_k=2), "moe_layer_backward: x requires gradients")):
+            (lambda: moe.moe_layer_backward(given["x"], **given, top_k=2), "moe_layer_backward: grad_out requires gradients")):
         with pytest.raises(RuntimeError, match=words):
             call()
     with torch.no_grad():

@@ -173,7 +173,7 @@ struct BackwardWorker {
       take.take<MaskCursor>(of.mask_lists > 0 ? MaskWalk::most_cursors(of.block_q, of.group) : Size(0));
   KeyInterval* runs = take.take<KeyInterval>(of.lists ? of.block_kv : 0);
   const void** sum_rows = take.take<const void*>(of.lists ? of.grad_rows : 0);  // of a list's keys: list_gradients.h
-  // Where key_rope is not behind key: keys of a tile with theirs [block_kv][head_dim], of key's dtype (rope_rows.h).
+  // Where key_rope is not behind key: keys of a tile with theirs [block_kv][head_dim], of key's dtype (key_rows.h).
   const void** rope_rows = take.take<const void*>(of.copied_keys);
   char* key_copies = static_cast<char*>(
       take.take_bytes(Size(of.copied_keys) * of.sizes.head_dim * size_bytes(of.problem.forward.kv_dtype)));

@@ -6,7 +6,7 @@
 #include <span>
 
 #include "attention/backward_layout.h"
-#include "attention/rope_rows.h"
+#include "attention/key_rows.h"
 
 namespace opst::attention {
 

@@ -12,13 +12,15 @@
 #include "attention/selected_keys.h"
 #include "attention/sequences.h"
 #include "opst/attention.h"
+#include "opst/page_layout.h"
 
 namespace opst::attention {
 
 // Where the keys (or values, or gradients of either) of one sequence for one KV head are, dense or in pages.
 struct KvRows {
   const char* base = nullptr;          // key 0, or row 0 of page 0
-  int64_t row_bytes = 0;               // between keys, or rows of a page; in panel32 pages where whole panels begin
+  int64_t row_bytes = 0;               // between keys, or rows of a page or panel
+  int64_t panel_bytes = 0;             // between panels of kPanelRows keys of a page, whose rows interleave; else 0
   int64_t page_bytes = 0;              // paged: between pages
   int64_t block_size = 0;              // paged: rows of a page; 0: dense
   const ConstTensor* table = nullptr;  // paged: the block table, which outlives the rows,
@@ -27,11 +29,15 @@ struct KvRows {
   int64_t page_of(int64_t key) const { return index_at(*table, sequence, key / block_size); }
   const char* row(int64_t key) const {
     if (block_size == 0) return base + key * row_bytes;
-    return base + page_of(key) * page_bytes + key % block_size * row_bytes;
+    const char* const page = base + page_of(key) * page_bytes;
+    const int64_t row = key % block_size;
+    if (panel_bytes == 0) return page + row * row_bytes;
+    return page + row / kPanelRows * panel_bytes + row % kPanelRows * row_bytes;
   }
   // How many of keys [key, key + count) lie row_bytes apart, from the first on.
   int64_t run(int64_t key, int64_t count) const {
-    return block_size == 0 ? count : std::min(count, block_size - key % block_size);
+    const int64_t together = panel_bytes == 0 ? block_size : kPanelRows;
+    return block_size == 0 ? count : std::min(count, together - key % together);
   }
   // Pointers to keys [first, first + count).
   void locate(int64_t first, int64_t count, const void** rows) const {
@@ -49,8 +55,8 @@ struct KvRows {
   }
 };
 
-// Elements between the scales (or offsets) of a row's groups: of panel32 pages, a row has one.
-inline int64_t groups_stride(const ConstTensor& scales) { return scales.rank == 4 ? scales.strides[3] : 0; }
+// Elements between the scales (or offsets) of a row's groups; only panels of keys' have five dimensions.
+inline int64_t groups_stride(const ConstTensor& scales) { return scales.rank == 4 ? scales.strides[3] : kPanelRows; }
 
 // Sequences [first, first + count), whose first keys are the same rows of pages (shared_prefix.h).
 struct SharedGroup {
@@ -136,8 +142,11 @@ struct CallHeads {
     // Only panels of keys have five dimensions; norm pages of keys and values are alike.
     const PageSide side = t.rank == 5 ? PageSide::key : PageSide::value;
     const PageFormat& format = page_format(p.options.page_layout, t.dtype, side);
+    const int64_t rows_stride = t.strides[format.rows_dim];  // of a panel
+    const bool panels = format.panel_rows == kPanelRows;
     return {.base = data + h * t.strides[format.heads_dim] * size,
-            .row_bytes = t.strides[format.rows_dim] / format.panel_rows * size,
+            .row_bytes = panels ? format.step * size : rows_stride / format.panel_rows * size,
+            .panel_bytes = panels ? rows_stride * size : 0,
             .page_bytes = t.strides[0] * size,
             .block_size = p.block_size,
             .table = &in.block_table,

@@ -180,24 +180,6 @@ CallDims call_dims(const AttentionInputs& in) {
   return dims;
 }
 
-namespace {
-
-// Pages of eight bits, and scales of any call: those of integers alone have them. In panel32 the product takes 32 keys
-// at a time, whose dot products are scaled when they are finished, and a row of values at a time.
-void bind_byte_pages(ShapeCheck& check, const AttentionInputs& in, PageLayout layout) {
-  kv_cache::check_cache(check, kPageNames, pages_of(in, layout), kv_cache::CacheUse::read);
-  if (layout != PageLayout::panel32 || !kv_cache::holds_integers(in.key.dtype)) return;
-  check.require(in.key.dtype != DType::u8, "key is panel32 pages of u8, but attention reads u8 in norm pages only");
-  check.require(!is_given(in.key_offsets),
-                "key_offsets is given, but of panel32 pages attention reads i8 without offsets only");
-  for (const char* const groups : {"key_groups", "value_groups"}) {
-    check.require(check[groups] == 1, groups, " is ", check[groups],
-                  ", but of panel32 pages attention reads i8 with one scale to a row only");
-  }
-}
-
-}  // namespace
-
 bool has_scales(const AttentionInputs& in) {
   return is_given(in.key_scales) || is_given(in.value_scales) || is_given(in.key_offsets) || is_given(in.value_offsets);
 }
@@ -208,7 +190,8 @@ void bind_inputs(ShapeCheck& check, const AttentionInputs& in, PageLayout page_l
   if (in.cu_seqlens_q) bind_offsets(check, "cu_seqlens_q", in.cu_seqlens_q);
   const bool scales = has_scales(in);
   if (in.block_table && (size_bytes(in.key.dtype) == 1 || scales)) {
-    bind_byte_pages(check, in, page_layout);
+    // Pages of eight bits, and scales of any call: those of integers alone have them.
+    kv_cache::check_cache(check, kPageNames, pages_of(in, page_layout), kv_cache::CacheUse::read);
   } else if (panels(in, page_layout)) {
     kv_cache::check_pages(check, page_layout, "key", in.key, "value", in.value);
   } else {
@@ -275,6 +258,7 @@ AttentionProblem describe_call(const ShapeCheck& check, const AttentionInputs& i
           .block_size = check["block_size"],  // 0: dense
           .key_groups = check["key_groups"],
           .value_groups = check["value_groups"],
+          .has_offsets = is_given(in.key_offsets),
           .unit_stride_kv = unit_stride(in.key) && unit_stride(in.value),
           .heads_side_by_side_kv = heads_side_by_side(in.key, paged, varlen_k, options.page_layout) &&
                                    heads_side_by_side(in.value, paged, varlen_k, options.page_layout),

@@ -60,6 +60,19 @@ inline bool in_groups(const AttentionProblem& p) {
   return p.kv_dtype == DType::u8 || (p.kv_dtype == DType::i8 && (p.key_groups > 1 || p.value_groups > 1));
 }
 
+// Whether panel32 pages are multiplied as they are: the product takes 32 keys at a time and one word of each, so that a
+// scale can multiply finished dot products, but an offset, the scale of a group or half a byte would have to be undone at
+// every word.
+inline bool multiplies_panels(const AttentionProblem& p) {
+  return p.paged && p.options.page_layout == PageLayout::panel32 && !in_groups(p) && !p.has_offsets;
+}
+// Whether keys lie in panels all the same: those of a tile are copied, so that each is a row of its own.
+inline bool unpacks_panels(const AttentionProblem& p) {
+  return p.paged && p.options.page_layout == PageLayout::panel32 && !multiplies_panels(p);
+}
+// Whether keys are copied before they are read, a tile at a time.
+inline bool copies_keys(const AttentionProblem& p) { return p.copies_keys || unpacks_panels(p); }
+
 // So many numbers of a key or of a value, as they are stored.
 inline int64_t row_bytes(const AttentionProblem& p, int64_t numbers) {
   return p.kv_dtype == DType::u8 ? ceil_div(numbers, int64_t{2}) : numbers * size_bytes(p.kv_dtype);
@@ -92,7 +105,7 @@ struct Layout {
     RowRules* rules;          // [heads_in_turn][block_q], where an option needs them
     const void** key_rows;    // [pointers_per_call]
     const void** value_rows;  // as many
-    // Keys whose rope lies apart, beside it: [block_kv][head_dim] of key's dtype, and pointers to the tensor's ropes.
+    // Keys that are copied, as rows: [block_kv][head_dim] numbers as they are stored. Pointers to ropes that lie apart.
     char* key_copies;
     const void** rope_rows;
     float* scales;        // [scale_lists][keys_per_call]
@@ -148,17 +161,17 @@ struct Layout {
   const int64_t widened_rows = packs && size_bytes(p.kv_dtype) == 1 ? plan.block_kv : 0;
   // Tiles described at a time. The standard path goes through its tiles twice, so all of them stay packed.
   const bool one_tile =
-      plan.kv_access == KvAccess::packed_per_task || (plan.kv_access == KvAccess::in_place && p.copies_keys);
+      plan.kv_access == KvAccess::packed_per_task || (plan.kv_access == KvAccess::in_place && copies_keys(p));
   const int64_t tiles_per_task = standard ? most_tiles : one_tile ? 1 : kTilesPerCall;
   const bool walks = p.block_mask || p.has_tree_mask;  // tiles by a MaskWalk
   const Size mask_cursors = walks ? MaskWalk::most_cursors(plan.block_q, p.num_heads / p.num_kv_heads) : 0;
   const bool own_intervals = walks || (p.sparse_indices && plan.kv_access == KvAccess::panel_pages);
   const int64_t own_rows = own_intervals ? plan.block_q : 0;
-  const int64_t copied_keys = p.copies_keys ? plan.block_kv : 0;
+  const int64_t copied_keys = copies_keys(p) ? plan.block_kv : 0;
   const bool marks_seen = p.block_mask && plan.kv_access == KvAccess::packed_shared;
   const int64_t worker_bytes = bytes_of([&](auto& from) { take_worker(from); });
 
-  Size copied_bytes() const { return Size(copied_keys) * p.head_dim * size_bytes(p.kv_dtype); }
+  Size copied_bytes() const { return Size(copied_keys) * row_bytes(p, p.head_dim); }
 
   // Two waves are in flight at a time, if there are two.
   int64_t wave_bytes() const { return (Size(std::min(heads, 2 * plan.heads_per_wave)) * shared_head_bytes).value(); }
@@ -183,7 +196,7 @@ struct Layout {
             .key_rows = from.template take<const void*>(pointers_per_call),
             .value_rows = from.template take<const void*>(pointers_per_call),
             .key_copies = static_cast<char*>(from.take_bytes(Arena::round_up(copied_bytes()))),
-            .rope_rows = from.template take<const void*>(copied_keys),
+            .rope_rows = from.template take<const void*>(p.copies_keys ? copied_keys : 0),
             .scales = from.template take<float>(Size(scale_lists) * keys_per_call),
             .groups = from.template take<const void*>(Size(group_lists) * keys_per_call),
             .floats = from.template take<float>(Size(widened_rows) * std::max(p.head_dim, p.value_head_dim)),

@@ -159,7 +159,7 @@ void fit_keys_to_mask(const AttentionProblem& p, const Geometry& g, AttentionPla
 // their tiles in a quarter of L2 (the next ones are fetched meanwhile), and than leave tasks enough. No bit depends on it,
 // so batch may count.
 int64_t choose_heads_in_turn(const AttentionProblem& p, const Machine& m, const AttentionPlan& plan) {
-  if (!attention::may_take_turns(p, plan) || p.copies_keys || !p.heads_side_by_side_kv) return 1;
+  if (!attention::may_take_turns(p, plan) || attention::copies_keys(p) || !p.heads_side_by_side_kv) return 1;
   const Size tile =
       Size(attention::row_bytes(p, p.head_dim) + attention::row_bytes(p, p.value_head_dim)) * plan.block_kv;
   int64_t heads = attention::most_in_turn(p);
@@ -240,7 +240,7 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
 
   // Access: packing a key costs about as much as multiplying it with a dozen rows.
   const Geometry& g = geometry_of(machine.isa, plan.product);
-  const bool pages = p.paged && p.options.page_layout == PageLayout::panel32;
+  const bool pages = attention::multiplies_panels(p);
   // Rows that see the same keys: with a list for each query, its group.
   const bool lists(p.sparse_indices);
   const int64_t group = p.num_heads / p.num_kv_heads, rows_of_list = lists ? group : rows;
@@ -274,6 +274,12 @@ AttentionPlan plan_attention(const AttentionProblem& p, const Machine& machine) 
   } else {
     plan.kv_access = KvAccess::packed_shared;
     plan.reason = "several blocks of rows share packed keys and values";
+  }
+  if (attention::unpacks_panels(p)) {
+    plan.reason = few_rows ? "panels of integers with groups, offsets or half bytes are not multiplied: for few query "
+                             "rows keys are copied out of them, a tile at a time, values read in place"
+                           : "panels of integers with groups, offsets or half bytes are not multiplied: for many query "
+                             "rows each tile is widened and packed";
   }
   if (p.block_mask) fit_keys_to_mask(p, g, plan);
   if (pages) plan.block_kv = round_up(plan.block_kv, kPanelRows);

@@ -6,7 +6,7 @@
 #include <span>
 
 #include "attention/call_memory.h"
-#include "attention/rope_rows.h"
+#include "attention/key_rows.h"
 #include "attention/tile_scales.h"
 
 namespace opst::attention {
@@ -52,7 +52,7 @@ struct TileRows : CallMemory {
     kernels.copy_queries(of.stacked_rows(in.query_rope, head), first_row, factor, q, rest);
   }
 
-  // As attention::locate_keys (rope_rows.h), with the worker's memory.
+  // As attention::locate_keys (key_rows.h), with the worker's memory.
   int64_t locate_keys(int64_t head, Runs runs, int64_t count, const Worker& w, const void** pointers) const {
     return attention::locate_keys(*this, head, runs, count, w.rope_rows, w.key_copies, pointers);
   }

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "core/int_math.h"
 
@@ -289,9 +290,13 @@ ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dims(std::span<const char* con
 
 ShapeCheck::TensorCheck& ShapeCheck::TensorCheck::dtype(std::initializer_list<DType> allowed) {
   if (!check_->ok() || std::find(allowed.begin(), allowed.end(), tensor_.dtype) != allowed.end()) return *this;
-  const auto allowed_name = [&](size_t i) { return to_string(allowed.begin()[i]); };
-  check_->fail(
-      text(name_, " is ", to_string(tensor_.dtype), ", but must be ", joined(allowed.size(), allowed_name, " or ")));
+  // Each once: "f32 or the dtype of x" names f32 twice where x is f32.
+  std::vector<DType> different;
+  for (const DType dtype : allowed) {
+    if (std::find(different.begin(), different.end(), dtype) == different.end()) different.push_back(dtype);
+  }
+  const auto name = [&](size_t i) { return to_string(different[i]); };
+  check_->fail(text(name_, " is ", to_string(tensor_.dtype), ", but must be ", joined(different.size(), name, " or ")));
   return *this;
 }
 

@@ -374,6 +374,17 @@ TEST(ShapeCheck, DeclaredTensors) {
   EXPECT_EQ(message(weight, declared(DType::f32, {-1, 4})), "op: out [rows, 4] has rank 2, but [rows] has rank 1");
 }
 
+TEST(ShapeCheck, ADtypeThatIsAllowedTwiceIsNamedOnce) {
+  const auto message = [](DType given, DType of_x) {
+    ShapeCheck check("op");
+    const double zeros[4] = {};
+    check.tensor("bias", ConstTensor::contiguous(given, {4}, zeros)).dtype({DType::f32, of_x}).dims({"n"});
+    return check.status().message();
+  };
+  EXPECT_EQ(message(DType::f64, DType::f32), "op: bias is f64, but must be f32");
+  EXPECT_EQ(message(DType::f64, DType::bf16), "op: bias is f64, but must be f32 or bf16");
+}
+
 TEST(ShapeCheck, MoreNamesOrTensorsThanItHolds) {
   std::vector<std::string> names;
   for (int i = 0; i < 40; ++i) names.push_back(std::string("n").append(std::to_string(i)));

@@ -108,6 +108,7 @@ void plan_as(NewNode& node, const AttentionOptions& options, Dim kv_len, const C
             .block_size = t.size(block_size),
             .key_groups = key_groups,
             .value_groups = value_groups,
+            .has_offsets = row.has_offsets,
             .heads_side_by_side_kv = !paged || options.page_layout == PageLayout::norm,
             .options = options,
             .varlen_q = varlen_q};

@@ -38,7 +38,7 @@ struct Plan : MatmulPlan {
   int64_t m = 0, width = 0;  // of out
   bool two_halves = false;   // swiglu: column j of out needs columns j and width + j of the weight
   XForm x = XForm::in_place;
-  int64_t column_bytes = 0;   // of a weight, per output, without scales beside it
+  int64_t column_bytes = 0;   // of a weight, per output, without scales beside it; in place: from output to output
   int64_t words = 0;          // of a row of x: floats or pairs, the filling up to the weight's last piece included
   int64_t run_words = 0;      // of the form words: of a row before the next row's follow
   int64_t x_stride = 0;       // from row to row, in elements of the form; 0: that of x itself
@@ -47,8 +47,9 @@ struct Plan : MatmulPlan {
   int64_t chunk_columns = 0;  // of a task, whose sums are there at once
   bool whole_rows = false;    // a task has whole rows of out, which it quantises; else out passes through f32 first
   int64_t sums_stride = 0, second_stride = 0;  // of a task's sums, and of those of the second half
+  int64_t columns_at_once = 1;                 // of the kernel: what it stores of a task's sums is a multiple
   // Bytes of the pieces of memory that the workers share, each without what an Arena adds to it.
-  int64_t weight_bytes = 0;    // an unpacked weight, packed
+  int64_t weight_bytes = 0;    // an unpacked weight, packed; in place: 0
   int64_t wide_out_bytes = 0;  // out as f32, where it is quantised afterwards
   int64_t bias_bytes = 0, x_scales_bytes = 0;
   int64_t x_bytes = 0, x_sums_bytes = 0;
@@ -73,6 +74,9 @@ Size packed_bytes(QuantFormat format, int64_t n, int64_t k);
 
 // Words of 32 bits that a group of an int8 or int4 weight fills.
 inline int64_t int_group_words(int64_t group_values, int bits) { return ceil_div(group_values, 32 / bits); }
+
+// Whether a weight [n, k] lies [k, n].
+inline bool has_unit_stride_outputs(const ConstTensor& weight) { return normal_strides(weight).strides[0] == 1; }
 
 // ---- packed_weight.cc
 
@@ -144,7 +148,9 @@ struct SingleProduct {
   Rows x = {};
   bool held = true;  // false: the form of x cannot hold one of its rows
   const void* panels = nullptr;
-  float* wide = nullptr;  // out as f32, where a task has no whole rows
+  int64_t inputs = 0, input_stride = 0;  // in place
+  bool sums_in_out = false;              // where a task's columns are whole tiles: each sum is stored once, in out
+  float* wide = nullptr;                 // out as f32, where a task has no whole rows
   const float *biases = nullptr, *x_scales = nullptr;
   const int32_t* int_biases = nullptr;
   int64_t pack_tasks_before = 0, tasks_before = 0;  // of the products before this one

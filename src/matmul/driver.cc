@@ -80,6 +80,13 @@ void store_integers(const Finish& part) {
   }
 }
 
+// Where a kernel leaves a task's sums: in the worker's scratch, or in an output.
+struct SumsPlace {
+  float* at;
+  int64_t stride;
+  bool in_out = false;
+};
+
 // The tasks of products whose rows of x are packed.
 struct Tasks {
   std::span<SingleProduct> products;
@@ -91,7 +98,7 @@ struct Tasks {
 
   // The sums of rows times `count` columns of the weight from a panel's first one on.
   static void multiply_columns(const SingleProduct& product, bool integers, int64_t row, int64_t rows, int64_t first,
-                               int64_t count, char* decoded, float* sums, int64_t sums_stride) {
+                               int64_t count, char* decoded, const SumsPlace& sums) {
     const Plan& plan = product.plan;
     const Rows& x = product.x;
     ProductPart rectangle = {
@@ -104,8 +111,11 @@ struct Tasks {
         .k_block = plan.k_block,
         .panels = integers ? nullptr : static_cast<const char*>(product.panels) + first * plan.column_bytes,
         .scratch = decoded,
-        .sums = sums,
-        .sums_stride = sums_stride};
+        .sums = sums.at,
+        .sums_stride = sums.stride,
+        .inputs = product.inputs,
+        .input_stride = product.input_stride,
+        .sums_in_out = sums.in_out};
     if (integers) {
       rectangle.ints = from_column(product.operands->ints, first);
       if (x.sums != nullptr) rectangle.x_sums = x.sums + row * rectangle.ints.groups;
@@ -126,15 +136,20 @@ struct Tasks {
       part.row_stride = plan.width;
       part.column_stride = 1;
     }
+    if (product.sums_in_out && columns % plan.columns_at_once == 0) {
+      multiply_columns(product, integers, row, rows, column, columns, own.decoded,
+                       {static_cast<float*>(part.out), part.row_stride, true});
+      return;
+    }
     part.sums = own.sums;
     part.sums_stride = plan.sums_stride;
-    multiply_columns(product, integers, row, rows, column, columns, own.decoded, own.sums, plan.sums_stride);
+    multiply_columns(product, integers, row, rows, column, columns, own.decoded, {own.sums, plan.sums_stride});
     if (product.x_scales != nullptr) part.x_scales = product.x_scales + row;
     if (product.biases != nullptr) part.bias = product.biases + column;
     if (plan.two_halves) {
       const int64_t second = plan.width + column, before = second % kPanelColumns;
-      multiply_columns(product, integers, row, rows, second - before, before + columns, own.decoded, own.second,
-                       plan.second_stride);
+      multiply_columns(product, integers, row, rows, second - before, before + columns, own.decoded,
+                       {own.second, plan.second_stride});
       part.second = own.second + before;
       part.second_stride = plan.second_stride;
       if (product.biases != nullptr) part.second_bias = product.biases + second;
@@ -178,13 +193,23 @@ struct Tasks {
   }
 };
 
+// Whether sums that a kernel stores once, after all of k, are the outputs: floats side by side that nothing joins.
+bool sums_are_outputs(const MatmulProblem& problem, const Plan& plan, const Operands& o) {
+  const bool stored_once = plan.path == MatmulPath::many_rows || plan.path == MatmulPath::many_rows_in_place;
+  return stored_once && plan.words <= plan.k_block && problem.activation == Activation::none && o.bias == nullptr &&
+         o.residual == nullptr && o.x_scales == nullptr && o.out.dtype == DType::f32 && o.out.strides[1] == 1;
+}
+
 // What the tasks read of a product's operands beside x.
 void prepare(Context& context, SingleProduct& product, Arena& arena) {
   const FloatKernels& floats = float_kernels(context.machine().isa);
   const Operands& o = *product.operands;
   const Plan& plan = product.plan;
   product.panels = o.panels;
-  if (o.weight != nullptr) {
+  if (plan.path == MatmulPath::many_rows_in_place) {
+    const ConstTensor weight = normal_strides(*o.weight);
+    product.panels = weight.data, product.inputs = weight.shape[1], product.input_stride = weight.strides[1];
+  } else if (o.weight != nullptr) {
     char* const panels = arena.take<char>(plan.weight_bytes);
     pack_float_weight(context, normal_strides(*o.weight), panels);
     product.panels = panels;
@@ -281,7 +306,9 @@ Status run_wave(Context& context, const MatmulProblem& problem, std::span<Single
   for (SingleProduct& product : products) {
     product.tasks_before = tasks;
     tasks += product.plan.num_tasks();
-    if (product.plan.num_tasks() > 0) prepare(context, product, arena);
+    if (product.plan.num_tasks() == 0) continue;
+    product.sums_in_out = sums_are_outputs(problem, product.plan, *product.operands);
+    prepare(context, product, arena);
   }
   const int64_t worker_bytes = wave.scratch_bytes_per_worker;
   auto* const scratch = static_cast<char*>(arena.take_bytes(pool.num_threads() * worker_bytes));

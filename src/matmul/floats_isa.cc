@@ -1,6 +1,5 @@
 #include "matmul/epilogue.h"
-#include "matmul/many_rows.h"
-#include "matmul/pack_operands.h"
+#include "matmul/many_rows_in_place.h"
 
 namespace opst::OPST_ISA_NS::gemm {
 namespace {
@@ -13,11 +12,15 @@ constexpr FloatKernels all_kernels() {
     .many_rows = {},
 #if defined(__AVX512BF16__)
     .few_rows_dot = few_rows<PieceBf16Words>,
-    .many_rows_dot = many_rows<PieceBf16Words>,
+    .many_rows_dot = many_rows<PackedColumns<PieceBf16Words>>,
+    .many_rows_dot_in_place = many_rows<PairsInPlace>,
 #else
     .few_rows_dot = nullptr,
     .many_rows_dot = nullptr,
+    .many_rows_dot_in_place = nullptr,
 #endif
+    .many_rows_in_place = {many_rows<ColumnsInPlace<float>>, many_rows<ColumnsInPlace<bf16>>,
+                           many_rows<ColumnsInPlace<f16>>},
     .finish = {finish<NoActivation>, finish<Silu>, finish<GeluErf>, finish<GeluTanh>, finish<Swiglu>,
                finish<SwigluSwapped>},
     .pack_panel = {pack_panel<float>, pack_bf16_panel, pack_panel<f16>},
@@ -25,7 +28,7 @@ constexpr FloatKernels all_kernels() {
   };
   QuantBlocks::each([&]<class Block>() {
     table.few_rows[static_cast<int>(Block::kFormat)] = few_rows<Piece<Block>>;
-    table.many_rows[static_cast<int>(Block::kFormat)] = many_rows<Piece<Block>>;
+    table.many_rows[static_cast<int>(Block::kFormat)] = many_rows<PackedColumns<Piece<Block>>>;
   });
   return table;
 }

@@ -97,6 +97,7 @@ Status multiply_groups(Context& context, MatmulProblem problem, const GroupList&
     problem.m = operands.out.shape[0];
     problem.k = operands.x.shape[1];
     problem.unit_stride_x = operands.x.strides[1] == 1;
+    problem.unit_stride_outputs = operands.weight != nullptr && has_unit_stride_outputs(*operands.weight);
     std::construct_at(products + i,
                       SingleProduct{.operands = &operands, .plan = make_plan(problem, context.machine(), threads)});
     ++i;

@@ -24,10 +24,16 @@ struct ProductPart {
   int64_t rows, columns;
   int64_t k;           // words; activations_: values
   int64_t k_block;     // of them decoded or unpacked at once; whole pieces
-  const void* panels;  // packed weight, from the panel that begins with the first column on; not of weights_int_
+  const void* panels;  // packed weight, from the panel that begins with the first column on; not of weights_int_. In
+                       // place: a weight [inputs][columns] from its first column on
   void* scratch;       // what the table says, 64-byte aligned
   float* sums;         // [rows][sums_stride], room for columns rounded up to what the kernel takes at once
   int64_t sums_stride;
+
+  // many_rows in place alone: the weight's inputs, and elements from one to the next; whether sums are an output, which
+  // lies in no cache.
+  int64_t inputs = 0, input_stride = 0;
+  bool sums_in_out = false;
 
   // weights_int_ alone.
   IntWeightPart ints = {};            // in place of panels
@@ -73,7 +79,9 @@ struct FloatKernels {
   Product few_rows[kNumQuantFormats];
   Product many_rows[kNumQuantFormats];
   // bf16 x times bf16 weights by the pairwise dot instruction; null where the level has none.
-  Product few_rows_dot, many_rows_dot;
+  Product few_rows_dot, many_rows_dot, many_rows_dot_in_place;
+  // many_rows of a weight that is not packed and lies [inputs][columns], by its type (index 0: f32, 1: bf16, 2: f16).
+  Product many_rows_in_place[3];
   void (*finish[kNumActivations])(const Finish& part);  // in the order of Activation
   // Index 0: f32, 1: bf16, 2: f16, of the elements. They become a packed panel of up to 16 outputs by k inputs
   // (packed_layout.h); missing ones are 0. Addresses need no alignment.

@@ -149,7 +149,8 @@ Result<MatmulProblem> gemm::check_call(ShapeCheck& check, const ConstTensor& wei
                         {.n = check["weight_n"],
                          .k = check["weight_k"],
                          .weight = MatmulWeight::unpacked,
-                         .format = weight_format(weight.dtype)},
+                         .format = weight_format(weight.dtype),
+                         .unit_stride_outputs = !tensors.grouped && has_unit_stride_outputs(weight)},
                         {floats, floats, floats, floats}, tensors);
 }
 

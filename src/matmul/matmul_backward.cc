@@ -81,6 +81,7 @@ Status matmul_backward(Context& context, const ConstTensor& grad_out, const Cons
       problem.m = out.shape[0];
       problem.k = a.shape[1];
       problem.unit_stride_x = operands.x.strides[1] == 1;
+      problem.unit_stride_outputs = has_unit_stride_outputs(b);
       return multiply(context, problem, operands);
     };
     Status status;

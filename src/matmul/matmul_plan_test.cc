@@ -48,6 +48,7 @@ MatmulProblem random_problem(Random& random) {
     p.format = kQuantFormats[static_cast<size_t>(random.integer(0, kNumQuantFormats - 1))];
     unit = block_values(p.format);
     if (unit == 1 && random.chance(0.5)) p.weight = MatmulWeight::unpacked;
+    p.unit_stride_outputs = random.chance(0.3);
   }
   p.k = random.integer(0, random.chance(0.5) ? 8 : 2000) * unit;
   return p;
@@ -60,6 +61,7 @@ int64_t columns_at_once(MatmulPath path, Isa isa) {
     case MatmulPath::weights_int_floats_few_rows:
       return gemm::float_kernels(isa).few_columns;
     case MatmulPath::many_rows:
+    case MatmulPath::many_rows_in_place:
       return gemm::float_kernels(isa).many_columns;
     case MatmulPath::activations_fixed:
     case MatmulPath::activations_int8_few_rows:
@@ -114,7 +116,7 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
       ASSERT_GE(plan.row_tasks, threads);
     }
     ASSERT_EQ(plan.scratch_bytes(3) - plan.scratch_bytes(2), plan.scratch_bytes_per_worker);
-    if (p.weight == MatmulWeight::unpacked) {
+    if (p.weight == MatmulWeight::unpacked && plan.path != MatmulPath::many_rows_in_place) {
       ASSERT_GE(plan.weight_bytes, (p.n + 15) / 16 * 16 * p.k * block_bytes(p.format));
     }
     if (std::string_view(to_string(plan.path)).find("few_rows") != std::string_view::npos) {
@@ -135,6 +137,9 @@ TEST(MatmulPlan, CutsEveryProblemIntoWholeParts) {
       case MatmulPath::few_rows:
         ASSERT_EQ(plan.x_bytes, plan.x == gemm::XForm::in_place ? 0 : 4 * p.m * std::max<int64_t>(1, plan.words));
         break;
+      case MatmulPath::many_rows_in_place:
+        ASSERT_EQ(plan.weight_bytes, 0);
+        [[fallthrough]];
       case MatmulPath::many_rows:
         ASSERT_EQ(plan.k_block % std::max<int64_t>(32, block_values(p.format)), 0);
         ASSERT_GE(plan.x_bytes, ceil_div(plan.words, plan.k_block) * p.m * plan.x_stride * 4);
@@ -183,6 +188,9 @@ TEST(MatmulPlan, ChoosesByRowsFormatAndLevel) {
   const auto integers = [](int64_t m, DType x) {
     return MatmulProblem{.m = m, .n = 64, .k = 256, .x_dtype = x, .weight = MatmulWeight::integers};
   };
+  const auto in_place = [](int64_t m) {
+    return MatmulProblem{.m = m, .n = 64, .k = 256, .weight = MatmulWeight::unpacked, .unit_stride_outputs = true};
+  };
   const MatmulProblem doubles = {.m = 3, .n = 4, .k = 5, .x_dtype = DType::f64, .weight = MatmulWeight::unpacked};
   const Case cases[] = {
       {with(1, QuantFormat::f32), few_rows, few_rows},
@@ -197,6 +205,8 @@ TEST(MatmulPlan, ChoosesByRowsFormatAndLevel) {
       {with(1, QuantFormat::q6_k, ActivationType::int8), activations_int8_many_rows, activations_int8_few_rows},
       {with(4, QuantFormat::q6_k, ActivationType::int8), activations_int8_many_rows, activations_int8_few_rows},
       {with(5, QuantFormat::q6_k, ActivationType::int8), activations_int8_many_rows, activations_int8_many_rows},
+      {in_place(1), many_rows_in_place, many_rows_in_place},
+      {in_place(9), many_rows_in_place, many_rows_in_place},
       {integers(8, DType::i8), weights_int_few_rows, weights_int_few_rows},
       {integers(9, DType::i8), weights_int_many_rows, weights_int_many_rows},
       {integers(8, DType::bf16), weights_int_floats_few_rows, weights_int_floats_few_rows},

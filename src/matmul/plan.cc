@@ -8,7 +8,7 @@
 namespace opst {
 
 const char* to_string(MatmulPath path) {
-  return name_of(path, {"few_rows", "many_rows", "activations_fixed", "activations_int8_few_rows",
+  return name_of(path, {"few_rows", "many_rows", "many_rows_in_place", "activations_fixed", "activations_int8_few_rows",
                         "activations_int8_many_rows", "weights_int_few_rows", "weights_int_many_rows",
                         "weights_int_floats_few_rows", "weights_int_floats_many_rows", "f64"});
 }
@@ -243,6 +243,11 @@ Choice choose_floats(const MatmulProblem& p, const Machine& machine) {
   const bool dot = p.x_dtype == DType::bf16 && p.format == QuantFormat::bf16 && floats.few_rows_dot != nullptr &&
                    machine.bf16_product == Bf16Product::dot;
   const MatmulProduct product = dot ? MatmulProduct::bf16_dot : MatmulProduct::f32;
+  if (p.weight == MatmulWeight::unpacked && p.unit_stride_outputs) {
+    const int type = p.format == QuantFormat::f32 ? 0 : p.format == QuantFormat::bf16 ? 1 : 2;
+    return {many_rows_in_place, product, dot ? floats.many_rows_dot_in_place : floats.many_rows_in_place[type],
+            cut_many_rows, "the weight lies [k, n]: packing would copy what a task can copy"};
+  }
   if (p.m <= kMaxFewRows) {
     return {few_rows, product, dot ? floats.few_rows_dot : floats.few_rows[format], cut_few_rows, reason};
   }
@@ -318,11 +323,13 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
     return plan;
   }
   plan.rows_per_task = p.m;
-  plan.words = product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : packed_inputs(p.format, p.k);
+  const bool in_place = path == many_rows_in_place;
+  plan.words = product == MatmulProduct::bf16_dot ? ceil_div(p.k, 2) : in_place ? p.k : packed_inputs(p.format, p.k);
   plan.k_block = p.k;
   plan.column_bytes = p.weight == MatmulWeight::integers
                           ? (Size(4) * int_group_words(p.k / p.groups, p.bits) * p.groups).value()
-                          : packed_column_bytes(p.format, p.k);
+                      : in_place ? block_bytes(p.format)
+                                 : packed_column_bytes(p.format, p.k);
   const int64_t unit = cut == nullptr ? 1 : cut(p, machine, plan);
   if (plan.path == f64) plan.rows_per_task = 1, plan.columns_per_task = plan.width;
   num_threads = std::max(1, num_threads);
@@ -333,6 +340,7 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
   plan.column_tasks = ceil_div(plan.width, plan.columns_per_task);
   if (plan.path == f64) return plan;
 
+  plan.columns_at_once = unit;
   plan.sums_stride = round_up(plan.chunk_columns, unit);
   plan.sums_bytes_per_worker = float_bytes(Size(plan.rows_per_task) * plan.sums_stride);
   if (plan.two_halves) {
@@ -340,7 +348,7 @@ Plan make_plan(const MatmulProblem& p, const Machine& machine, int num_threads) 
     plan.second_stride = round_up(plan.chunk_columns + kPanelColumns - 1, unit);
     plan.second_bytes_per_worker = float_bytes(Size(plan.rows_per_task) * plan.second_stride);
   }
-  if (p.weight == MatmulWeight::unpacked) plan.weight_bytes = packed_bytes(p.format, p.n, p.k).value();
+  if (p.weight == MatmulWeight::unpacked && !in_place) plan.weight_bytes = packed_bytes(p.format, p.n, p.k).value();
   if (p.has_bias) plan.bias_bytes = float_bytes(round_up(p.n, kPanelColumns));
   if (p.has_x_scales) plan.x_scales_bytes = float_bytes(p.m);
   plan.scratch_bytes_shared = sum_of(

@@ -64,7 +64,7 @@ template <class Word>
 void int_floats_many(const ProductPart& part) {
   const IntWeightPart& weight = part.ints;
   const FloatTiles<tile::ProductF32> tiles{part};
-  clear_sums(part);
+  if (weight.group_values == 0) return clear_sums(part);
   for (int64_t g = 0; g < weight.groups; ++g) {
     for (int64_t first = 0; first < weight.group_values; first += part.k_block) {
       const int64_t left = weight.group_values - first;
@@ -72,7 +72,9 @@ void int_floats_many(const ProductPart& part) {
       const float* const x = static_cast<const float*>(part.x) + g * weight.group_values + first;
       for (int64_t column = 0; column < part.columns; column += kTileColumns) {
         decode_int_columns<Word>(part, column, g, first, count);
-        tiles.add(column, count, x, [](int64_t, const char* next_x) OPST_INLINE_LAMBDA { return next_x; });
+        tiles.add(column, count, x, g + first == 0, [](int64_t, const char* next_x) OPST_INLINE_LAMBDA {
+          return tile::LinesOfRows{next_x, 64, 0};
+        });
       }
     }
   }

@@ -88,6 +88,20 @@ TEST_F(MoeExtremes, Rows) {
   });
 }
 
+// 2^40 tokens without a slot are no work: without optimisation a loop over them would take an hour.
+TEST_F(MoeExtremes, TokensWithoutSlots) {
+  const float zeros[6] = {};
+  float grad[6] = {1, 1, 1, 1, 1, 1};
+  ConstTensor grad_out = ConstTensor::contiguous(DType::f32, {1, 2}, zeros);
+  grad_out.shape[0] = int64_t{1} << 40, grad_out.strides[0] = 0;
+  const MoeFinalizeInputs in = {.expanded = ConstTensor::contiguous(DType::f32, {3, 2}, zeros),
+                                .row_of_slot = ConstTensor::contiguous(DType::i32, {int64_t{1} << 40, 0}, zeros)};
+  const MoeFinalizeGradients gradients = {.expanded = Tensor::contiguous(DType::f32, {3, 2}, grad)};
+  const Status status = moe_finalize_backward(context_, grad_out, in, gradients);
+  ASSERT_TRUE(status.ok()) << status.message();
+  for (const float element : grad) EXPECT_EQ(element, 0);
+}
+
 TEST_F(MoeExtremes, Layer) {
   rounds([&](Extremes& draw) {
     const DType type = float_type();

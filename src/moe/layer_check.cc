@@ -139,9 +139,12 @@ void check_layer_inputs(ShapeCheck& check, LayerCall& call) {
                   .down_bias = in.experts.down_bias};
   check_experts(check, call, kOfExperts, call.experts);
   call.experts.first.gathers_rows = call.experts.second_half.gathers_rows = true;
-  call.has_shared = is_there(in.shared.gate_up) || is_there(in.shared.down);
+  const bool shared_gate_up = is_there(in.shared.gate_up), shared_down = is_there(in.shared.down);
+  call.has_shared = shared_gate_up || shared_down;
   check.require(call.has_shared || (!is_there(in.shared.up) && !is_given(in.shared.gate)),
                 "shared.up or shared.gate is given, but no weights of a shared expert are");
+  check.require(shared_gate_up == shared_down, shared_gate_up ? "shared.gate_up" : "shared.down", " is given, but ",
+                shared_gate_up ? "shared.down" : "shared.gate_up", " is not");
   if (call.has_shared) {
     call.shared = {.gate_up = &in.shared.gate_up,
                    .up = is_there(in.shared.up) ? &in.shared.up : nullptr,

@@ -124,6 +124,10 @@ TEST(MoeLayer, RefusesWithAMessage) {
                  [](C& c) { c.options.activations = static_cast<ActivationType>(2); });
   expect_refused("shared.up or shared.gate is given, but no weights of a shared expert are",
                  [](C& c) { c.in.shared.gate = c.gate.tensor; });
+  expect_refused("shared.gate_up is given, but shared.down is not",
+                 [](C& c) { c.in.shared.gate_up = c.gate_up.tensor.narrowed(0, 0, 1); });
+  expect_refused("shared.down is given, but shared.gate_up is not",
+                 [](C& c) { c.in.shared.down = c.down.tensor.narrowed(0, 0, 1); });
   expect_refused("shared.gate_up holds 3 weights, but a shared expert has one",
                  [](C& c) { c.in.shared = {.gate_up = c.gate_up.tensor, .down = c.down.tensor}; });
   expect_refused("topk_ids or topk_weights are asked for, but there are no logits to choose by",

@@ -64,6 +64,7 @@ struct SlotLists {
 // Which rows some slot has; a row of two slots is refused. Serial: a byte per slot, beside its row of features.
 void mark_rows(ShapeCheck& check, const ConstTensor& row_of_slot, uint8_t* marks, int64_t rows) {
   std::fill_n(marks, rows, uint8_t{0});
+  if (row_of_slot.shape[1] == 0) return;  // however many tokens
   for (int64_t t = 0; t < row_of_slot.shape[0] && check.ok(); ++t) {
     for (int64_t k = 0; k < row_of_slot.shape[1] && check.ok(); ++k) {
       const int64_t row = index_at(row_of_slot, t, k);

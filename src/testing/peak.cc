@@ -172,16 +172,16 @@ Peak measure_peak(const Context& context, PeakKind kind, double seconds) {
   return peak;
 }
 
-double measure_read_bandwidth(const Context& context, const void* data, int64_t size_bytes) {
+double measure_read_bandwidth(const Context& context, const void* data, int64_t size_bytes, int64_t passes) {
   const auto read = peak_kernels(context.machine().isa).read;
   const int64_t part = round_up(ceil_div(size_bytes, context.num_threads()), 64);
   const double seconds = run_together(context, [&](int thread) {
     alignas(64) char sink[64];
     const int64_t begin = std::min(thread * part, size_bytes);
     const int64_t length = std::min(part, size_bytes - begin) / 64 * 64;
-    read(static_cast<const char*>(data) + begin, length, sink);
+    for (int64_t i = 0; i < passes; ++i) read(static_cast<const char*>(data) + begin, length, sink);
   });
-  return static_cast<double>(size_bytes) / seconds;
+  return static_cast<double>(size_bytes) * static_cast<double>(passes) / seconds;
 }
 
 double measure_copy_seconds(const Context& context, const void* from, void* to, int64_t size_bytes) {

@@ -29,8 +29,9 @@ struct Peak {
 Peak measure_peak(const Context& context, PeakKind kind, double seconds);
 
 // Bytes per second of reading the memory once, divided among the context's threads. For what lies in DRAM let the
-// buffer be 256 MB or more; the smaller it is, the closer the cache.
-double measure_read_bandwidth(const Context& context, const void* data, int64_t size_bytes);
+// buffer be 256 MB or more; the smaller it is, the closer the cache. `passes`: how often each thread reads its part, for
+// parts that are read faster than threads start.
+double measure_read_bandwidth(const Context& context, const void* data, int64_t size_bytes, int64_t passes = 1);
 
 // Seconds of copying the memory once, by memcpy, divided among the context's threads.
 double measure_copy_seconds(const Context& context, const void* from, void* to, int64_t size_bytes);

@@ -12,7 +12,7 @@
 // Memory     A: MR rows, `lda` words apart, read one word at a time                              L1
 //            B: packed rows of NV vectors, `ldb` words apart (in a panel: ldb = NV * lanes)      L1 or L2, streamed
 //            C: MR * NV accumulators                                                             registers
-//            Meanwhile memory is fetched: a line per four words of k, or (stream_*, up to kStreamRows, bound by the
+//            Meanwhile memory is fetched: a line per four words of k (which may lie in rows of their own), or (stream_*, up to kStreamRows, bound by the
 //            stream of B) the lines at the same offsets of `ahead`, the piece of the stream that is read next but one
 //            or two, into L2: the caller knows its address, while the hardware's prefetchers stop at the end of a page
 // Numerics   k strictly ascending, so a row's bits do not depend on MR; one multiply-add per word of A. C is the first
@@ -172,10 +172,29 @@ OPST_INLINE void store_tile(const typename P::V (&acc)[MR][NV], typename P::V::S
   }
 }
 
-// acc += A B. Meanwhile the memory from `prefetch` on is fetched, a cache line of 64 bytes per four words of k.
-template <class P, int MR, int NV>
-OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
-                                   int64_t ldb, const char* prefetch, typename P::V (&acc)[MR][NV]) {
+// Two lines, `apart` bytes from each other, of each of many rows, `stride` bytes apart.
+struct LinesOfRows {
+  const char* line;
+  int64_t stride, apart;
+};
+OPST_INLINE void fetch_next(const char*& memory) {
+  __builtin_prefetch(memory);
+  memory += 64;
+}
+OPST_INLINE void fetch_next(LinesOfRows& lines) {
+  __builtin_prefetch(lines.line);
+  __builtin_prefetch(lines.line + lines.apart);
+  lines.line += lines.stride;
+}
+template <class Fetched>
+inline constexpr bool kIsFetched = std::is_same_v<Fetched, const char*> || std::is_same_v<Fetched, LinesOfRows>;
+
+// acc += A B. Meanwhile the memory from `prefetch` on, or one line after the other, is fetched: a line of 64 bytes (two,
+// of rows) per four words of k.
+template <class P, int MR, int NV, class Fetched>
+requires kIsFetched<Fetched> OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int64_t lda,
+                                                                const typename P::WordB* b, int64_t ldb,
+                                                                Fetched prefetch, typename P::V (&acc)[MR][NV]) {
   constexpr int kLanes = P::V::kLanes;
   // Rows by fours: each address is one base plus 0, 1, 2 or 3 times lda, which the hardware adds for free.
   constexpr int kGroups = (MR + 3) / 4;
@@ -193,8 +212,7 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
   };
   int64_t k = 0;
   for (; k + 4 <= depth; k += 4) {
-    __builtin_prefetch(prefetch);
-    prefetch += 64;
+    fetch_next(prefetch);
     step(k);
     step(k + 1);
     step(k + 2);
@@ -224,7 +242,7 @@ OPST_INLINE void multiply_add_tile(int64_t depth, const typename P::Word* a, int
   }
 }
 
-// ---- Functions of one instantiation each. Ahead: const char* (prefetch), or const WordB* (a stream)
+// ---- Functions of one instantiation each. Ahead: const char* or LinesOfRows (prefetch), or const WordB* (a stream)
 
 template <class P, int MR, int NV, class Ahead>
 OPST_NOINLINE void product_with_max(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
@@ -256,13 +274,13 @@ OPST_NOINLINE void scaled_accumulate(int64_t depth, const typename P::Word* a, i
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, ahead, acc);
   store_tile<P, MR, NV>(acc, c, ldc);
 }
-template <class P>
-using ScaledAccumulate = decltype(&scaled_accumulate<P, 1, 1, const char*>);
+template <class P, class Ahead = const char*>
+using ScaledAccumulate = decltype(&scaled_accumulate<P, 1, 1, Ahead>);
 
-template <class P, int MR, int NV>
+template <class P, int MR, int NV, class Ahead>
 OPST_NOINLINE void scaled_product(int64_t depth, const typename P::Word* a, int64_t lda, const typename P::WordB* b,
                                   int64_t ldb, typename P::V::Scalar* c, int64_t ldc,
-                                  const typename P::V::Scalar* factor, const char* prefetch) {
+                                  const typename P::V::Scalar* factor, Ahead prefetch) {
   typename P::V acc[MR][NV];
   clear_tile<P, MR, NV>(acc);
   multiply_add_tile<P, MR, NV>(depth, a, lda, b, ldb, prefetch, acc);
@@ -340,14 +358,13 @@ OPST_INLINE auto product_with_max_for(int rows) {
   return with_rows<P::kTileRows>(rows,
                                  [](auto n) OPST_INLINE_LAMBDA { return product_with_max<P, n, NV, const char*>; });
 }
-template <class P, int NV>
+template <class P, int NV, class Ahead = const char*>
 OPST_INLINE auto scaled_product_for(int rows) {
-  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_product<P, n, NV>; });
+  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_product<P, n, NV, Ahead>; });
 }
-template <class P, int NV>
+template <class P, int NV, class Ahead = const char*>
 OPST_INLINE auto scaled_accumulate_for(int rows) {
-  return with_rows<P::kTileRows>(rows,
-                                 [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, const char*>; });
+  return with_rows<P::kTileRows>(rows, [](auto n) OPST_INLINE_LAMBDA { return scaled_accumulate<P, n, NV, Ahead>; });
 }
 template <class P, int NV>
 OPST_INLINE auto accumulate_for(int rows) {

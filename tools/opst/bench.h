@@ -13,7 +13,10 @@ void add_check_attention(CLI::App& check);
 void add_check_matmul(CLI::App& check);
 void add_check_moe(CLI::App& check);
 void add_plan_attention(CLI::App& plan);
+void add_plan_kv(CLI::App& plan);
+void add_plan_layer(CLI::App& plan);
 void add_plan_matmul(CLI::App& plan);
+void add_plan_memory(CLI::App& plan);
 void add_plan_model(CLI::App& plan);
 void add_plan_moe(CLI::App& plan);
 

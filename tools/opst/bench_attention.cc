@@ -1,11 +1,8 @@
 // opst bench attention: naive, standard and flash attention side by side, and how close flash comes to the machine's
 // peak.
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 
 #include "attention_backward_case.h"
 #include "attention_case.h"
@@ -13,6 +10,7 @@
 #include "bench.h"
 #include "naive_bench.h"
 #include "testing/peak.h"
+#include "time_model.h"
 
 namespace opst::tools {
 
@@ -22,6 +20,7 @@ struct Options {
   AttentionArguments problem;
   int64_t memory_limit = 0;  // bytes; 0: half of what is available
   bool backward = false;
+  bool predict = false;
 };
 
 struct Row {
@@ -32,38 +31,22 @@ struct Row {
   int64_t flash_scratch_bytes = 0;
   int64_t standard_bytes = 0;
   double standard_seconds = -1;  // negative: not measured
-  bool standard_offered = true;  // false: that path refuses an option
+  Status standard_status;        // of that path: what it refuses, or how it failed
+  bool standard_fits = true;     // false: its memory is beyond the limit, so it was not tried
+  std::optional<TimePrediction> predicted;
+
+  // measured; memory: beyond the limit, or it could not be had; option: refused; failed: otherwise.
+  const char* standard_state() const {
+    if (!standard_fits || standard_status.code() == StatusCode::out_of_memory) return "memory";
+    if (standard_status.ok()) return "measured";
+    const StatusCode code = standard_status.code();
+    return code == StatusCode::invalid_argument || code == StatusCode::unsupported ? "option" : "failed";
+  }
   NaiveTime naive;
   AttentionVerdict verdict;
   // Time over that of the baseline, where there are options: median and quartiles of pairs.
   double ratio = -1, ratio_q1 = 0, ratio_q3 = 0;
 };
-
-// The first number of a file, or -1.
-int64_t number_in(const std::string& path) {
-  std::ifstream file(path);
-  int64_t number = -1;
-  return file >> number ? number : -1;
-}
-
-// What the system, and the control group if there is one, would still give.
-int64_t available_memory_bytes() {
-  int64_t available = static_cast<int64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string key, unit; meminfo >> key;) {
-    int64_t kib = 0;
-    if (!(meminfo >> kib)) break;
-    std::getline(meminfo, unit);
-    if (key == "MemAvailable:") available = kib * 1024;
-  }
-  for (const auto& [limit, used] :
-       {std::pair("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        std::pair("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")}) {
-    const int64_t most = number_in(limit), now = number_in(used);
-    if (most > 0 && now >= 0) available = std::min(available, most - now);
-  }
-  return available;
-}
 
 int64_t memory_limit(const Options& options) {
   return options.memory_limit > 0 ? options.memory_limit : available_memory_bytes() / 2;
@@ -118,9 +101,9 @@ Row measure(Context& context, const AttentionSetup& setup, int64_t limit_bytes, 
       std::clamp<int64_t>((int64_t{1} << 26) / std::max<int64_t>(problem.kv_len, 1) / problem.head_dim, 8, 64));
   if (row.setup.has_options()) measure_ratio(context, data, row);
   context.trim();
-  const bool fits = row.standard_bytes <= limit_bytes;
-  if (fits) row.standard_offered = data.try_run(context, AttentionPath::standard).ok();
-  if (fits && row.standard_offered) {
+  row.standard_fits = row.standard_bytes <= limit_bytes;
+  if (row.standard_fits) row.standard_status = data.try_run(context, AttentionPath::standard);
+  if (row.standard_fits && row.standard_status.ok()) {
     row.standard_seconds = test::measure_fraction(context, kind, row.flops, [&] {
                              data.run(context, AttentionPath::standard);
                            }).call_seconds;
@@ -141,26 +124,35 @@ void print_header(const Options& options, const Context& context, const Attentio
                 static_cast<long long>(p.value_head_dim), p.options.causal ? "causal" : "full",
                 options_text(options.problem).c_str(), context.num_threads(), to_string(context.machine().isa), "keys",
                 "naive", "memory", "standard", "memory", "flash", "scratch", "GFLOP/s", "of peak", "max error", "plan",
-                setup.has_options() ? "  over baseline" : "");
+                options.predict       ? "    predicted    off"
+                : setup.has_options() ? "  over baseline"
+                                      : "");
   write_output(text);
 }
 
 void print_row(const Row& row) {
   char text[512];
-  const bool fits = row.standard_seconds >= 0;
+  const std::string state = row.standard_state();
   std::snprintf(text, sizeof(text), "%9lld  %11s %10s  %11s %10s  %11s %10s  %9.1f %5.1f %%%s %9.1e  %9s",
                 static_cast<long long>(row.setup.problem.kv_len), row.naive.text().c_str(),
                 row.naive.offered ? human_bytes(row.naive.bytes).c_str() : "",
-                fits                   ? human_seconds(row.standard_seconds).c_str()
-                : row.standard_offered ? "no fit"
-                                       : "-",
-                row.standard_offered ? human_bytes(row.standard_bytes).c_str() : "",
+                state == "measured" ? human_seconds(row.standard_seconds).c_str()
+                : state == "memory" ? row.standard_fits ? "no memory" : "no fit"
+                : state == "option" ? "refused"
+                                    : "failed",
+                state == "option" ? "" : human_bytes(row.standard_bytes).c_str(),
                 human_seconds(row.flash.call_seconds).c_str(), human_bytes(row.flash_scratch_bytes).c_str(),
                 row.flash.flops_per_second / 1e9, row.flash.fraction * 100, row.flash.valid ? " " : "*",
                 row.verdict.error, to_string(row.plan.path));
   write_output(text);
   if (row.ratio >= 0) {
     std::snprintf(text, sizeof(text), "  %.3f (%.3f - %.3f)", row.ratio, row.ratio_q1, row.ratio_q3);
+    write_output(text);
+  }
+  if (row.predicted) {
+    const double seconds = row.predicted->seconds();
+    std::snprintf(text, sizeof(text), "  %11s %+6.1f %%", human_seconds(seconds).c_str(),
+                  (seconds / row.flash.call_seconds - 1) * 100);
     write_output(text);
   }
   write_output("\n");
@@ -181,6 +173,8 @@ nlohmann::ordered_json to_json(const Row& row) {
       {"standard_ms", fits ? nlohmann::ordered_json(row.standard_seconds * 1e3) : nlohmann::ordered_json()},
       {"standard_bytes", row.standard_bytes},
       {"standard_fits", fits},
+      {"standard_state", row.standard_state()},
+      {"standard_message", row.standard_status.message()},
       {"naive_ms", row.naive.json()},
       {"naive_state", row.naive.state()},
       {"naive_bytes", row.naive.bytes},
@@ -192,12 +186,27 @@ nlohmann::ordered_json to_json(const Row& row) {
     json["over_baseline"] = row.ratio;
     json["over_baseline_quartiles"] = {row.ratio_q1, row.ratio_q3};
   }
+  if (row.predicted) {
+    add_to_json(json, *row.predicted, row.flash.call_seconds);
+  }
   return json;
+}
+
+// From the machine's rates, its cores as fast as the bursts beside the call.
+std::optional<TimePrediction> predict(const MachineProfile& machine, const Row& row) {
+  const AttentionProblem& p = row.setup.problem;
+  const double factor = row.flash.peak_flops_per_second / machine.matrix_rate(p.query_dtype);
+  return predict_attention(p, visible_pairs(row.setup), machine.with_cores(factor));
 }
 
 void run(const Options& options) {
   const std::vector<AttentionSetup> setups = attention_setups(options.problem);
   const AttentionSetup& first = setups.front();
+  const std::string& dtype = options.problem.dtype;
+  if (options.predict && (first.has_options() || (dtype != "f32" && dtype != "bf16") || first.kv_format != dtype)) {
+    usage_error("--predict knows calls of f32 or bf16 without options other than --causal; got " + dtype +
+                options_text(options.problem));
+  }
   Context context = make_context(options.problem.num_threads);
   const int64_t limit = memory_limit(options);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
@@ -205,9 +214,15 @@ void run(const Options& options) {
     print_header(options, context, first);
   }
   bool all_valid = true;
+  std::optional<MachineProfile> machine;
+  if (options.predict) machine = measure_machine(context);
+  std::string refusals;  // of the standard path, each message once
   NaiveBench naive(limit, false);
   for (const AttentionSetup& setup : setups) {
-    const Row row = measure(context, setup, limit, naive);
+    Row row = measure(context, setup, limit, naive);
+    if (machine) row.predicted = predict(*machine, row);
+    const std::string& refusal = row.standard_status.message();
+    if (refusals.find(refusal) == std::string::npos) refusals += "standard: " + refusal + "\n";
     all_valid = all_valid && row.flash.valid;
     if (options.problem.json)
       rows.push_back(to_json(row));
@@ -220,9 +235,15 @@ void run(const Options& options) {
   }
   write_output("\n" + naive.explanation(first) + "standard: the whole score matrix in memory (\"no fit\": beyond " +
                human_bytes(limit) +
-               "; -: it does not take the options); of peak: flash against multiply-adds of the same\nlength on the "
+               "); of peak: flash against multiply-adds of the same\nlength on the "
                "same threads, median of pairs; max "
-               "error: against float64 on sampled rows; plan: which path is chosen\n");
+               "error: against float64 on sampled rows; plan: which path is chosen\n" +
+               refusals);
+  if (options.predict) {
+    write_output(
+        "predicted: from multiply-adds beside the call, exponentials and reading as measured at the start; off: "
+        "against flash\n");
+  }
   if (first.has_options()) {
     write_output(first.sequences.empty() ? "over baseline: time over that of the same call without options, in turn\n"
                                          : "over baseline: time over that of the sequences one by one, in turn\n");
@@ -241,7 +262,10 @@ void add_bench_attention(CLI::App& bench) {
       ->add_option("--memory-limit", options->memory_limit,
                    "Bytes that the standard and the naive form may take (default: half of the available memory)")
       ->check(at_least(1));
-  command->add_flag("--backward", options->backward, "Measure the gradients instead")->excludes(common.shared_prefix);
+  CLI::Option* backward = command->add_flag("--backward", options->backward, "Measure the gradients instead")
+                              ->excludes(common.shared_prefix);
+  command->add_flag("--predict", options->predict, "Also predict the time, from the machine's rates")
+      ->excludes(backward);
   command->callback([options] {
     options->backward ? bench_attention_backward(options->problem, memory_limit(*options)) : run(*options);
   });

@@ -2,20 +2,26 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <functional>
+#include <optional>
 
 #include "bench.h"
 #include "matmul_case.h"
 #include "opst/grouped_matmul.h"
 #include "random_weights.h"
 #include "testing/peak.h"
+#include "time_model.h"
 
 namespace opst::tools {
 
 namespace {
 
 using Shape = MatmulShape;
-using Options = GroupedArguments;
+
+struct Options : GroupedArguments {
+  bool predict = false;
+};
 
 // Up to here the time is that of reading the weight.
 constexpr int64_t kFewRows = 8;
@@ -134,6 +140,7 @@ struct Row {
   double bound_per_second = 0;  // flops or bytes
   double fraction = 0, fraction_q1 = 0, fraction_q3 = 0;
   bool valid = true;
+  std::optional<TimePrediction> predicted = {};
 };
 
 void measure_few_rows(Context& context, const Calls& calls, Row& row) {
@@ -192,40 +199,77 @@ void print_row(const Row& row) {
                 static_cast<long long>(row.shape.k), row.seconds * 1e3, row.flops_per_second / 1e9,
                 row.weight_bytes_per_second / 1e9, row.fraction * 100, row.fraction_q1 * 100, row.fraction_q3 * 100,
                 row.valid ? " " : "*", row.bound_per_second / 1e9, few ? "GB/s of reading" : "GFLOP/s");
+  if (row.predicted) {
+    const double seconds = row.predicted->seconds();
+    char predicted[64];
+    std::snprintf(predicted, sizeof(predicted), "  %10.3f %+6.1f %%\n", seconds * 1e3,
+                  (seconds / row.seconds - 1) * 100);
+    text[std::strlen(text) - 1] = '\0';
+    write_output(std::string(text) + predicted);
+    return;
+  }
   write_output(text);
 }
 
 nlohmann::ordered_json to_json(const Row& row) {
-  return {{"dtype", row.dtype},
-          {"m", row.shape.m},
-          {"n", row.shape.n},
-          {"k", row.shape.k},
-          {"ms", row.seconds * 1e3},
-          {"gflops", row.flops_per_second / 1e9},
-          {"weight_gb_per_s", row.weight_bytes_per_second / 1e9},
-          {"bound", row.bound},
-          {"bound_per_s", row.bound_per_second},
-          {"fraction", row.fraction},
-          {"fraction_quartiles", {row.fraction_q1, row.fraction_q3}},
-          {"valid", row.valid}};
+  nlohmann::ordered_json json = {{"dtype", row.dtype},
+                                 {"m", row.shape.m},
+                                 {"n", row.shape.n},
+                                 {"k", row.shape.k},
+                                 {"ms", row.seconds * 1e3},
+                                 {"gflops", row.flops_per_second / 1e9},
+                                 {"weight_gb_per_s", row.weight_bytes_per_second / 1e9},
+                                 {"bound", row.bound},
+                                 {"bound_per_s", row.bound_per_second},
+                                 {"fraction", row.fraction},
+                                 {"fraction_quartiles", {row.fraction_q1, row.fraction_q3}},
+                                 {"valid", row.valid}};
+  if (row.predicted) {
+    add_to_json(json, *row.predicted, row.seconds);
+  }
+  return json;
+}
+
+// From the machine's rates: its cores as fast as the bursts beside the call; for few rows, whose weights take turns, its
+// memory as fast as the reading beside it.
+std::optional<TimePrediction> predict(const MachineProfile& machine, const Row& row) {
+  const MatmulProblem problem = matmul_case(row.dtype, row.shape);
+  if (row.shape.m > kFewRows) {
+    return predict_matmul(problem, machine.with_cores(row.bound_per_second / machine.matrix_rate(problem.x_dtype)));
+  }
+  MachineProfile now = machine;
+  now.levels.back().read.value = row.bound_per_second;
+  return predict_matmul(problem, now, kRotationBytes);
+}
+
+void check_predicted(const Options& options) {
+  if (!group_words(options).empty()) usage_error("--predict knows single products, no groups");
+  for (const std::string& dtype : options.dtypes) {
+    if (dtype != "f32" && dtype != "bf16") usage_error("--predict knows weights of f32 and bf16; got " + dtype);
+  }
 }
 
 void run(const Options& options) {
   check_products(options);
+  if (options.predict) check_predicted(options);
   Context context = make_context(options.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true;
+  std::optional<MachineProfile> machine;
+  if (options.predict) machine = measure_machine(context);
   const std::string groups = group_words(options);
   if (!options.json) {
     char text[400];
     std::snprintf(text, sizeof(text),
-                  "matmul, packed weights%s, %d thread(s), %s\n\n%-5s %6s %6s %6s  %10s  %9s %7s  %26s  %17s\n",
+                  "matmul, packed weights%s, %d thread(s), %s\n\n%-5s %6s %6s %6s  %10s  %9s %7s  %26s  %17s%s\n",
                   groups.c_str(), context.num_threads(), to_string(context.machine()).c_str(), "dtype", "m", "n", "k",
-                  "ms", "GFLOP/s", "GB/s", "of the bound (quartiles)", "bound");
+                  "ms", "GFLOP/s", "GB/s", "of the bound (quartiles)", "bound",
+                  options.predict ? "      predicted    off" : "");
     write_output(text);
   }
   for_each_product(options, [&](const std::string& dtype, const Shape& shape) {
-    const Row row = measure(context, dtype, options, shape);
+    Row row = measure(context, dtype, options, shape);
+    if (machine) row.predicted = predict(*machine, row);
     all_valid = all_valid && row.valid;
     if (options.json) {
       rows.push_back(to_json(row));
@@ -256,6 +300,7 @@ void add_bench_matmul(CLI::App& bench) {
       bench.add_subcommand("matmul", "Products with packed weights, and how close they come to the machine");
   add_matmul_options(*command, *options);
   add_group_options(*command, *options);
+  command->add_flag("--predict", options->predict, "Also predict the time, from the machine's rates");
   command->callback([options] {
     settle_groups(*options);
     run(*options);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "command.h"
+#include "machine_profile.h"
 #include "model/llama.h"
 #include "opst/tensor.h"
 #include "testing/peak.h"
@@ -16,6 +17,7 @@ struct Options {
   std::string model_path;
   int num_threads = 0;
   bool json = false;
+  bool profile = false;
 };
 
 std::string how_bf16_was_chosen(const Machine& machine) {
@@ -89,7 +91,8 @@ void describe_model(const Options& options) {
 
 void run(const Options& options) {
   if (!options.model_path.empty()) return describe_model(options);
-  const Context context = make_context(options.num_threads);
+  Context context = make_context(options.num_threads);
+  if (options.profile) return write_output(to_text(measure_machine(context)));
   const Machine& machine = context.machine();
   const Rates rates = measure_rates(context);
   const std::string bf16_reason = how_bf16_was_chosen(machine);
@@ -129,10 +132,14 @@ void add_info(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command =
       app.add_subcommand("info", "Show the machine as the library sees it, what it chose, and how fast it is");
-  command->add_option("-m,--model", options->model_path, "A GGUF file: show what it holds, in place of the machine")
-      ->type_name("FILE");
+  CLI::Option* model =
+      command->add_option("-m,--model", options->model_path, "A GGUF file: show what it holds, in place of the machine")
+          ->type_name("FILE");
   add_threads_option(*command, options->num_threads);
-  command->add_flag("--json", options->json, "Print one JSON object");
+  CLI::Option* json = command->add_flag("--json", options->json, "Print one JSON object");
+  command->add_flag("--profile", options->profile, "Measure the machine as a file for --machine of opst plan")
+      ->excludes(model)
+      ->excludes(json);
   command->callback([options] { run(*options); });
 }
 

@@ -44,7 +44,10 @@ int run(int argc, char** argv) {
   opst::tools::add_check_matmul(*check);
   opst::tools::add_check_moe(*check);
   opst::tools::add_plan_attention(*plan);
+  opst::tools::add_plan_kv(*plan);
+  opst::tools::add_plan_layer(*plan);
   opst::tools::add_plan_matmul(*plan);
+  opst::tools::add_plan_memory(*plan);
   opst::tools::add_plan_model(*plan);
   opst::tools::add_plan_moe(*plan);
   const std::string name = opst::tools::command_name(app, argc, argv);

@@ -139,26 +139,4 @@ std::string NaiveBench::explanation(const AttentionSetup& setup) const {
   return text;
 }
 
-std::string human_bytes(int64_t bytes) {
-  char text[32];
-  const double b = static_cast<double>(bytes);
-  if (b < 1e6)
-    std::snprintf(text, sizeof(text), "%.0f KB", b / 1e3);
-  else if (b < 1e9)
-    std::snprintf(text, sizeof(text), "%.1f MB", b / 1e6);
-  else
-    std::snprintf(text, sizeof(text), "%.1f GB", b / 1e9);
-  return text;
-}
-std::string human_seconds(double seconds) {
-  char text[32];
-  if (seconds < 1e-3)
-    std::snprintf(text, sizeof(text), "%.1f us", seconds * 1e6);
-  else if (seconds < 1)
-    std::snprintf(text, sizeof(text), "%.2f ms", seconds * 1e3);
-  else
-    std::snprintf(text, sizeof(text), "%.2f s", seconds);
-  return text;
-}
-
 }  // namespace opst::tools

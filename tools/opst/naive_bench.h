@@ -7,6 +7,7 @@
 
 #include "attention_backward_case.h"
 #include "attention_case.h"
+#include "system_memory.h"
 #include "testing/naive_attention.h"
 
 namespace opst::tools {
@@ -38,9 +39,5 @@ class NaiveBench {
   bool backward_;
   double seconds_per_flop_ = 0;  // of the last run
 };
-
-// "1.5 MB", "1.20 ms"
-std::string human_bytes(int64_t bytes);
-std::string human_seconds(double seconds);
 
 }  // namespace opst::tools

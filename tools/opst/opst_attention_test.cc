@@ -163,9 +163,8 @@ TEST(OpstAttention, RandomOptionsPass) {
     bool panels = false, differentiable = true;
     if (paged) {
       add("--pages", pick({"norm", "norm", "panel32"}));
-      add("--kv-dtype", options.back() == "norm" ? pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8",
-                                                         "int8_offset", "int4", "int4_offset"})
-                                                 : pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8"}));
+      add("--kv-dtype",
+          pick({"f32", "bf16", "f16", "f8_e4m3", "f8_e5m2", "int8", "int8_offset", "int4", "int4_offset"}));
       panels = options[options.size() - 3] == "panel32";
       const std::string& format = options.back();
       differentiable = !panels && (format == "f32" || format == "bf16" || format == "f16");
@@ -249,6 +248,9 @@ TEST(OpstAttention, PagesAndTreesPass) {
       {"--pages", "norm", "--varlen", "1:200,0,130,64:65", "--causal"},
       {"--pages", "panel32", "--varlen", "1:200,130", "--kv-dtype", "bf16"},
       {"--kv-dtype", "int8", "--varlen", "3:70,1:64"},
+      {"--kv-dtype", "int4", "--pages", "panel32", "--query-len", "1", "--seq", "130"},
+      {"--kv-dtype", "int8_offset", "--pages", "panel32", "--varlen", "3:70,1:64", "--causal"},
+      {"--kv-dtype", "int4_offset", "--pages", "panel32", "--query-len", "40", "--seq", "200"},
       {"--pages", "norm", "--backward", "--seq", "130", "--batch", "2"},
       {"--pages", "norm", "--backward", "--varlen", "70,5:90", "--causal"},
       {"--tree", "--query-len", "9", "--seq", "200", "--batch", "2"},

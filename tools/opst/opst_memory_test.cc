@@ -59,6 +59,7 @@ TEST(ProgramMemory, EndsWithAMessage) {
   const std::vector<std::vector<const char*>> commands = {
       {"opst", "--version"},
       {"opst", "plan", "attention", "--seq", "64"},
+      {"opst", "plan", "memory", "--machine", "ascend-910"},
       {"opst", "no such command"},
   };
   for (const std::vector<const char*>& command : commands) {

@@ -45,8 +45,10 @@ TEST_F(OpstUsage, WhatNobodyKnowsIsListedInOrder) {
 TEST_F(OpstUsage, AMissingSubcommandNamesTheChoices) {
   EXPECT_EQ(refusal({"bench"}), "opst bench: a subcommand is required: attention, matmul, model, moe\n");
   EXPECT_EQ(refusal({"check"}), "opst check: a subcommand is required: attention, matmul, moe\n");
-  EXPECT_EQ(refusal({"plan"}), "opst plan: a subcommand is required: attention, matmul, model, moe\n");
-  EXPECT_EQ(refusal({"plan", "dance"}), "opst plan: 'dance' is none of attention, matmul, model, moe\n");
+  EXPECT_EQ(refusal({"plan"}),
+            "opst plan: a subcommand is required: attention, kv, layer, matmul, memory, model, moe\n");
+  EXPECT_EQ(refusal({"plan", "dance"}),
+            "opst plan: 'dance' is none of attention, kv, layer, matmul, memory, model, moe\n");
   EXPECT_EQ(refusal({"dance"}).rfind("opst: 'dance' is none of generate, chat, ", 0), 0u);
 }
 
@@ -117,6 +119,10 @@ TEST_F(OpstUsage, EveryOutputThatFailsIsAFailure) {
       with_model("tokenize", {"-p", "x"}),
       with_model("perplexity", {"-f", folder_.write("text", "hello world")}),
       {"plan", "attention"},
+      {"plan", "attention", "--machine", "ascend-910"},
+      {"plan", "memory", "--machine", "ascend-910"},
+      {"plan", "kv", "--machine", "ascend-910"},
+      {"plan", "layer", "--machine", "ascend-910"},
       {"plan", "matmul"},
       {"plan", "model", "-m", model_},
       {"info"},

@@ -34,6 +34,7 @@ void set_pages(const std::string& layout, const std::string& kv_format_name, Att
   p.kv_dtype = format.dtype;
   p.key_groups = format.key_groups;
   p.value_groups = format.value_groups;
+  p.has_offsets = format.has_offsets;
   p.options.page_layout = layout == "panel32" ? PageLayout::panel32 : PageLayout::norm;
   p.heads_side_by_side_kv = p.options.page_layout == PageLayout::norm;
   for (const int64_t dim : {p.head_dim, p.value_head_dim}) {

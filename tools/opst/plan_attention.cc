@@ -5,6 +5,7 @@
 #include "attention_backward_case.h"
 #include "attention_case.h"
 #include "bench.h"
+#include "plan_machine.h"
 #include "testing/peak.h"
 
 namespace opst::tools {
@@ -137,7 +138,21 @@ void add_plan_attention(CLI::App& plan) {
       ->excludes(common.shared_prefix);
   auto draw = std::make_shared<bool>(false);
   command->add_flag("--draw", *draw, "Print the block mask of --sparse as text")->needs(common.sparse);
-  command->callback([arguments, backward, draw] {
+  auto machine = std::make_shared<std::string>();
+  auto on_machine = std::make_shared<MachinePlanOptions>();
+  CLI::Option* named = add_machine_option(*command, *machine)->excludes(path)->excludes(common.sparse);
+  command->add_flag("--train", on_machine->train, "With --machine: the gradients too")->needs(named);
+  command
+      ->add_option(
+          "--sram-heads", on_machine->sram_heads,
+          "With --machine: heads whose tiles share the tile memory (default: --heads, as the tile rule has it)")
+      ->check(at_least(1))
+      ->needs(named);
+  command->callback([arguments, backward, draw, machine, on_machine] {
+    if (!machine->empty()) {
+      if (*backward) usage_error("--backward does not go with --machine: --train plans both passes");
+      return plan_attention_on(*machine, *arguments, *on_machine);
+    }
     *backward ? plan_attention_backward_command(*arguments) : run(*arguments, *draw);
   });
 }

@@ -17,14 +17,14 @@ namespace {
 
 int64_t even(int64_t dim, const ByteFormat& format) { return dim + dim % format.numbers(); }
 
-// The inputs in norm pages or, where the format fits and chance has it, in panel32 pages.
+// The inputs in norm pages or in panel32 pages.
 struct InSomeLayout {
-  PanelPages panels, scales;
+  BytePages::Panels memory;
   AttentionInputs inputs;
   bool is_panels;
 
   InSomeLayout(const BytePages& bytes, bool as_panels) : inputs(bytes.inputs), is_panels(as_panels) {
-    if (as_panels) inputs = bytes.as_panels(panels, scales);
+    if (as_panels) inputs = bytes.as_panels(memory);
   }
 };
 
@@ -34,7 +34,7 @@ TEST(AttentionBytePages, AgreeWithTheReference) {
   for (const ByteFormat& format : kByteFormats) {
     for (const int64_t query_len : {1, 2, 5, 37}) {
       for (const int64_t kv_len : {1, 7, 64, 65, 300, 1100}) {
-        const bool panels = format.fits_panels && random.chance(0.5);
+        const bool panels = random.chance(0.5);
         ProblemOptions p;
         p.query_dtype = p.out_dtype = random.pick({DType::f32, DType::bf16, DType::f16});
         p.batch = random.pick<int64_t>({1, 2});
@@ -79,7 +79,7 @@ TEST(AttentionBytePages, EveryOptionAgreesWithTheReference) {
     if (d.query_dtype == DType::f64) continue;
     const auto index = static_cast<size_t>(random.integer(0, std::size(kByteFormats) - 1));
     const ByteFormat& format = kByteFormats[index];
-    const bool panels = format.fits_panels && random.chance(0.5);
+    const bool panels = random.chance(0.5);
     d.keys = Keys::norm_pages, d.kv_dtype = DType::f32, d.non_finite = false;
     d.options.page_layout = PageLayout::norm;
     d.options.path = AttentionPath::automatic;
@@ -110,30 +110,42 @@ TEST(AttentionBytePages, EveryOptionAgreesWithTheReference) {
     ++draws_of[index][panels];
   }
   for (size_t i = 0; draws >= 400 && i < std::size(kByteFormats); ++i) {
-    EXPECT_GT(draws_of[i][0], 0) << kByteFormats[i].name;
-    EXPECT_EQ(draws_of[i][1] > 0, kByteFormats[i].fits_panels) << kByteFormats[i].name;
+    for (const int drawn : draws_of[i]) EXPECT_GT(drawn, 0) << kByteFormats[i].name;
   }
   std::printf("%d draws, worst error / bound %.2f\n", draws, worst_ratio);
 }
 
+// Formats whose panels are multiplied as they are; keys of the others are copied out of them.
+bool panels_multiplied(const ByteFormat& format) {
+  return !format.has_offsets && !format.in_groups && format.dtype != DType::u8;
+}
+
+// What is copied out of panels has the bits of norm pages. Strides of dimensions of size 1 say nothing.
 TEST(AttentionBytePages, SameBitsForEveryNumberOfThreadsAndAnyPages) {
   Random random(seed());
   for (const ByteFormat& format : kByteFormats) {
     for (const int64_t query_len : {1, 30}) {
-      const bool panels = format.fits_panels && query_len == 30;
       ProblemOptions p;
       p.num_heads = 6, p.num_kv_heads = 2, p.query_len = query_len, p.kv_len = 2500, p.head_dim = p.value_head_dim = 64;
       p.options.causal = true;
       Problem problem(p, random);
-      const BytePagesOf pages(problem, format, panels ? 32 : 16, random);
-      const InSomeLayout call(pages.bytes, panels);
+      const BytePagesOf pages(problem, format, 32, random);
       std::vector<Outcome> outcomes;
-      for (const int threads : {1, 2, 3, 5}) {
-        Result<Context> context = Context::create({.num_threads = threads});
-        ASSERT_TRUE(context.ok());
-        outcomes.push_back(problem.run(context.value(), call.inputs));
-        ASSERT_EQ(outcomes.back().status.message(), "");
-        EXPECT_EQ(outcomes.front().differs_from(outcomes.back()), "");
+      for (const bool panels : {false, true}) {
+        InSomeLayout call(pages.bytes, panels);
+        if (panels && panels_multiplied(format)) outcomes.clear();
+        for (const int threads : {1, 2, 3, 5}) {
+          SCOPED_TRACE(std::string(format.name) + (panels ? ", panel32" : ""));
+          Result<Context> context = Context::create({.num_threads = threads});
+          ASSERT_TRUE(context.ok());
+          outcomes.push_back(problem.run(context.value(), call.inputs));
+          ASSERT_EQ(outcomes.back().status.message(), "");
+          EXPECT_EQ(outcomes.front().differs_from(outcomes.back()), "");
+          if (!panels) continue;
+          for (ConstTensor* t : {&call.inputs.key, &call.inputs.key_scales, &call.inputs.key_offsets}) {
+            if (*t) t->strides[2] = 12345;
+          }
+        }
       }
     }
   }
@@ -165,6 +177,50 @@ TEST(AttentionBytePages, BlocksInPlaceAreRegisterTilesUnderABlockMask) {
   EXPECT_GT(packed, 0);
 }
 
+// Panels that no product takes are read as norm pages are, but for the copies of keys; the plan says so.
+TEST(AttentionBytePages, PlansOfPanels) {
+  Random random(seed());
+  for (const ByteFormat& format : kByteFormats) {
+    for (const int64_t query_len : {1, 30, 300}) {
+      ProblemOptions o;
+      o.num_heads = 4, o.num_kv_heads = 4, o.query_len = query_len, o.kv_len = 700;
+      o.head_dim = 64, o.value_head_dim = 48;
+      Problem problem(o, random);
+      const BytePagesOf pages(problem, format, 32, random);
+      const InSomeLayout in_panels(pages.bytes, true);
+      const Result<AttentionProblem> norm = attention_problem(pages.inputs, {}),
+                                     panel = attention_problem(in_panels.inputs, {.page_layout = PageLayout::panel32});
+      ASSERT_TRUE(norm.ok() && panel.ok()) << norm.status().message() << panel.status().message();
+      EXPECT_EQ(panel.value().has_offsets, format.has_offsets);
+      for (const TestContext& t : contexts_with_threads(1)) {
+        SCOPED_TRACE(t.name + ", " + format.name + ", " + std::to_string(query_len));
+        const AttentionPlan of_norm = plan_attention(norm.value(), t.context.machine()),
+                            of_panels = plan_attention(panel.value(), t.context.machine());
+        const std::string reason = of_panels.reason;
+        if (panels_multiplied(format)) {
+          EXPECT_EQ(of_panels.kv_access, KvAccess::panel_pages);
+          EXPECT_EQ(reason, "the cache's pages are packed");
+          continue;
+        }
+        EXPECT_EQ(of_panels.kv_access, of_norm.kv_access);
+        EXPECT_EQ(of_panels.kv_access == KvAccess::in_place, query_len == 1);
+        EXPECT_EQ(of_panels.block_kv, of_norm.block_kv);
+        EXPECT_EQ(of_panels.kv_splits, of_norm.kv_splits);
+        EXPECT_EQ(of_panels.heads_in_turn, 1);
+        EXPECT_EQ(of_panels.scratch_bytes_shared, of_norm.scratch_bytes_shared);
+        if (query_len > 1) {  // and a tile of keys
+          EXPECT_GE(of_panels.scratch_bytes_per_worker,
+                    of_norm.scratch_bytes_per_worker + of_norm.block_kv * 64 / format.numbers());
+        }
+        EXPECT_EQ(reason, std::string("panels of integers with groups, offsets or half bytes are not multiplied: ") +
+                              (query_len == 1 ? "for few query rows keys are copied out of them, a tile at a time, "
+                                                "values read in place"
+                                              : "for many query rows each tile is widened and packed"));
+      }
+    }
+  }
+}
+
 // Two queries, causal: the first does not see the last key. An infinite scale, the mark of a row that was not finite,
 // makes NaN of what sees it, and of nothing else; with and without rules, in either layout, with a scale to a row and in
 // groups.
@@ -173,10 +229,14 @@ TEST(AttentionBytePages, HiddenRowsDoNotReachAQuery) {
   for (const auto& [format, panels] : {std::pair(kByteFormats[0], false),
                                        {kByteFormats[0], true},
                                        {kByteFormats[2], false},
-                                       {kByteFormats[5], false}}) {
-    for (const int variant : {0, 1, 2, 3}) {
-      const bool rules = variant % 2 == 1, keys = variant / 2 == 1;
+                                       {kByteFormats[2], true},
+                                       {kByteFormats[4], true},
+                                       {kByteFormats[5], false},
+                                       {kByteFormats[5], true}}) {
+    for (const int variant : {0, 1, 2, 3, 4, 5}) {
+      const bool rules = variant % 2 == 1, keys = variant / 2 == 1, packs = variant / 2 == 2;
       ProblemOptions p;
+      p.options.block_q = packs ? 1 : 0;  // less than the rows there are
       p.query_len = 2, p.kv_len = 70, p.head_dim = p.value_head_dim = 32;
       p.options.causal = true;
       p.options.softcap = rules ? 20 : 0;
@@ -295,7 +355,7 @@ TEST(AttentionBytePages, Refusals) {
             "flash_attention_backward: key is i8, but gradients are taken of f32, bf16, f16 and f64");
 }
 
-// Messages count groups; groups that a row has no room for; panel32 pages that cannot be read.
+// Messages count groups, in either layout; groups that a row has no room for.
 TEST(AttentionBytePages, RefusalsOfGroupsAndPanels) {
   Random random(seed());
   ProblemOptions p;
@@ -342,19 +402,24 @@ TEST(AttentionBytePages, RefusalsOfGroupsAndPanels) {
   in.value_scales = {};
   EXPECT_EQ(message(in),
             "flash_attention_forward: value_scales is absent, but value is i8: integers to be multiplied with scales");
-  with_scales(2);
-  EXPECT_EQ(message(in),
-            "flash_attention_forward: key_groups is 2, but of panel32 pages attention reads i8 with one "
-            "scale to a row only");
-  with_scales(1);
-  in.key_offsets = in.key_scales, in.value_offsets = in.value_scales;
-  EXPECT_EQ(message(in),
-            "flash_attention_forward: key_offsets is given, but of panel32 pages attention reads i8 without "
-            "offsets only");
-  in.key_offsets = in.value_offsets = {};
   in.key = panel_keys(DType::u8, 4), in.value = panel_values(DType::u8, 4);
+  with_scales(2);
+  EXPECT_EQ(message(in), "");
+  float& of_key = static_cast<float*>(ones.data())[(1 * 2 + 1) * 32 + 5];  // block 1, group 1, row 5: key 37
+  of_key = -2;
   EXPECT_EQ(message(in),
-            "flash_attention_forward: key is panel32 pages of u8, but attention reads u8 in norm pages only");
+            "flash_attention_forward: key_scales of block 1, row 5, head 0, group 1 is -2.000000, but must be >= 0");
+  of_key = 1;
+  const GuardedBuffer more(4 * 32 * 2 * 4);
+  std::fill_n(static_cast<float*>(more.data()), 4 * 32 * 2, 1.0f);
+  in.value_scales = more.tensor(DType::f32, {4, 1, 32, 2});
+  static_cast<float*>(ones.data())[(1 * 2 + 1) * 32 + 8] = -2;  // row 8 is beyond the last key
+  EXPECT_EQ(message(in), "");
+  static_cast<float*>(ones.data())[(1 * 2 + 1) * 32 + 8] = 1;
+  in.key_offsets = in.key_scales;
+  EXPECT_EQ(message(in), "flash_attention_forward: key_offsets and value_offsets must both be given or both be absent");
+  in.value_offsets = in.value_scales;
+  EXPECT_EQ(message(in), "");
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ struct ByteFormat {
   DType dtype;
   bool has_offsets = false;
   bool in_groups = false;  // a row has several scales
-  bool fits_panels = true;
 
   bool is_integer() const { return dtype == DType::i8 || dtype == DType::u8; }
   int64_t numbers() const { return dtype == DType::u8 ? 2 : 1; }
@@ -36,12 +35,12 @@ struct ByteFormat {
 };
 inline constexpr ByteFormat kByteFormats[] = {
     {"int8", DType::i8},
-    {"int8 with offsets", DType::i8, true, false, false},
-    {"int8 in groups", DType::i8, false, true, false},
-    {"int8 in groups with offsets", DType::i8, true, true, false},
-    {"int4", DType::u8, false, false, false},
-    {"int4 in groups", DType::u8, false, true, false},
-    {"int4 in groups with offsets", DType::u8, true, true, false},
+    {"int8 with offsets", DType::i8, true, false},
+    {"int8 in groups", DType::i8, false, true},
+    {"int8 in groups with offsets", DType::i8, true, true},
+    {"int4", DType::u8, false, false},
+    {"int4 in groups", DType::u8, false, true},
+    {"int4 in groups with offsets", DType::u8, true, true},
     {"f8_e4m3", DType::f8_e4m3},
     {"f8_e5m2", DType::f8_e5m2},
 };
@@ -58,16 +57,22 @@ class BytePages {
     fill(floats.value, value, inputs.value, inputs.value_scales, inputs.value_offsets, random);
   }
 
-  // The same in panel32 pages; these bytes, and what `panels` holds, must outlive what is returned.
-  AttentionInputs as_panels(PanelPages& panels, PanelPages& scales) const {
-    panels = panels_of(inputs);
-    AttentionInputs out = panels.inputs;
-    if (inputs.key_scales) {
+  // The same in panel32 pages; these bytes, and what `memory` holds, must outlive what is returned.
+  struct Panels {
+    PanelPages numbers, scales, offsets;
+  };
+  AttentionInputs as_panels(Panels& memory) const {
+    memory.numbers = panels_of(inputs);
+    AttentionInputs out = memory.numbers.inputs;
+    const auto relay = [&](ConstTensor& keys, ConstTensor& values, PanelPages& pages) {
+      if (!keys) return;
       AttentionInputs lists = inputs;
-      lists.key = inputs.key_scales, lists.value = inputs.value_scales;
-      scales = panels_of(lists);
-      out.key_scales = scales.inputs.key, out.value_scales = scales.inputs.value;
-    }
+      lists.key = keys, lists.value = values;
+      pages = panels_of(lists);
+      keys = pages.inputs.key, values = pages.inputs.value;
+    };
+    relay(out.key_scales, out.value_scales, memory.scales);
+    relay(out.key_offsets, out.value_offsets, memory.offsets);
     return out;
   }
 
