@@ -54,7 +54,8 @@ def gradients_refused(value: Any, name: Optional[str] = None) -> Exception:
 def view(array: Any, name: Optional[str] = None) -> View:
     """What the core reads: the array's own memory. A torch tensor that is more than its bytes (gradients, subclasses,
     other devices) is refused."""
-    if type(array) is np.ndarray and array.dtype.kind == "f" and array.dtype.isnative:  # at once, as most are
+    # At once, as most are; ml_dtypes calls float8_e5m2 of the kind "f", too.
+    if type(array) is np.ndarray and array.dtype.kind == "f" and array.dtype.itemsize > 1 and array.dtype.isnative:
         try:
             return View(array)
         except (TypeError, ValueError) as error:

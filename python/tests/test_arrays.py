@@ -30,6 +30,22 @@ def test_a_view_shares_memory_and_strides(rng):
     assert View(array.array("f", [1, 2, 3])).shape == (3,)
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_of_ml_dtypes(rng, name):
+    """NumPy calls one of them void, the other a float."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    from ops_transformer.kv_cache import paged_attention, scatter_pa_kv_cache
+
+    k, v, q = random(rng, 5, 2, 16), random(rng, 5, 2, 16), random(rng, 1, 2, 1, 16)
+    keys, values = (np.zeros((2, 4, 2, 16), getattr(ml_dtypes, name)) for _ in range(2))
+    scatter_pa_kv_cache(k, v, range(5), keys, values, layout="norm")
+    assert (keys.reshape(8, 2, 16)[:5] == k.astype(keys.dtype)).all()
+    wide = [x.astype(np.float32) for x in (keys, values)]
+    table = [[0, 1]]
+    got = paged_attention(q, keys, values, table, [5], layout="norm")
+    assert np.abs(got - paged_attention(q, *wide, table, [5], layout="norm")).max() < 1e-5
+
+
 def test_bfloat16_of_ml_dtypes_and_tagged_bits(rng):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     q, k, v = (random(rng, 1, 2, 33, 16).astype(ml_dtypes.bfloat16) for _ in range(3))

@@ -2,6 +2,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <set>
 #include <sstream>
 #include <string_view>
@@ -222,9 +223,14 @@ class Reader {
   std::set<std::string> seen_;
 };
 
+// With as few digits as give the same value again.
 std::string number_line(const std::string& key, const Quantity& q, const Scales& scales) {
+  const double factor = scales.front().factor;
   char number[64];
-  std::snprintf(number, sizeof number, "%.6g", q.value / scales.front().factor);
+  for (int digits = 4; digits <= 17; ++digits) {
+    std::snprintf(number, sizeof number, "%.*g", digits, q.value / factor);
+    if (std::strtod(number, nullptr) * factor == q.value) break;
+  }
   const std::string unit = scales.front().unit;
   return key + " = " + number + (unit.empty() ? "" : " ") + unit + " ; " + q.source + "\n";
 }
