@@ -233,9 +233,7 @@ class Model {
   model::SessionOptions session_options(int64_t max_context, const std::string& kv_dtype, bool int8_activations) const {
     model::SessionOptions options;
     options.context = max_context > 0 ? max_context : std::min(options.context, weights_.config().max_context);
-    for (const model::KvType& type : model::kKvTypes) {
-      if (kv_dtype == type.name) options.kv_dtype = type.dtype;
-    }
+    if (const model::KvType* const type = model::find_kv_type(kv_dtype)) options.kv_dtype = type->dtype;
     if (int8_activations) options.activations = ActivationType::int8;
     return options;
   }

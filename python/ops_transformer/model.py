@@ -92,14 +92,15 @@ class Model:
         context: Optional[Context] = None,
     ):
         """max_context: tokens of prompt and answer together; 0: 4096, at most the model's own. kv_dtype: "f32", "bf16",
-        "f16", "int8" (with a scale for each token and head), "int4" (with one for each 32 numbers) or "fp8" (f8_e4m3), how
-        keys and values are cached. activations: "exact", or "int8": numbers rounded in blocks of 32 where they meet quantised
+        "f16", "int8" (with a scale for each token and head), "int4" (with one for each 32 numbers), "f8_e4m3" (or
+        "fp8") or "f8_e5m2", how keys and values are cached. activations: "exact", or "int8": numbers rounded in blocks of 32 where they meet quantised
         weights, faster for long prompts.
         """
         if option("Model", "max_context", "int", max_context) < 0:
             raise ValueError(f"Model: max_context is {max_context}, must be >= 0")
-        if kv_dtype not in ("f32", "bf16", "f16", "int8", "int4", "fp8"):
-            raise ValueError(f"Model: kv_dtype is {kv_dtype!r}, must be 'f32', 'bf16', 'f16', 'int8', 'int4' or 'fp8'")
+        if kv_dtype not in ("f32", "bf16", "f16", "int8", "int4", "fp8", "f8_e4m3", "f8_e5m2"):
+            raise ValueError(f"Model: kv_dtype is {kv_dtype!r}, must be 'f32', 'bf16', 'f16', 'int8', 'int4', 'fp8', 'f8_e4m3' "
+                             "or 'f8_e5m2'")
         if activations not in ("exact", "int8"):
             raise ValueError(f"Model: activations is {activations!r}, must be 'exact' or 'int8'")
         context = default_context() if context is None else option("Model", "context", "Context", context)

@@ -216,7 +216,7 @@ def test_rounded_caches_and_activations(model):
     half = Model(model_path(), max_context=512, kv_dtype="bf16")
     assert half.kv_cache_bytes * 2 == model.kv_cache_bytes
     assert half.perplexity(text) == pytest.approx(exact, rel=0.02) and half.perplexity(text) != exact
-    for dtype, far in (("int8", 0.02), ("fp8", 0.1)):
+    for dtype, far in (("int8", 0.02), ("fp8", 0.1), ("f8_e4m3", 0.1), ("f8_e5m2", 0.2)):
         quantised = Model(model_path(), max_context=512, kv_dtype=dtype)
         assert quantised.kv_cache_bytes < half.kv_cache_bytes
         assert quantised.perplexity(text) == pytest.approx(exact, rel=far) and quantised.perplexity(text) != exact

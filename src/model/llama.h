@@ -22,6 +22,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "model/gguf.h"
@@ -136,8 +137,15 @@ inline constexpr KvType kKvTypes[] = {
     {"f32", DType::f32, "f32"},         {"bf16", DType::bf16, "bf16"},
     {"f16", DType::f16, "f16"},         {"int8", DType::i8, "int8"},  // a scale for each token and head
     {"int4", DType::u8, "int4"},  // a scale for each 32 numbers of those, where 32 divides head_dim
-    {"fp8", DType::f8_e4m3, "f8_e4m3"},
+    {"fp8", DType::f8_e4m3, "f8_e4m3"}, {"f8_e5m2", DType::f8_e5m2, "f8_e5m2"},
 };
+// By either name; null for others.
+inline const KvType* find_kv_type(std::string_view name) {
+  for (const KvType& type : kKvTypes) {
+    if (name == type.name || name == type.format) return &type;
+  }
+  return nullptr;
+}
 
 struct SessionOptions {
   int64_t context = 4096;       // positions, at most the model's max_context

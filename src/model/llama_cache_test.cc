@@ -36,11 +36,11 @@ void round_groups(std::vector<double>& heads, size_t count, double most) {
     }
   }
 }
-void round_to_f8(std::vector<double>& heads) {
+void round_to_f8(std::vector<double>& heads, DType dtype) {
   for (double& x : heads) {
-    f8_e4m3 stored;
-    test::set(DType::f8_e4m3, &stored, 0, x);
-    x = test::get(DType::f8_e4m3, &stored, 0);
+    unsigned char stored = 0;
+    test::set(dtype, &stored, 0, x);
+    x = test::get(dtype, &stored, 0);
   }
 }
 
@@ -51,21 +51,19 @@ struct Format {
   double tolerance;
   int64_t bytes;  // of a row of 64 numbers
 };
-constexpr Format kFormats[] = {{"int8", 5e-2, 64 + 4}, {"int4", 0.3, 32 + 8}, {"fp8", 0.15, 64}};
+constexpr Format kFormats[] = {{"int8", 5e-2, 64 + 4}, {"int4", 0.3, 32 + 8}, {"fp8", 0.15, 64}, {"f8_e5m2", 0.3, 64}};
 
 DType dtype_of(const std::string& name) {
-  for (const KvType& type : kKvTypes) {
-    if (name == type.name) return type.dtype;
-  }
-  ADD_FAILURE() << name;
-  return DType::f32;
+  const KvType* const type = find_kv_type(name);
+  if (type == nullptr) ADD_FAILURE() << name;
+  return type == nullptr ? DType::f32 : type->dtype;
 }
 
 TEST(LlamaCache, QuantisedCachesRoundAsTheEquationsDo) {
   for (const Format& format : kFormats) {
     const DType dtype = dtype_of(format.name);
     const auto cached = [&](std::vector<double>& heads) {
-      if (dtype == DType::f8_e4m3) return round_to_f8(heads);
+      if (dtype == DType::f8_e4m3 || dtype == DType::f8_e5m2) return round_to_f8(heads, dtype);
       round_groups(heads, dtype == DType::i8 ? 64 : 32, dtype == DType::i8 ? 127 : 7);
     };
     for (const test::TestContext& t : test::contexts_with_threads(2)) {
@@ -108,7 +106,8 @@ TEST(LlamaCache, PerplexityIsKept) {
     return measured.value().mean_nll();
   };
   const double exact = mean_nll("f32");
-  for (const auto& [name, most] : {std::pair("bf16", 0.02), {"int8", 0.02}, {"fp8", 0.1}, {"int4", 0.2}}) {
+  for (const auto& [name, most] :
+       {std::pair("bf16", 0.02), {"int8", 0.02}, {"f8_e4m3", 0.1}, {"f8_e5m2", 0.2}, {"int4", 0.2}}) {
     const double rounded = mean_nll(name);
     EXPECT_NEAR(rounded, exact, most) << name;
     EXPECT_NE(rounded, exact) << name;

@@ -257,7 +257,7 @@ TEST(Llama, RefusedTokensLeaveTheSequence) {
   EXPECT_EQ(refused({.context = 513}), "context is 513, but the model's is 512");
   EXPECT_EQ(refused({.context = 0}), "context is 0, must be >= 1");
   EXPECT_EQ(refused({.context = 8, .kv_dtype = DType::i32}),
-            "kv_dtype is i32, must be one of f32, bf16, f16, i8, u8, f8_e4m3");
+            "kv_dtype is i32, must be one of f32, bf16, f16, i8, u8, f8_e4m3, f8_e5m2");
   EXPECT_EQ(refused({.context = 8, .block_size = 0}), "block_size is 0, must be >= 1");
   EXPECT_EQ(refused({.context = 8, .prefill_chunk = -1}), "prefill_chunk is -1, must be >= 1");
 }

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "attention_case.h"
+#include "model/llama.h"
 
 namespace opst::tools {
 
@@ -69,13 +70,12 @@ AttentionCommandOptions add_attention_options(CLI::App& command, AttentionArgume
   command.add_option("--dtype", a.dtype, "Type of query and output: f32, bf16, f16, f64")
       ->check(dtypes)
       ->capture_default_str();
-  std::vector<std::string> formats = {"f32", "bf16", "f16", "f64"};
+  std::vector<std::string> formats = {"f32", "bf16", "f16", "f64", "fp8"};
   formats.insert(formats.end(), std::begin(kByteFormats), std::end(kByteFormats));
   command
-      .add_option(
-          "--kv-dtype", a.kv_dtype,
-          "Type of keys and values (default: as --dtype): f32, bf16, f16, f64; in pages f8_e4m3, f8_e5m2, int8, "
-          "int8_offset, int4, int4_offset")
+      .add_option("--kv-dtype", a.kv_dtype,
+                  "Type of keys and values (default: as --dtype): f32, bf16, f16, f64; in pages f8_e4m3 (or fp8), "
+                  "f8_e5m2, int8, int8_offset, int4, int4_offset")
       ->check(one_of(formats));
   command
       .add_option("--pages", a.pages,
@@ -138,6 +138,7 @@ static AttentionSetup attention_setup(const AttentionArguments& a, int64_t kv_le
   AttentionProblem& p = setup.problem;
   p.query_dtype = parse_dtype(a.dtype);
   setup.kv_format = a.kv_dtype.empty() ? a.dtype : a.kv_dtype;
+  if (const model::KvType* const type = model::find_kv_type(setup.kv_format)) setup.kv_format = type->format;
   const bool bytes = is_byte_format(setup.kv_format), paged = bytes || !a.pages.empty() || a.shared_prefix > 0;
   p.kv_dtype = bytes ? DType::f32 : parse_dtype(setup.kv_format);
   if ((p.query_dtype == DType::f64) != (p.kv_dtype == DType::f64)) {

@@ -39,10 +39,11 @@ void add_group_options(CLI::App& command, GroupedArguments& arguments) {
   CLI::Option* groups = command
                             .add_option("--groups", arguments.groups,
                                         "Grouped products: so many groups of m rows, each with a weight of its own")
-                            ->check(CLI::Range(0, 4096))
-                            ->capture_default_str();
+                            ->check(between(1, 4096))
+                            ->type_name("E");
   CLI::Option* ragged =
-      command.add_flag("--ragged", arguments.ragged, "Groups have 1 to 2 m - 1 rows, drawn from a fixed seed");
+      command.add_flag("--ragged", arguments.ragged, "Groups have 1 to 2 m - 1 rows, drawn from a fixed seed")
+          ->needs(groups);
   add_list(command, "--rows", arguments.rows,
            "Grouped products: the rows of each group, separated by commas; instead of --groups and --m",
            between(0, 1 << 24))

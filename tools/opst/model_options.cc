@@ -51,23 +51,22 @@ void add_kv_dtype_option(CLI::App& command, std::string& name) {
   std::vector<std::string> names;
   std::string all;
   for (const model::KvType& type : model::kKvTypes) {
-    names.push_back(type.name);
-    all += (all.empty() ? "" : "|") + names.back();
+    names.emplace_back(type.name);
+    if (names.back() != type.format) names.emplace_back(type.format);
   }
+  for (const std::string& known : names) all += (all.empty() ? "" : "|") + known;
   command
       .add_option("--kv-dtype", name,
                   "How keys and values are cached. int8: with a scale for each token and head; int4: with one for each "
-                  "32 numbers; fp8: three bits of mantissa")
+                  "32 numbers; fp8, f8_e4m3: three bits of mantissa; f8_e5m2: two")
       ->check(one_of(names))
       ->type_name(all)
       ->capture_default_str();
 }
 
 DType kv_dtype_of(const std::string& name) {
-  for (const model::KvType& type : model::kKvTypes) {
-    if (name == type.name) return type.dtype;
-  }
-  return DType::f32;
+  const model::KvType* const type = model::find_kv_type(name);
+  return type == nullptr ? DType::f32 : type->dtype;
 }
 
 void SessionArguments::add_to(CLI::App& command, const std::string& context_help, int64_t least_context) {

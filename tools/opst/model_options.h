@@ -30,7 +30,7 @@ class SamplingArguments {
 void add_activations_option(CLI::App& command, std::string& activations);
 ActivationType activation_type(const std::string& activations);
 
-// --kv-dtype, one of model::kKvTypes by name, and the dtype of pages that it means.
+// --kv-dtype, one of model::kKvTypes by either name, and the dtype of pages that it means.
 void add_kv_dtype_option(CLI::App& command, std::string& name);
 DType kv_dtype_of(const std::string& name);
 

@@ -12,12 +12,14 @@ void require(const Status& status) {
   if (!status.ok()) run_error(status.message());
 }
 
+constexpr int64_t kSpoilEvery = 256;
+
+}  // namespace
+
 DType float_type_of(const std::string& dtype) {
   const DType type = x_dtype_of(dtype);
   return type == DType::i8 ? DType::f32 : type;
 }
-
-}  // namespace
 
 void add_moe_options(CLI::App& command, MoeArguments& arguments) {
   MatmulArguments products;  // its list of types
@@ -31,6 +33,10 @@ void add_moe_options(CLI::App& command, MoeArguments& arguments) {
   add_size("--top-k", arguments.top_k, 4096, "Experts of a token");
   add_size("--hidden", arguments.hidden, 1 << 20, "Features of a token");
   add_size("--intermediate", arguments.intermediate, 1 << 20, "Width of an expert");
+  command
+      .add_option("--shared", arguments.shared, "Width of an expert that serves every token (default: there is none)")
+      ->check(between(1, 1 << 20))
+      ->type_name("N");
   add_weight_types_option(command, arguments.dtypes);
   command.add_option("--scores", arguments.scores, "What the router's logits become")
       ->check(one_of({"softmax", "sigmoid"}))
@@ -47,7 +53,20 @@ void check_moe_arguments(const MoeArguments& a) {
   MatmulArguments products;
   products.dtypes = a.dtypes;
   products.k = {a.hidden, a.intermediate};
+  if (a.shared > 0) products.k.push_back(a.shared);
   check_products(products);
+}
+
+void add_moe_backward_option(CLI::App& command, bool& backward) {
+  command.add_flag("--backward", backward, "The gradients of the one call too, with weights of f32, bf16 and f16");
+}
+
+void check_moe_backward(const MoeArguments& a, bool backward) {
+  for (const std::string& dtype : a.dtypes) {
+    if (backward && dtype != "f32" && dtype != "bf16" && dtype != "f16") {
+      usage_error("--backward takes weights of f32, bf16 and f16, but --dtype names " + dtype);
+    }
+  }
 }
 
 Tensor MoeCase::tensor(DType type, std::initializer_list<int64_t> shape) {
@@ -67,18 +86,22 @@ MoeCase::MoeCase(Context& context, const MoeArguments& a, const std::string& typ
         test::Random random(12);
         return RandomWeights(type, a.experts, a.hidden, a.intermediate, random);
       }()) {
+  const int64_t extra = has_shared() ? 1 : 0;
   const int64_t slots = count * a.top_k;
   const DType io = float_type_of(type), rows = x_dtype_of(type);
   logits = tensor(DType::f32, {count, a.experts});
   ids = tensor(DType::i32, {count, a.top_k});
-  topk_weights = tensor(DType::f32, {count, a.top_k});
-  row_of_slot = tensor(DType::i32, {count, a.top_k});
+  slots_weight = tensor(DType::f32, {count, a.top_k + extra});
+  slots_row = tensor(DType::i32, {count, a.top_k + extra});
+  topk_weights = slots_weight.narrowed(1, 0, a.top_k);
+  row_of_slot = slots_row.narrowed(1, 0, a.top_k);
   slot_of_row = tensor(DType::i32, {slots});
   expert_tokens = tensor(DType::i64, {a.experts});
   x = tensor(io, {count, a.hidden});
   expanded = tensor(rows, {slots, a.hidden});
   activated = tensor(rows, {slots, a.intermediate});
-  expert_out = tensor(io, {slots, a.hidden});
+  every_out = tensor(io, {slots + extra * count, a.hidden});
+  expert_out = every_out.narrowed(0, 0, slots);
   out = tensor(io, {count, a.hidden});
   test::Random random(13);
   test::fill(logits, test::Fill::normal, random);
@@ -90,12 +113,33 @@ MoeCase::MoeCase(Context& context, const MoeArguments& a, const std::string& typ
     x_scales = tensor(DType::f32, {count});
     row_scales = tensor(DType::f32, {slots});
     activated_scales = tensor(DType::f32, {slots});
-    gate_up_int_ = gate_up_weights.pack_integers(context, true);
-    down_int_ = down_weights.pack_integers(context, true);
-  } else {
-    gate_up_ = gate_up_weights.pack(context, true);
-    down_ = down_weights.pack(context, true);
   }
+  gate_up_ = packed(context, gate_up_weights);
+  down_ = packed(context, down_weights);
+  if (!has_shared()) return;
+  shared_gate_up_weights.emplace(type, 1, 2 * a.shared, a.hidden, random);
+  shared_down_weights.emplace(type, 1, a.hidden, a.shared, random);
+  shared_gate_up_ = packed(context, *shared_gate_up_weights);
+  shared_down_ = packed(context, *shared_down_weights);
+  shared_activated = tensor(rows, {count, a.shared});
+  if (integers()) shared_scales = tensor(DType::f32, {count});
+  shared_out = every_out.narrowed(0, slots, count);
+  every_token = tensor(DType::i64, {1});
+  test::set(every_token, 0, static_cast<double>(count));
+  for (int64_t t = 0; t < count; ++t) {
+    test::set(slots_row, t * (a.top_k + 1) + a.top_k, static_cast<double>(slots + t));
+    test::set(slots_weight, t * (a.top_k + 1) + a.top_k, 1);
+  }
+}
+
+MoeCase::Stack MoeCase::packed(Context& context, const RandomWeights& weights) const {
+  Stack stack;
+  if (integers()) {
+    stack.integers = weights.pack_integers(context, true);
+  } else {
+    stack.floats = weights.pack(context, true);
+  }
+  return stack;
 }
 
 void MoeCase::gate(Context& context) const {
@@ -118,22 +162,31 @@ void MoeCase::permute(Context& context) const {
   require(moe_permute(context, column(x_scales), slot_of_row, top_k, column(row_scales)));
 }
 
+// The hidden rows of experts, with integer weights of i8 with a scale each.
+void MoeCase::multiply_expert(Context& context, const Tensor& rows, const Tensor& scales, const GroupedWeight& weight,
+                              const GroupList& groups, const Tensor& hidden, const Tensor& hidden_scales) const {
+  require(integers() ? grouped_matmul_swiglu_quant(context, rows, scales, weight, groups, hidden, hidden_scales)
+                     : grouped_matmul(context, rows, weight, groups, hidden, {.activation = Activation::swiglu}));
+}
+
 void MoeCase::multiply_gate_up(Context& context) const {
-  require(integers()
-              ? grouped_matmul_swiglu_quant(context, expanded, row_scales, gate_up_int_, groups(), activated,
-                                            activated_scales)
-              : grouped_matmul(context, expanded, gate_up_, groups(), activated, {.activation = Activation::swiglu}));
+  multiply_expert(context, expanded, row_scales, gate_up(), groups(), activated, activated_scales);
 }
 
 void MoeCase::multiply_down(Context& context) const {
-  require(integers()
-              ? grouped_matmul(context, activated, down_int_, groups(), expert_out, {.x_scales = activated_scales})
-              : grouped_matmul(context, activated, down_, groups(), expert_out));
+  require(grouped_matmul(context, activated, down(), groups(), expert_out, {.x_scales = activated_scales}));
+}
+
+void MoeCase::multiply_shared(Context& context) const {
+  if (!has_shared()) return;
+  multiply_expert(context, integers() ? x_int8 : x, x_scales, shared_gate_up(), shared_group(), shared_activated,
+                  shared_scales);
+  require(grouped_matmul(context, shared_activated, shared_down(), shared_group(), shared_out,
+                         {.x_scales = shared_scales}));
 }
 
 void MoeCase::finalize(Context& context) const {
-  require(
-      moe_finalize(context, {.expanded = expert_out, .row_of_slot = row_of_slot, .topk_weights = topk_weights}, out));
+  require(moe_finalize(context, {.expanded = every_out, .row_of_slot = slots_row, .topk_weights = slots_weight}, out));
 }
 
 void MoeCase::run(Context& context) const {
@@ -143,6 +196,7 @@ void MoeCase::run(Context& context) const {
   permute(context);
   multiply_gate_up(context);
   multiply_down(context);
+  multiply_shared(context);
   finalize(context);
 }
 
@@ -152,15 +206,31 @@ int64_t MoeCase::touched_experts() const {
   return count;
 }
 
+double MoeCase::shared_flops() const {
+  return 6.0 * static_cast<double>(tokens()) * static_cast<double>(arguments.hidden) *
+         static_cast<double>(arguments.shared);
+}
+
 double MoeCase::flops() const {
   return 6.0 * static_cast<double>(slots()) * static_cast<double>(arguments.hidden) *
-         static_cast<double>(arguments.intermediate);
+             static_cast<double>(arguments.intermediate) +
+         shared_flops();
+}
+
+int64_t MoeCase::shared_bytes() const {
+  return has_shared() ? shared_gate_up_.size_bytes(integers()) + shared_down_.size_bytes(integers()) : 0;
 }
 
 int64_t MoeCase::touched_bytes() const {
-  const int64_t all =
-      integers() ? gate_up_int_.size_bytes() + down_int_.size_bytes() : gate_up_.size_bytes() + down_.size_bytes();
-  return all / arguments.experts * touched_experts();
+  const int64_t all = gate_up_.size_bytes(integers()) + down_.size_bytes(integers());
+  return all / arguments.experts * touched_experts() + shared_bytes();
+}
+
+void spoil(const Tensor& tensor, double other) {
+  for (int64_t i = 0; i < tensor.num_elements(); i += kSpoilEvery) {
+    const double value = test::get(tensor, i);
+    test::set(tensor, i, other == 0 ? (value == 0 ? 1.0 : 0.0) : std::fmod(value + 1, other));
+  }
 }
 
 }  // namespace opst::tools

@@ -219,6 +219,29 @@ TEST(OpstAttention, SparseIndicesPass) {
   }
 }
 
+// As generate and perplexity name it.
+TEST(OpstAttention, Fp8IsF8E4m3) {
+  for (const char* layout : {"norm", "panel32"}) {
+    for (const std::string verb : {"check", "plan", "bench"}) {
+      const auto rows_of = [&](const std::string& name) {
+        const Outcome outcome =
+            run_program({verb, "attention", "--kv-dtype", name, "--pages", layout, "--heads", "2", "--seq", "70",
+                         "--query-len", "1", "--head-dim", "32", "-t", "1", "--json"});
+        EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+        return outcome.json()["rows"];
+      };
+      const nlohmann::json fp8 = rows_of("fp8"), own = rows_of("f8_e4m3"), other = rows_of("f8_e5m2");
+      ASSERT_EQ(fp8.size(), 1u);
+      if (verb == "plan") {
+        EXPECT_EQ(fp8[0]["plan"], own[0]["plan"]);
+      } else if (verb == "check") {
+        EXPECT_EQ(fp8, own);
+        EXPECT_NE(fp8, other);
+      }
+    }
+  }
+}
+
 // Pages with sequences of their own lengths and with gradients, and trees of draft tokens.
 TEST(OpstAttention, PagesAndTreesPass) {
   const std::vector<std::vector<std::string>> cases = {
@@ -316,7 +339,9 @@ TEST(OpstAttention, RefusesWhatMakesNoSense) {
       {{"--block-q", "100000"}, "--block-q: '100000' is not a whole number from 1 to 4096"},
       {{"--kv-dtype", "f64"}, "--kv-dtype: f64 does not go with --dtype f32"},
       {{"--dtype", "f64", "--kv-dtype", "f32"}, "--kv-dtype: f32 does not go with --dtype f64"},
-      {{"--kv-dtype", "int3"}, "--kv-dtype"},
+      {{"--kv-dtype", "int3"},
+       "--kv-dtype: 'int3' is none of f32, bf16, f16, f64, fp8, f8_e4m3, f8_e5m2, int8, int8_offset, int4, "
+       "int4_offset"},
       {{"--sparse", "window=3", "--varlen", "9,3"},
        "--sparse does not go with --varlen: blocks are drawn for sequences of one length"},
       {{"--sparse-indices", "3", "--varlen", "9,3"},

@@ -264,7 +264,7 @@ TEST_F(OpstChat, OptionsReachTheModel) {
   EXPECT_NE(out({"-s", "5"}), out({"-s", "6"}));
   EXPECT_NE(out({"--system", "x"}), out({}));
   EXPECT_NE(out({"--system", ""}), out({"--system", "x"}));
-  for (const char* dtype : {"bf16", "int8", "int4", "fp8"}) {
+  for (const char* dtype : {"bf16", "int8", "int4", "fp8", "f8_e4m3", "f8_e5m2"}) {
     EXPECT_EQ(out({"--kv-dtype", dtype}).empty(), false) << dtype;
   }
 }

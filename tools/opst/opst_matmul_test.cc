@@ -46,6 +46,13 @@ TEST(OpstMatmul, RefusesWhatMakesNoSense) {
   EXPECT_NE(message({"--dtype", "f64"}).find("f64"), std::string::npos);
   EXPECT_EQ(message({"--m", "16", "--k", "40", "--dtype", "q4_1"}),
             "opst bench matmul: k is 40, but q4_1 has blocks of 32 values\n");
+  for (const std::string groups : {"0", "-1", "4097", "x"}) {
+    EXPECT_EQ(message({"--groups", groups})
+                  .rfind("opst bench matmul: --groups: '" + groups + "' is not a whole number from 1 to 4096", 0),
+              0u)
+        << message({"--groups", groups});
+  }
+  EXPECT_NE(message({"--ragged"}).find("--ragged requires --groups"), std::string::npos) << message({"--ragged"});
 }
 
 TEST(OpstMatmul, PlanNamesPathAndReason) {

@@ -73,7 +73,7 @@ TEST_F(OpstModel, ExpertsAreDescribed) {
 
 // A token of one head: numbers and scales, read and written.
 TEST_F(OpstModel, PlanCountsScales) {
-  for (const auto& [dtype, bytes] : {std::pair("int8", 32 + 4), {"int4", 16 + 4}, {"fp8", 32}}) {
+  for (const auto& [dtype, bytes] : {std::pair("int8", 32 + 4), {"int4", 16 + 4}, {"fp8", 32}, {"f8_e5m2", 32}}) {
     const nlohmann::json plan = json_of({"plan", "model", "--context", "100", "--kv-dtype", dtype});
     EXPECT_EQ(plan["kv_cache_bytes"], 128 * 3 * 2 * bytes) << dtype;  // 100 positions in panels of 32
     for (const nlohmann::json& node : plan["graphs"][0]["nodes"]) {

@@ -21,7 +21,7 @@ TEST(OpstMoe, EveryStepAgreesWithFloat64InEveryType) {
   ASSERT_EQ(outcome.exit_code, 0) << outcome.err << outcome.out;
   const nlohmann::json result = outcome.json();
   EXPECT_EQ(result["ok"], true);
-  EXPECT_EQ(result["rows"].size(), 2u * (6 * 6 + 2 * 7));
+  EXPECT_EQ(result["rows"].size(), 2u * (6 * 8 + 2 * 9));
   for (const nlohmann::json& row : result["rows"]) {
     EXPECT_EQ(row["ok"], true) << row;
     EXPECT_GT(row["compared"], 0) << row;
@@ -29,17 +29,58 @@ TEST(OpstMoe, EveryStepAgreesWithFloat64InEveryType) {
   EXPECT_EQ(run_small({"check", "moe"}, {"--scores", "sigmoid", "--no-renormalise"}).exit_code, 0);
 }
 
+std::vector<std::string> steps_of(const nlohmann::json& rows, const std::string& dtype) {
+  std::vector<std::string> steps;
+  for (const nlohmann::json& row : rows) {
+    if (row["dtype"] == dtype) steps.push_back(row["step"]);
+  }
+  return steps;
+}
+
+TEST(OpstMoe, TheOneCallAndItsGradientsAgreeWithFloat64AndWithTheSteps) {
+  const Outcome forward = run_small(
+      {"check", "moe"}, {"--tokens", "9", "--dtype", "f32,bf16,f16,q8_0,q4_k,i8,i4", "--shared", "512", "--json"});
+  ASSERT_EQ(forward.exit_code, 0) << forward.err << forward.out;
+  EXPECT_EQ(steps_of(forward.json()["rows"], "i8"),
+            (std::vector<std::string>{"gating", "routing", "quantise", "permute", "gate/up", "down", "shared",
+                                      "finalize", "layer", "layer bits"}));
+  for (const std::string scores : {"softmax", "sigmoid"}) {
+    const Outcome outcome = run_small({"check", "moe"}, {"--tokens", "1,40", "--dtype", "f32,bf16,f16", "--shared",
+                                                         "96", "--scores", scores, "--backward", "--json"});
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err << outcome.out;
+    const nlohmann::json rows = outcome.json()["rows"];
+    EXPECT_EQ(rows.size(), 2u * 3 * (7 + 9));
+    for (const nlohmann::json& row : rows) {
+      EXPECT_EQ(row["ok"], true) << row;
+      EXPECT_GT(row["compared"], 0) << row;
+      // Of three runs beside the first one: the steps, and 1 and 2 threads.
+      if (row["step"] == "layer bits") {
+        EXPECT_EQ(row["compared"], 3 * 256 * row["tokens"].get<int>()) << row;
+      }
+    }
+    const std::vector<std::string> steps = steps_of(rows, "f16");
+    EXPECT_EQ(std::vector<std::string>(steps.end() - 9, steps.end()),
+              (std::vector<std::string>{"layer", "layer bits", "grad x", "grad logits", "grad gate_up", "grad down",
+                                        "grad shared_gate_up", "grad shared_down", "grad bits"}));
+  }
+}
+
 TEST(OpstMoe, TheCheckSaysNoToEverySpoiledStep) {
   const Outcome outcome =
       run_small({"check", "moe"}, {"--tokens", "5,70", "--dtype", "f32,bf16,q4_k,i8", "--spoil", "--json"});
-  EXPECT_EQ(outcome.exit_code, 1);
-  EXPECT_EQ(outcome.err, "opst check moe: a step exceeds its bound\n");
-  const nlohmann::json result = outcome.json();
-  EXPECT_EQ(result["ok"], false);
-  ASSERT_EQ(result["rows"].size(), 2u * (3 * 6 + 7));
-  for (const nlohmann::json& row : result["rows"]) {
-    EXPECT_EQ(row["ok"], false) << row;
-    EXPECT_GT(row["wrong"], 0) << row;
+  const Outcome gradients = run_small({"check", "moe"}, {"--tokens", "5,70", "--dtype", "f32,bf16", "--shared", "64",
+                                                         "--backward", "--spoil", "--json"});
+  ASSERT_EQ(outcome.json()["rows"].size(), 2u * (3 * 8 + 9));
+  ASSERT_EQ(gradients.json()["rows"].size(), 2u * 2 * (7 + 9));
+  for (const Outcome* each : {&outcome, &gradients}) {
+    EXPECT_EQ(each->exit_code, 1);
+    EXPECT_EQ(each->err, "opst check moe: a step or the one call exceeds its bound\n");
+    const nlohmann::json result = each->json();
+    EXPECT_EQ(result["ok"], false);
+    for (const nlohmann::json& row : result["rows"]) {
+      EXPECT_EQ(row["ok"], false) << row;
+      EXPECT_GT(row["wrong"], 0) << row;
+    }
   }
 }
 
@@ -52,14 +93,25 @@ TEST(OpstMoe, BenchSetsEveryStepBesideItsBound) {
   for (size_t i = 0; i < 4; ++i) {
     const nlohmann::json& row = result["rows"][i];
     EXPECT_EQ(row["dtype"], i < 2 ? "bf16" : "i8");
-    EXPECT_EQ(row["steps"].size(), i < 2 ? 7u : 8u);
+    EXPECT_EQ(row["steps"].size(), i < 2 ? 8u : 9u);
     for (const nlohmann::json& step : row["steps"]) {
       EXPECT_GT(step["ms"], 0) << step;
       EXPECT_GT(step["fraction"], 0) << step;
     }
     const nlohmann::json& layer = row["steps"].back();
     EXPECT_EQ(layer["step"], "layer");
-    EXPECT_EQ(layer["of_layer"], 1);
+    const nlohmann::json& all = row["steps"][row["steps"].size() - 2];
+    EXPECT_EQ(all["step"], "steps");
+    EXPECT_EQ(all["of_steps"], 1);
+    for (const char* ratio : {"layer_over_steps", "products_of_layer"}) {
+      ASSERT_EQ(row[ratio].size(), 3u) << row;
+      EXPECT_GT(row[ratio][0], 0) << row;
+      EXPECT_LE(row[ratio][0], row[ratio][1]) << row;
+      EXPECT_LE(row[ratio][1], row[ratio][2]) << row;
+    }
+    EXPECT_NEAR(row["gflops"].get<double>() * layer["ms"].get<double>() * 1e6,
+                6.0 * row["tokens"].get<double>() * 2 * 256 * 256, 1);
+    EXPECT_FALSE(row.contains("products_of_backward"));
     // Few rows an expert: its weights are read; 75 rows: they are multiplied.
     EXPECT_EQ(layer["bound"], i % 2 == 0 ? "plain reading" : "multiply-adds");
     EXPECT_LE(row["touched_experts"], i % 2 == 0 ? 4 : 8);
@@ -67,6 +119,31 @@ TEST(OpstMoe, BenchSetsEveryStepBesideItsBound) {
   const Outcome text = run_small({"bench", "moe"}, {"--tokens", "2", "--dtype", "f32"});
   EXPECT_EQ(text.out.rfind("moe, 2 of 8 experts, hidden 256, intermediate 256, 2 thread(s), ", 0), 0u) << text.out;
   EXPECT_NE(text.out.find("\nf32         2  routing "), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find("\nlayer: "), std::string::npos) << text.out;
+}
+
+TEST(OpstMoe, BenchHasRowsOfTheSharedExpertAndOfTheGradients) {
+  const std::vector<std::string> more = {"--tokens", "60", "--dtype", "f32", "--shared", "128", "--backward"};
+  std::vector<std::string> as_json = more;
+  as_json.emplace_back("--json");
+  const Outcome outcome = run_small({"bench", "moe"}, as_json);
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  EXPECT_EQ(outcome.json()["shared"], 128);
+  const nlohmann::json row = outcome.json()["rows"][0];
+  std::vector<std::string> steps;
+  for (const nlohmann::json& step : row["steps"]) {
+    steps.push_back(step["step"]);
+    EXPECT_GT(step["ms"], 0) << step;
+  }
+  EXPECT_EQ(steps, (std::vector<std::string>{"gating", "routing", "permute", "gate/up", "down", "shared", "finalize",
+                                             "steps", "layer", "backward"}));
+  EXPECT_GT(row["products_of_backward"][1], 0);
+  // The experts' flops and the shared one's.
+  EXPECT_NEAR(row["gflops"].get<double>() * row["steps"][8]["ms"].get<double>() * 1e6, 6.0 * 60 * 256 * (2 * 256 + 128),
+              1);
+  const Outcome text = run_small({"bench", "moe"}, more);
+  EXPECT_NE(text.out.find("intermediate 256, shared 128, 2 thread(s)"), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find(", those of backward "), std::string::npos) << text.out;
 }
 
 TEST(OpstMoe, PlanTellsTasksAndMemory) {
@@ -83,6 +160,29 @@ TEST(OpstMoe, PlanTellsTasksAndMemory) {
   EXPECT_GT(rows[1]["scratch_bytes"]["gate_up"], rows[0]["scratch_bytes"]["gate_up"]);
   const Outcome text = run_small({"plan", "moe"}, {"--tokens", "7", "--dtype", "f32"});
   EXPECT_EQ(text.out.rfind("f32, 7 tokens, 2 of 8 experts\n  gating   ", 0), 0u) << text.out;
+  EXPECT_NE(text.out.find("\n  layer    14 rows of experts in 1 wave of at most "), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find("\n  a wave   gate/up 8 groups"), std::string::npos) << text.out;
+  EXPECT_EQ(text.out.find("shared"), std::string::npos) << text.out;
+}
+
+TEST(OpstMoe, PlanTellsTheWavesOfTheOneCallAndItsSharedExpert) {
+  const auto row_of = [](const std::vector<std::string>& more) {
+    std::vector<std::string> options = {"--tokens", "100000", "--dtype", "bf16", "--json"};
+    options.insert(options.end(), more.begin(), more.end());
+    const Outcome outcome = run_small({"plan", "moe"}, options);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    return outcome.json()["rows"][0];
+  };
+  const nlohmann::json without = row_of({}), with = row_of({"--shared", "64"}), layer = without["layer"];
+  EXPECT_EQ(layer["rows"], 200000);
+  EXPECT_EQ(layer["expanded_bytes"], 200000 * 256 * 2);
+  EXPECT_GT(layer["waves"], 0);
+  EXPECT_GT(layer["hidden_bytes"], 0);
+  EXPECT_NE(layer["reason"], "");
+  EXPECT_FALSE(without.contains("shared"));
+  EXPECT_EQ(with["layer"]["expanded_bytes"], 300000 * 256 * 2);
+  EXPECT_GT(with["scratch_bytes"]["layer"], without["scratch_bytes"]["layer"]);
+  EXPECT_EQ(std::string(with["shared"]["gate_up"]).rfind("1 groups", 0), 0u) << with;
 }
 
 TEST(OpstMoe, RefusesWhatMakesNoSense) {
@@ -98,6 +198,14 @@ TEST(OpstMoe, RefusesWhatMakesNoSense) {
               "opst " + verb + " moe: k is 40, but q4_1 has blocks of 32 values\n");
     EXPECT_NE(message({verb, "moe", "--tokens", "0"}).find("--tokens"), std::string::npos);
     EXPECT_NE(message({verb, "moe", "--scores", "relu"}).find("relu"), std::string::npos);
+    EXPECT_NE(message({verb, "moe", "--shared", "0"}).find("--shared: '0' is not a whole number from 1"),
+              std::string::npos);
+    EXPECT_EQ(message({verb, "moe", "--shared", "40", "--dtype", "q8_0"}),
+              "opst " + verb + " moe: k is 40, but q8_0 has blocks of 32 values\n");
+    if (verb != "plan") {
+      EXPECT_EQ(message({verb, "moe", "--backward", "--dtype", "f32,i8"}),
+                "opst " + verb + " moe: --backward takes weights of f32, bf16 and f16, but --dtype names i8\n");
+    }
   }
 }
 

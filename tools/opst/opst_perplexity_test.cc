@@ -61,12 +61,15 @@ TEST_F(OpstPerplexity, ThreadsDoNotMatterRoundedCachesDo) {
   const std::string text = "The quick brown fox jumps over the lazy dog";
   const nlohmann::json exact = measure(text, {"-t", "1"});
   EXPECT_EQ(measure(text, {"-t", "2"}), exact);
-  for (const auto& [dtype, most] : {std::pair("bf16", 0.1), {"f16", 0.1}, {"int8", 0.1}, {"int4", 0.5}, {"fp8", 0.2}}) {
+  for (const auto& [dtype, most] :
+       {std::pair("bf16", 0.1), {"f16", 0.1}, {"int8", 0.1}, {"int4", 0.5}, {"fp8", 0.2}, {"f8_e5m2", 0.4}}) {
     const nlohmann::json rounded = measure(text, {"--kv-dtype", dtype, "-t", "1"});
     EXPECT_EQ(measure(text, {"--kv-dtype", dtype, "-t", "2"}), rounded) << dtype;
     EXPECT_NE(rounded["mean_nll"], exact["mean_nll"]) << dtype;
     EXPECT_NEAR(rounded["mean_nll"].get<double>(), exact["mean_nll"].get<double>(), most) << dtype;
   }
+  // Two names of one type.
+  EXPECT_EQ(measure(text, {"--kv-dtype", "fp8"})["mean_nll"], measure(text, {"--kv-dtype", "f8_e4m3"})["mean_nll"]);
 }
 
 TEST_F(OpstPerplexity, RoundedActivationsAreNearTheExactOnes) {
@@ -92,7 +95,7 @@ TEST_F(OpstPerplexity, Refusals) {
   refused(run_program(arguments("hello", {"-c", "1"})), 2, "--context");
   refused(run_program(arguments("hello", {"-c", "513"})), 2, "--context is 513, but the model's is 512");
   refused(run_program(arguments("hello", {"--kv-dtype", "i8"})), 2,
-          "--kv-dtype: 'i8' is none of f32, bf16, f16, int8, int4, fp8");
+          "--kv-dtype: 'i8' is none of f32, bf16, f16, int8, int4, fp8, f8_e4m3, f8_e5m2");
   refused(run_program(arguments("hello", {"--activations", "int4"})), 2, "--activations");
   refused(run_program({"perplexity", "-m", model_}), 2, "--file");
   refused(run_program({"perplexity", "-m", model_, "-f", folder_.path("none")}), 1, "none: cannot read");

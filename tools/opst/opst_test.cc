@@ -91,7 +91,7 @@ TEST_F(Opst, WrongUsageIsExitCode2) {
   refused(with_model("generate", {"-p", "x", "-b", "0"}), "--prefill-chunk");
   refused(with_model("generate", {"-p", "x", "--block-size", "-1"}), "--block-size");
   refused(with_model("generate", {"-p", "x", "--kv-dtype", "i8"}),
-          "--kv-dtype: 'i8' is none of f32, bf16, f16, int8, int4, fp8");
+          "--kv-dtype: 'i8' is none of f32, bf16, f16, int8, int4, fp8, f8_e4m3, f8_e5m2");
   refused(with_model("generate", {"-p", "x", "--activations", "f16"}), "--activations");
   refused(with_model("generate", {"-p", "x", "--cache", "heap"}), "--cache");
   refused(with_model("generate", {"-p", "x", "--greedy", "--top-k", "3"}), "--greedy");
@@ -200,8 +200,14 @@ TEST_F(Opst, CachesAndChunksDoNotMatter) {
 
 // Bytes of a token, for its one head in two layers.
 TEST_F(Opst, CachesOfEveryTypeTakeTheirMemory) {
-  for (const auto& [dtype, bytes] :
-       {std::pair("f32", 128), {"bf16", 64}, {"f16", 64}, {"int8", 32 + 4}, {"int4", 16 + 4}, {"fp8", 32}}) {
+  for (const auto& [dtype, bytes] : {std::pair("f32", 128),
+                                     {"bf16", 64},
+                                     {"f16", 64},
+                                     {"int8", 32 + 4},
+                                     {"int4", 16 + 4},
+                                     {"fp8", 32},
+                                     {"f8_e4m3", 32},
+                                     {"f8_e5m2", 32}}) {
     for (const char* cache : {"contiguous", "paged"}) {
       const nlohmann::json json = generate_json(
           {"-p", "The quick brown fox", "-n", "20", "--ignore-eos", "--kv-dtype", dtype, "--cache", cache});
@@ -209,8 +215,15 @@ TEST_F(Opst, CachesOfEveryTypeTakeTheirMemory) {
       EXPECT_EQ(json["tokens"].size(), 20u) << dtype << ", " << cache;
     }
   }
+  const std::vector<std::string> text = {"-p", "The quick brown fox", "-n", "20", "--ignore-eos"};
+  const auto tokens = [&](const std::string& dtype) {
+    std::vector<std::string> options = text;
+    options.insert(options.end(), {"--kv-dtype", dtype});
+    return generate_json(options)["tokens"];
+  };
+  EXPECT_EQ(tokens("fp8"), tokens("f8_e4m3"));
   const Outcome help = run_program({"generate", "--help"});
-  EXPECT_NE(help.out.find("f32|bf16|f16|int8|int4|fp8"), std::string::npos) << help.out;
+  EXPECT_NE(help.out.find("f32|bf16|f16|int8|int4|fp8|f8_e4m3|f8_e5m2"), std::string::npos) << help.out;
 }
 
 TEST_F(Opst, FinishReasons) {

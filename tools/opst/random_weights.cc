@@ -102,6 +102,17 @@ std::vector<double> RandomWeights::values(Context& context, int64_t e) const {
   return test::to_doubles(out);
 }
 
+Buffer RandomWeights::unpacked() const {
+  const int64_t bytes = matrix_bytes();
+  Buffer all = value_or_fail(Buffer::allocate(bytes * static_cast<int64_t>(blocks_.size())));
+  auto* to = static_cast<char*>(all.data());
+  for (const QuantMatrix& matrix : blocks_) {
+    std::memcpy(to, matrix.data, static_cast<size_t>(bytes));
+    to += bytes;
+  }
+  return all;
+}
+
 int64_t RandomWeights::matrix_bytes() const {
   return integers() ? ints_.front().q.num_elements() : blocks_.front().size_bytes;
 }

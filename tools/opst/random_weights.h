@@ -23,6 +23,8 @@ class RandomWeights {
   // Matrix e as numbers, row-major.
   std::vector<double> values(Context& context, int64_t e) const;
   int64_t matrix_bytes() const;  // of one, without scales
+  // The matrices of a float type as they are, one behind another.
+  Buffer unpacked() const;
 
  private:
   int64_t n_, k_;
