@@ -26,7 +26,7 @@ ROOM_LINES = {
     "graph": 2080,
     "kv_cache": 2000,
     "machine": 1560,
-    "matmul": 4880,
+    "matmul": 4920,
     "mc2": 4750,
     "model": 3800,
     "moe": 2954,
