@@ -197,8 +197,9 @@ struct Tasks {
 // Whether a kernel may store outputs: it has all of k at once, they lie side by side, and nothing joins a sum.
 bool sums_are_outputs(const MatmulProblem& problem, const Plan& plan, const Operands& o) {
   const bool stored_once = plan.path == MatmulPath::many_rows || plan.path == MatmulPath::many_rows_in_place;
-  return stored_once && plan.words <= plan.k_block && problem.activation == Activation::none && o.bias == nullptr &&
-         o.residual == nullptr && o.x_scales == nullptr && !problem.has_out_scales && o.out.strides[1] == 1;
+  return stored_once && plan.words > 0 && plan.words <= plan.k_block && problem.activation == Activation::none &&
+         o.bias == nullptr && o.residual == nullptr && o.x_scales == nullptr && !problem.has_out_scales &&
+         o.out.strides[1] == 1;
 }
 
 // What the tasks read of a product's operands beside x.

@@ -109,6 +109,25 @@ TEST(MatmulBackward, HoldsAtTheEdgesOfEveryDimension) {
 }
 
 // Central differences of sum(grad_out * matmul(x, weight, bias)) in double.
+// No rows, as in an empty group: the gradient of the weight is 0, whole tiles of it too.
+TEST(MatmulBackward, OfNoRowsIsZero) {
+  Random random(test::seed());
+  for (const TestContext& t : contexts_with_threads(2)) {
+    for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      for (int64_t k : {1, 32, 128, 130}) {
+        const Matrix grad_out(dtype, 0, 64, false, Guard::after), x(dtype, 0, k, false, Guard::after);
+        Matrix weight(dtype, 64, k, false, Guard::after), gradient(dtype, 64, k, false, Guard::after);
+        test::fill(weight.tensor, Fill::normal, random);
+        test::fill(gradient.tensor, Fill::normal, random);
+        const Status status =
+            matmul_backward(t.context, grad_out.tensor, x.tensor, weight.tensor, {.weight = gradient.tensor});
+        ASSERT_TRUE(status.ok()) << status.message();
+        for (const double value : test::to_doubles(gradient.tensor)) ASSERT_EQ(value, 0) << t.name << ", k " << k;
+      }
+    }
+  }
+}
+
 TEST(MatmulBackward, IsTheDerivative) {
   Random random(test::seed());
   const Shape s{3, 4, 5};
