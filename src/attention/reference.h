@@ -246,8 +246,8 @@ struct Softmax {
   std::vector<Real> cap_slope;    // dY / dZ
   std::vector<Real> probability;  // exp(score - max) / sum, before dropout
   std::vector<char> kept;         // by dropout
-  std::vector<char> hidden;       // by a bias of -inf; all, where all scores are -inf: such a row sees no key
-  Real max = -std::numeric_limits<Real>::infinity();
+  std::vector<char> hidden;       // by a bias of -inf
+  Real max_of_keys = -std::numeric_limits<Real>::infinity(), max = max_of_keys;  // `max`: and of the sink
   Real sum = 0;            // the sink's share is in it
   bool defined = true;     // no score is NaN or +inf
   Real largest_parts = 0;  // sum of the absolute products of a score
@@ -322,7 +322,7 @@ Softmax<Real> softmax(const AttentionInputs& in, const AttentionOptions& options
     row.hidden.push_back(bias == -infinity && score == -infinity);
     see_score(score);
   }
-  if (row.defined && row.max == -infinity) std::fill(row.hidden.begin(), row.hidden.end(), char{true});
+  row.max_of_keys = row.max;
   Real sink = -infinity;
   if (in.sinks.data != nullptr) see_score(sink = static_cast<Real>(number_at(in.sinks, h * in.sinks.strides[0])));
 
@@ -362,7 +362,7 @@ ReferenceRow row(const AttentionInputs& in, const AttentionOptions& options, int
   for (int64_t d = 0; d < value_head_dim; ++d) {
     Real out = 0;
     for (size_t n = 0; n < p.keys.size(); ++n) {
-      if (!p.kept[n] || p.hidden[n]) continue;
+      if (!p.kept[n] || p.hidden[n] || p.max_of_keys == -infinity) continue;
       const int64_t value = row_offset(in, in.value, b, kv_head, p.keys[n]) + d * step;
       out += p.probability[n] * kept_scale * static_cast<Real>(number_at(in.value, value));
     }
