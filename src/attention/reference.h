@@ -248,8 +248,8 @@ struct Softmax {
   std::vector<char> kept;         // by dropout
   std::vector<char> hidden;       // by a bias of -inf
   Real max_of_keys = -std::numeric_limits<Real>::infinity(), max = max_of_keys;  // `max`: and of the sink
-  Real sum = 0;            // the sink's share is in it
-  bool defined = true;     // no score is NaN or +inf
+  Real sum = 0;                                                                  // the sink's share is in it
+  bool defined = true;                                                           // no score is NaN or +inf
   Real largest_parts = 0;  // sum of the absolute products of a score
 };
 
