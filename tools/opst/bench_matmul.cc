@@ -8,6 +8,7 @@
 
 #include "bench.h"
 #include "matmul_case.h"
+#include "model_options.h"
 #include "opst/grouped_matmul.h"
 #include "random_weights.h"
 #include "testing/peak.h"
@@ -20,6 +21,7 @@ namespace {
 using Shape = MatmulShape;
 
 struct Options : GroupedArguments {
+  std::string activations = "exact";
   bool predict = false;
 };
 
@@ -90,18 +92,24 @@ struct State {
   }
 };
 
-// Weights of a float dtype, x and out of the same one; or of a quantised format, x and out f32.
+// Weights of a float dtype, x and out of the same one; or of a quantised format, x and out f32. int8 activations round
+// x in blocks of 32, where the weight is quantised: the bound of many rows is that of int8 then.
 Calls float_calls(Context& context, const std::string& dtype, const Options& options, const Shape& s) {
   const DType io = x_dtype_of(dtype);
   test::Random random(1);
   const auto state = std::make_shared<State<PackedWeight>>(options, s, io, io);
   test::fill(state->x_view, test::Fill::normal, random);
-  Calls calls{.peak = io == DType::bf16 ? test::PeakKind::bf16 : test::PeakKind::f32, .rows = state->rows(s)};
+  const ActivationType activations = activation_type(options.activations);
+  Calls calls{.peak = activations == ActivationType::int8 ? test::PeakKind::i8
+                      : io == DType::bf16                 ? test::PeakKind::bf16
+                                                          : test::PeakKind::f32,
+              .rows = state->rows(s)};
   state->pack(context, RandomWeights(dtype, 1, s.n, s.k, random), s, calls);
-  calls.run = [&context, state](size_t i) {
+  calls.run = [&context, state, activations](size_t i) {
     require(state->ends.empty()
-                ? matmul(context, state->x_view, state->weights[i], state->out_view)
-                : grouped_matmul(context, state->x_view, state->weights[i], state->groups(), state->out_view));
+                ? matmul(context, state->x_view, state->weights[i], state->out_view, {.activations = activations})
+                : grouped_matmul(context, state->x_view, state->weights[i], state->groups(), state->out_view,
+                                 {.activations = activations}));
   };
   return calls;
 }
@@ -249,15 +257,27 @@ void check_predicted(const Options& options) {
   }
 }
 
+void check_activations(const Options& options) {
+  if (options.activations == "exact") return;
+  if (options.predict) usage_error("--predict knows no --activations int8");
+  for (const std::string& dtype : options.dtypes) {
+    if (is_integers(dtype) || block_values(parse_quant_format(dtype).value()) == 1) {
+      usage_error("--activations int8 is for weights of a quantised format (q8_0, q4_k, ...); got " + dtype);
+    }
+  }
+}
+
 void run(const Options& options) {
   check_products(options);
+  check_activations(options);
   if (options.predict) check_predicted(options);
   Context context = make_context(options.num_threads);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   bool all_valid = true;
   std::optional<MachineProfile> machine;
   if (options.predict) machine = measure_machine(context);
-  const std::string groups = group_words(options);
+  const std::string groups =
+      group_words(options) + (options.activations == "exact" ? "" : ", x rounded to " + options.activations);
   if (!options.json) {
     char text[400];
     std::snprintf(text, sizeof(text),
@@ -282,6 +302,7 @@ void run(const Options& options) {
                 {"threads", context.num_threads()},
                 {"groups", options.rows.empty() ? options.groups : static_cast<int64_t>(options.rows.size())},
                 {"ragged", options.ragged},
+                {"activations", options.activations},
                 {"rows", rows}});
     return;
   }
@@ -300,6 +321,7 @@ void add_bench_matmul(CLI::App& bench) {
       bench.add_subcommand("matmul", "Products with packed weights, and how close they come to the machine");
   add_matmul_options(*command, *options);
   add_group_options(*command, *options);
+  add_activations_option(*command, options->activations);
   command->add_flag("--predict", options->predict, "Also predict the time, from the machine's rates");
   command->callback([options] {
     settle_groups(*options);

@@ -53,6 +53,28 @@ TEST(OpstMatmul, RefusesWhatMakesNoSense) {
         << message({"--groups", groups});
   }
   EXPECT_NE(message({"--ragged"}).find("--ragged requires --groups"), std::string::npos) << message({"--ragged"});
+  for (const std::string dtype : {"f32", "i8"}) {
+    EXPECT_EQ(message({"--dtype", dtype, "--activations", "int8"}),
+              "opst bench matmul: --activations int8 is for weights of a quantised format (q8_0, q4_k, ...); got " +
+                  dtype + "\n");
+  }
+  EXPECT_NE(message({"--activations", "int4"}).find("--activations"), std::string::npos);
+}
+
+// Rows rounded to int8 are multiplied as int8, alone and in groups, few and many.
+TEST(OpstMatmul, BenchOfActivationsInInt8) {
+  for (const std::vector<std::string>& groups : {std::vector<std::string>{}, {"--groups", "2"}}) {
+    std::vector<std::string> options = {"bench",   "matmul", "--m",           "2,20", "--n", "40", "--k",   "256",
+                                        "--dtype", "q4_k",   "--activations", "int8", "-t",  "1",  "--json"};
+    options.insert(options.end(), groups.begin(), groups.end());
+    const Outcome outcome = run_program(options);
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    const nlohmann::json json = outcome.json();
+    EXPECT_EQ(json["activations"], "int8");
+    ASSERT_EQ(json["rows"].size(), 2u);
+    EXPECT_EQ(json["rows"][0]["bound"], "plain reading");
+    EXPECT_EQ(json["rows"][1]["bound"], "multiply-adds");
+  }
 }
 
 TEST(OpstMatmul, PlanNamesPathAndReason) {
