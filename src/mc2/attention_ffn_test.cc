@@ -123,7 +123,8 @@ TEST_P(AttentionAndFfn, ExpertRoutingOfSeveralMicroBatches) {
 
 // Slices of tokens, through a product each way: matmul of all rows, then the plain exchange.
 TEST_P(AttentionAndFfn, SlicesThroughProducts) {
-  const auto [attention, ffn] = GetParam();
+  // No structured binding: a lambda could not name one (clang 14).
+  const int attention = std::get<0>(GetParam()), ffn = std::get<1>(GetParam());
   const int ranks = attention + ffn;
   Random random(test::seed() + 7 * static_cast<uint64_t>(ranks));
   for (const bool direct : {false, true}) {
