@@ -2,6 +2,8 @@
 // nowhere else; pools beyond 2^31 elements.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "attention/tests/block_mask_lists.h"
 #include "attention/tests/byte_pages.h"
 #include "opst/kv_cache.h"
@@ -224,7 +226,7 @@ TEST(AttentionBytePages, B44_PoolsBeyond32Bits) {
           for (const std::vector<float>* of : {&key, &value, &out, &listed}) found.push_back(*of);
         }
         for (size_t i = 0; i < 4; ++i) ASSERT_EQ(found[i], found[i + 4]) << i;
-        ASSERT_NEAR(found[0][0], rows[0], 0.1);
+        ASSERT_NEAR(found[0][0], rows[0], 0.05 + std::fabs(rows[0]) / 16);  // f8_e4m3 has four significant bits
         ASSERT_NE(found[2][0], 0.0f);
       }
     }
