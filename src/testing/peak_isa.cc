@@ -71,7 +71,7 @@ struct F32 {
   static void store(void* p, Register v) { _mm512_storeu_ps(p, v); }
 };
 struct Integer {
-  typedef int Register __attribute__((vector_size(64)));
+  typedef unsigned Register __attribute__((vector_size(64)));  // sums of a burst wrap around
   static constexpr int kLanes = 64;
 #if defined(__AVX512VNNI__)
   static constexpr bool kSingle = true;
@@ -113,7 +113,7 @@ struct F32 {
   static void store(void* p, Register v) { _mm256_storeu_ps(static_cast<float*>(p), v); }
 };
 struct Integer {
-  typedef int Register __attribute__((vector_size(32)));
+  typedef unsigned Register __attribute__((vector_size(32)));  // sums of a burst wrap around
   static constexpr int kLanes = 32;
   static constexpr bool kSingle = false;
   static Register zero() { return Register{}; }

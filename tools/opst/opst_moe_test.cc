@@ -247,14 +247,16 @@ TEST(OpstMatmulGroups, BenchAndPlanTakeTheRowsOfEachGroup) {
       {"bench", "matmul", "--rows", "2,0,5", "--n", "64", "--k", "256", "--dtype", "q4_k,i8", "-t", "1", "--json"});
   ASSERT_EQ(bench.exit_code, 0) << bench.err;
   EXPECT_EQ(bench.json()["groups"], 3);
-  for (const nlohmann::json& row : bench.json()["rows"]) {
+  const nlohmann::json bench_json = bench.json();
+  for (const nlohmann::json& row : bench_json["rows"]) {
     EXPECT_EQ(row["bound"], "plain reading");
     EXPECT_EQ(row["m"], 5);
   }
   const Outcome plan =
       run_program({"plan", "matmul", "--rows", "2,0,50", "--n", "64", "--k", "256", "--dtype", "bf16,q4_k", "--json"});
   ASSERT_EQ(plan.exit_code, 0) << plan.err;
-  for (const nlohmann::json& row : plan.json()["rows"]) {
+  const nlohmann::json plan_json = plan.json();
+  for (const nlohmann::json& row : plan_json["rows"]) {
     EXPECT_EQ(row["groups_with_rows"], 2);
     EXPECT_GE(row["waves"], 1);
     EXPECT_EQ(std::string(row["fewest_rows"]).rfind("few_rows ", 0), 0u) << row;
