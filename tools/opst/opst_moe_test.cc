@@ -259,7 +259,10 @@ TEST(OpstMatmulGroups, BenchAndPlanTakeTheRowsOfEachGroup) {
   for (const nlohmann::json& row : plan_json["rows"]) {
     EXPECT_EQ(row["groups_with_rows"], 2);
     EXPECT_GE(row["waves"], 1);
-    EXPECT_EQ(std::string(row["fewest_rows"]).rfind("few_rows ", 0), 0u) << row;
+    // One or two rows meet a quantised weight in fixed point where the level has the product for it.
+    const std::string fewest = row["fewest_rows"];
+    const bool fixed = row["dtype"] == "q4_k" && fewest.rfind("activations_fixed ", 0) == 0;
+    EXPECT_TRUE(fixed || fewest.rfind("few_rows ", 0) == 0) << row;
     EXPECT_EQ(std::string(row["most_rows"]).rfind("many_rows ", 0), 0u) << row;
   }
   const Outcome text = run_program({"plan", "matmul", "--groups", "4", "--m", "9", "--n", "64", "--k", "256"});
