@@ -247,9 +247,10 @@ struct Softmax {
   std::vector<Real> probability;  // exp(score - max) / sum, before dropout
   std::vector<char> kept;         // by dropout
   std::vector<char> hidden;       // by a bias of -inf
-  Real max_of_keys = -std::numeric_limits<Real>::infinity(), max = max_of_keys;  // `max`: and of the sink
-  Real sum = 0;                                                                  // the sink's share is in it
-  bool defined = true;                                                           // no score is NaN or +inf
+  Real max = -std::numeric_limits<Real>::infinity();
+  Real max_of_keys = max;  // without the sink
+  Real sum = 0;            // the sink's share is in it
+  bool defined = true;     // no score is NaN or +inf
   Real largest_parts = 0;  // sum of the absolute products of a score
 };
 

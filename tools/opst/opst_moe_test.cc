@@ -246,8 +246,9 @@ TEST(OpstMatmulGroups, BenchAndPlanTakeTheRowsOfEachGroup) {
   const Outcome bench = run_program(
       {"bench", "matmul", "--rows", "2,0,5", "--n", "64", "--k", "256", "--dtype", "q4_k,i8", "-t", "1", "--json"});
   ASSERT_EQ(bench.exit_code, 0) << bench.err;
-  EXPECT_EQ(bench.json()["groups"], 3);
   const nlohmann::json bench_json = bench.json();
+  EXPECT_EQ(bench_json["groups"], 3);
+  ASSERT_EQ(bench_json["rows"].size(), 2u);
   for (const nlohmann::json& row : bench_json["rows"]) {
     EXPECT_EQ(row["bound"], "plain reading");
     EXPECT_EQ(row["m"], 5);
@@ -256,6 +257,7 @@ TEST(OpstMatmulGroups, BenchAndPlanTakeTheRowsOfEachGroup) {
       run_program({"plan", "matmul", "--rows", "2,0,50", "--n", "64", "--k", "256", "--dtype", "bf16,q4_k", "--json"});
   ASSERT_EQ(plan.exit_code, 0) << plan.err;
   const nlohmann::json plan_json = plan.json();
+  ASSERT_EQ(plan_json["rows"].size(), 2u);
   for (const nlohmann::json& row : plan_json["rows"]) {
     EXPECT_EQ(row["groups_with_rows"], 2);
     EXPECT_GE(row["waves"], 1);
