@@ -58,8 +58,9 @@ AttentionBackwardProblem backward_problem(const AttentionProblem& problem) {
   return b;
 }
 
-AttentionBackwardCase::AttentionBackwardCase(Context& context, const AttentionCase& forward) : forward_(forward) {
-  forward.run(context, AttentionPath::automatic);
+AttentionBackwardCase::AttentionBackwardCase(Context& context, const AttentionCase& forward, bool run_forward)
+    : forward_(forward) {
+  if (run_forward) forward.run(context, AttentionPath::automatic);
   const AttentionInputs in = forward.call_inputs();
   const DType real = in.query.dtype == DType::f64 ? DType::f64 : DType::f32;
   saved_.out = forward.outputs().out;
@@ -77,6 +78,12 @@ AttentionBackwardCase::AttentionBackwardCase(Context& context, const AttentionCa
     dense_key_ = make(forward.inputs().key, in.key.dtype);
     dense_value_ = make(forward.inputs().value, in.value.dtype);
   }
+}
+
+int64_t AttentionBackwardCase::size_bytes() const {
+  int64_t total = 0;
+  for (const Buffer& buffer : buffers_) total += buffer.size_bytes();
+  return total;
 }
 
 AttentionGradients AttentionBackwardCase::gradients() const {

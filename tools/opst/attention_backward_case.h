@@ -13,10 +13,12 @@ AttentionBackwardProblem backward_problem(const AttentionProblem& problem);
 
 class AttentionBackwardCase {
  public:
-  // Runs forward once; `forward` must outlive this.
-  AttentionBackwardCase(Context& context, const AttentionCase& forward);
+  // Runs forward once, unless the caller will before run(); `forward` must outlive this.
+  AttentionBackwardCase(Context& context, const AttentionCase& forward, bool run_forward = true);
 
   const ConstTensor& grad_out() const { return saved_.grad_out; }
+  // Bytes of grad_out and the gradients.
+  int64_t size_bytes() const;
   // Those of pages in the shape of forward.inputs().
   AttentionGradients gradients() const;
   // A CommandError where the operator refuses.

@@ -9,6 +9,7 @@ void add_bench_attention(CLI::App& bench);
 void add_bench_matmul(CLI::App& bench);
 void add_bench_model(CLI::App& bench);
 void add_bench_moe(CLI::App& bench);
+void add_bench_tables(CLI::App& bench);
 void add_check_attention(CLI::App& check);
 void add_check_matmul(CLI::App& check);
 void add_check_moe(CLI::App& check);

@@ -40,6 +40,7 @@ int run(int argc, char** argv) {
   opst::tools::add_bench_matmul(*bench);
   opst::tools::add_bench_model(*bench);
   opst::tools::add_bench_moe(*bench);
+  opst::tools::add_bench_tables(*bench);
   opst::tools::add_check_attention(*check);
   opst::tools::add_check_matmul(*check);
   opst::tools::add_check_moe(*check);

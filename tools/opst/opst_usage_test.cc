@@ -43,7 +43,7 @@ TEST_F(OpstUsage, WhatNobodyKnowsIsListedInOrder) {
 }
 
 TEST_F(OpstUsage, AMissingSubcommandNamesTheChoices) {
-  EXPECT_EQ(refusal({"bench"}), "opst bench: a subcommand is required: attention, matmul, model, moe\n");
+  EXPECT_EQ(refusal({"bench"}), "opst bench: a subcommand is required: attention, matmul, model, moe, tables\n");
   EXPECT_EQ(refusal({"check"}), "opst check: a subcommand is required: attention, matmul, moe\n");
   EXPECT_EQ(refusal({"plan"}),
             "opst plan: a subcommand is required: attention, kv, layer, matmul, memory, model, moe\n");
