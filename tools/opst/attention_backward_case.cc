@@ -105,7 +105,7 @@ Tensor AttentionBackwardCase::make(const ConstTensor& like, DType dtype) {
     t.strides[d] = stride;
     stride *= like.shape[d];
   }
-  buffers_.push_back(value_or_fail(Buffer::allocate(stride * size_bytes(dtype))));
+  buffers_.push_back(value_or_fail(Buffer::allocate(stride * opst::size_bytes(dtype))));
   t.data = buffers_.back().data();
   return t;
 }

@@ -157,7 +157,7 @@ TableResult measure_run(Context& context, const TableRun& run) {
 }
 
 TableLimits measure_limits(Context& context, const TablesOptions& options, double memory_bytes) {
-  TableLimits limits{.memory_bytes = memory_bytes};
+  TableLimits limits{.memory_bytes = memory_bytes, .standard = {}, .flash = {}};
   TableRun probe;
   AttentionProblem& p = probe.problem;
   p.query_dtype = p.kv_dtype = options.dtype;

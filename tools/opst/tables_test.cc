@@ -116,7 +116,9 @@ TEST(Tables, TheBudgetHolds) {
     const Tables t = draw_tables(options({TableKind::inference, TableKind::training}, budget), l);
     EXPECT_LE(spent(t, l), budget);
     for (const TableRun& r : t.runs) {
-      if (r.flash.state == FormState::time) EXPECT_EQ(r.standard.state, FormState::time);
+      if (r.flash.state == FormState::time) {
+        EXPECT_EQ(r.standard.state, FormState::time);
+      }
       EXPECT_GE(r.problem.num_heads, 1);
     }
   }
@@ -221,7 +223,7 @@ TEST(TableBench, MeasuresWhatIsToBeRun) {
     EXPECT_LT(r.difference, 0.05);  // bf16
     // What was counted is what was computed, and scratch memory.
     EXPECT_GE(r.standard.bytes, run.standard.bytes);
-    EXPECT_GE(r.flash.bytes, run.flash.bytes - 4.0 * run.problem.query_len * 2);
+    EXPECT_GE(r.flash.bytes, run.flash.bytes - 8.0 * static_cast<double>(run.problem.num_heads * run.problem.query_len));
     TableRun flash_alone = run;
     flash_alone.standard.state = FormState::memory;
     const TableResult alone = measure_run(context, flash_alone);
