@@ -37,55 +37,74 @@ def series(rows):
     return found
 
 
-def _length(number):
+def length(number):
     return f"{number // 1024}K" if number % 1024 == 0 else str(number)
 
 
-def draw(result, path, machine=""):
+def plotting():
+    """matplotlib's pyplot, for files that are the same for the same figures."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "opst", "font.size": 9})
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9))
-    drawn = series(result["rows"])
-    for axes, column, factor, title in ((panels[0], 1, 1, "time of one call, ms"),
-                                        (panels[1], 2, 2**-20, "memory beyond inputs and outputs, MiB")):
-        for form, (points, end) in drawn.items():
-            lengths, values = [p[0] for p in points], [p[column] * factor for p in points]
-            axes.plot(lengths, values, color=FORMS[form], marker="o", markersize=3, label=form)
-            if end:
-                axes.plot(lengths[-1], values[-1], color=FORMS[form], marker="x", markersize=10, markeredgewidth=2)
-                axes.annotate(f"{2 * lengths[-1] // 1024}K {end}", (lengths[-1], values[-1]), color=FORMS[form], fontsize=8,
-                              textcoords="offset points", xytext=(-8, 4), ha="right")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks([p[0] for p in drawn["flash"][0]], [_length(p[0]) for p in drawn["flash"][0]])
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlabel("keys and queries")
-        axes.set_title(title, fontsize=9)
-        axes.grid(True, alpha=0.3)
-        axes.minorticks_off()
-        axes.margins(y=0.12)  # room for the words at the crosses
-    panels[0].legend(loc="lower right", frameon=False)
-    level = result["machine"].split(",")[0]
-    threads = result["threads"]
-    caption = ", ".join([*([machine] if machine else []), f"level {level}", f"{threads} thread{'' if threads == 1 else 's'}"])
-    figure.text(0.5, 0.01, f"causal, f32, one head of 64; {caption}; a shared machine: the trend counts", ha="center", fontsize=8)
+    return pyplot
+
+
+def draw_panel(axes, drawn, column, factor, title, style="-"):
+    """Lines of `drawn` (as series gives them): entry `column` of the points times `factor`; a cross where a form ends."""
+    from matplotlib import ticker
+
+    for form, (points, end) in drawn.items():
+        lengths, values = [p[0] for p in points], [p[column] * factor for p in points]
+        axes.plot(lengths, values, style, color=FORMS[form], marker="o", markersize=3, label=form)
+        if end:
+            axes.plot(lengths[-1], values[-1], color=FORMS[form], marker="x", markersize=10, markeredgewidth=2)
+            axes.annotate(f"{length(2 * lengths[-1])} {end}", (lengths[-1], values[-1]), color=FORMS[form], fontsize=8,
+                          textcoords="offset points", xytext=(-8, 4), ha="right")
+    lengths = sorted({p[0] for points, _ in drawn.values() for p in points})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [length(n) for n in lengths])
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("keys and queries")
+    axes.set_title(title, fontsize=9)
+    axes.grid(True, alpha=0.3)
+    axes.minorticks_off()
+    axes.margins(y=0.12)  # room for the words at the crosses
+
+
+def machine_text(result, machine=""):
+    level, threads = result["machine"].split(",")[0], result["threads"]
+    return ", ".join([*([machine] if machine else []), f"level {level}", f"{threads} thread{'' if threads == 1 else 's'}"])
+
+
+def save(pyplot, figure, caption, path):
+    figure.text(0.5, 0.01, caption, ha="center", fontsize=8)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
-def main(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", help="what `opst bench attention --json` printed")
+def draw(result, path, machine=""):
+    pyplot = plotting()
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9))
+    drawn = series(result["rows"])
+    draw_panel(panels[0], drawn, 1, 1, "time of one call, ms")
+    draw_panel(panels[1], drawn, 2, 2**-20, "memory beyond inputs and outputs, MiB")
+    panels[0].legend(loc="lower right", frameon=False)
+    save(pyplot, figure, f"causal, f32, one head of 64; {machine_text(result, machine)}; a shared machine: the trend counts", path)
+
+
+def main(words=None, description=__doc__, draw_file=draw, command="opst bench attention --json"):
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", help=f"what `{command}` printed")
     parser.add_argument("picture", help="the file to write, .svg or .png")
     parser.add_argument("--machine", default="", help="named in the caption, beside level and threads")
     options = parser.parse_args(words)
     with open(options.json, encoding="utf-8") as file:
-        draw(json.load(file), options.picture, options.machine)
+        draw_file(json.load(file), options.picture, options.machine)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ TEST(OpstTables, WhatIsNotMeasuredHasNoFigures) {
     }
     EXPECT_EQ(row["max_abs_error"], nullptr);
   }
-  EXPECT_TRUE(has(tables(no_time).out, "no time: ~"));
+  EXPECT_TRUE(has(tables(no_time).out, "no time ~"));
 
   const std::vector<std::string> planned = {"--max-seq", "512", "--plan"};
   const nlohmann::json plan = json_of(planned);
@@ -97,15 +97,16 @@ TEST(OpstTables, WhatIsNotMeasuredHasNoFigures) {
 
 // The row of 256K tokens costs what 256K x 256K pairs cost; its decoded token can be had.
 TEST(OpstTables, TheLongTableDecodesAToken) {
-  const nlohmann::json result = json_of(
-      {"--tables", "long", "--head-dim", "8", "--heads", "1", "--budget", "20", "--memory-limit", "1000000000"});
+  const nlohmann::json result =
+      json_of({"--tables", "long", "--head-dim", "8", "--heads", "1", "--budget", "4", "--memory-limit", "1000000000"});
   ASSERT_EQ(result["rows"].size(), 2u);
   const nlohmann::json &forward = result["rows"][0], &token = result["rows"][1];
   EXPECT_EQ(forward["kv_len"], 262144);
   EXPECT_EQ(forward["standard"]["state"], "memory");
+  EXPECT_EQ(forward["flash"]["state"], "time");
   EXPECT_EQ(token["mode"], "decode");
   EXPECT_EQ(token["query_len"], 1);
-  if (token["flash"]["state"] == "time") GTEST_SKIP() << "this machine is too slow for the budget of 20 s";
+  if (token["flash"]["state"] == "time") GTEST_SKIP() << "this machine is too slow for the budget of 4 s";
   EXPECT_EQ(token["standard"]["state"], "measured") << token;
   EXPECT_EQ(token["error_ok"], true) << token;
 }

@@ -134,9 +134,8 @@ TableResult measure_run(Context& context, const TableRun& run) {
       r.standard.state = FormState::memory;
     }
   }
-  const int repeats = run.repeats();
-  for (int i = 0; repeats > 1 && i <= repeats; ++i) {
-    if (i <= 1) flash.clear(), standard.clear();  // scratch memory was given back before the first calls
+  for (int i = 1; i < run.repeats() + run.calls_before(); ++i) {
+    if (i <= run.calls_before()) flash.clear(), standard.clear();  // scratch memory was given back before them
     if (forms->has_standard()) standard.push_back(forms->standard());
     flash.push_back(forms->flash());
   }

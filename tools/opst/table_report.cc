@@ -20,11 +20,11 @@ const char* mode_of(const TableRun& run) {
   return run.train ? "training" : run.problem.query_len == run.problem.kv_len ? "inference" : "decode";
 }
 
-// "1.20 ms", "does not fit", "no time: ~96 s", "planned: ~1.20 ms"
+// "1.20 ms", "does not fit", "no time ~96 s"; planned: "~1.20 ms"
 std::string time_text(const FormPlan& plan, const FormResult* result) {
   const FormState state = result != nullptr ? result->state : plan.state;
   if (state == FormState::memory) return "does not fit";
-  if (state == FormState::time) return "no time: ~" + human_seconds(plan.call_seconds);
+  if (state == FormState::time) return "no time ~" + rounded("%.3g s", plan.call_seconds);
   return result != nullptr ? human_seconds(result->seconds) : "~" + human_seconds(plan.call_seconds);
 }
 
@@ -109,7 +109,7 @@ std::string table_head(TableKind kind, bool measured) {
                             : kind == TableKind::video    ? "video: 1024 patches a frame"
                                                           : "long: 256K tokens end to end, and one decoded token";
   char text[512];
-  std::snprintf(text, sizeof text, "\n%s\n%-20s  %-7s %6s  %16s  %16s  %-20s %5s  %10s  %10s  %7s  %9s  %11s  %11s\n",
+  std::snprintf(text, sizeof text, "\n%s\n%-20s  %-6s %5s  %13s  %13s  %-20s %5s  %9s  %9s  %7s  %9s  %9s  %9s\n",
                 title, "tokens", "here", "times", "standard", "flash", "standard / flash", "calls", "memory", "flash's",
                 "ratio", measured ? "max error" : "", "published", "flash's");
   return text;
@@ -122,12 +122,13 @@ std::string row_text(const TableReport& r, const TableRow& row, const TableResul
   const bool judged = flash != nullptr && flash->seconds >= 0;
   const std::string here = "1 x " + std::to_string(run.problem.num_heads);
   const double ratio = memory_of(run.standard, standard) / memory_of(run.flash, flash);
+  const bool counted = result != nullptr && result->speedup >= 0;
   char text[512];
-  std::snprintf(text, sizeof text, "%-20s  %-7s %6.4g  %16s  %16s  %-20s %5s  %10s  %10s  %6.3gx  %9s  %11s  %11s\n",
+  std::snprintf(text, sizeof text, "%-20s  %-6s %5.4g  %13s  %13s  %-20s %5s  %9s  %9s  %7s  %9s  %9s  %9s\n",
                 row.name.c_str(), here.c_str(), row.times, time_text(run.standard, standard).c_str(),
                 time_text(run.flash, flash).c_str(), speedup_text(result).c_str(),
                 judged ? std::to_string(result->repeats).c_str() : "-", memory_text(run.standard, standard).c_str(),
-                memory_text(run.flash, flash).c_str(), ratio,
+                memory_text(run.flash, flash).c_str(), rounded(counted ? "%.3g" : "~%.3g", ratio).c_str(),
                 judged ? (rounded("%.1e", result->verdict.error) + (result->verdict.ok ? "" : " !")).c_str() : "-",
                 ("~" + binary_bytes(row.published_standard_bytes)).c_str(),
                 ("~" + binary_bytes(row.published_flash_bytes)).c_str());

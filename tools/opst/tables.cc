@@ -26,9 +26,14 @@ std::vector<int64_t> lengths_up_to(int64_t most) {
 
 std::string length_text(int64_t n) { return n % 1024 == 0 ? std::to_string(n / 1024) + "K" : std::to_string(n); }
 
+// No less than writing as many bytes as it has: what bounds a decoded token is reading them.
 void set_seconds(TableRun& run, const TableLimits& limits) {
-  run.standard.call_seconds = run.pairs() * (run.train ? limits.standard.training : limits.standard.forward);
-  run.flash.call_seconds = run.pairs() * (run.train ? limits.flash.training : limits.flash.forward);
+  const auto set = [&](const FormRates& rates, FormPlan& form) {
+    form.call_seconds =
+        std::max(run.pairs() * (run.train ? rates.training : rates.forward), run.flash.bytes * limits.touch_seconds);
+  };
+  set(limits.standard, run.standard);
+  set(limits.flash, run.flash);
 }
 
 void set_heads(TableRun& run, int64_t heads, const TableLimits& limits) {
@@ -94,6 +99,18 @@ class Drawing {
     }
   }
 
+  // Calls of some seconds more than once, as long as the budget lasts.
+  void repeat() {
+    for (TableRun& run : tables.runs) {
+      TableRun more = run;
+      more.sparing = false;
+      const double added = cost(more) - cost(run);
+      if (run.flash.state != FormState::run || spent_ + added > options_.budget_seconds) continue;
+      run = more;
+      spent_ += added;
+    }
+  }
+
   // Twice the heads as long as the run keeps within half its share, and in the memory.
   void grow() {
     const double share = options_.budget_seconds / as_double(static_cast<int64_t>(tables.runs.size())) / 2;
@@ -148,13 +165,17 @@ double TableRun::pairs() const {
          as_double(problem.kv_len);
 }
 
+static double longest_call(const TableRun& run) { return std::max(run.flash.call_seconds, run.standard.call_seconds); }
+
 int TableRun::repeats() const {
-  const double seconds = std::max(flash.call_seconds, standard.call_seconds);
-  return seconds > 1.5 ? 1 : seconds > 0.3 ? 3 : seconds > 0.03 ? 7 : 11;
+  const double seconds = longest_call(*this);
+  if (seconds > 1) return seconds > 10 || sparing ? 1 : 3;
+  return seconds > 0.3 ? 3 : seconds > 0.03 ? 7 : 11;
 }
 
-// Where more than one call counts, one is for the memory, and one for what the memory's measurement disturbs.
-static double calls_of(const TableRun& run) { return run.repeats() == 1 ? 1 : run.repeats() + 2; }
+int TableRun::calls_before() const { return longest_call(*this) > 0.3 ? 0 : 2; }
+
+static double calls_of(const TableRun& run) { return run.repeats() + run.calls_before(); }
 
 double TableRun::flash_cost(const TableLimits& limits) const {
   const double elements = flash.bytes / as_double(size_bytes(problem.query_dtype));
@@ -192,6 +213,7 @@ Tables draw_tables(const TablesOptions& options, const TableLimits& limits) {
     }
   }
   drawing.admit();
+  drawing.repeat();
   drawing.grow();
   return std::move(drawing.tables);
 }

@@ -55,11 +55,14 @@ struct FormPlan {
 struct TableRun {
   AttentionProblem problem;
   bool train = false;
+  bool sparing = true;  // calls of 1 s to 10 s are made once, not three times
   FormPlan standard, flash;
 
   double pairs() const;  // of queries and keys, of all heads
-  // Calls of each form that count; one where a call of either is long, whether it is run or not.
+  // Calls of each form: those that count, fewer where a call of either is long; and those before, where it is short,
+  // from whose scratch memory the memory is taken.
   int repeats() const;
+  int calls_before() const;
   // Predicted seconds of all that belongs to the run.
   double flash_cost(const TableLimits& limits) const;
   double standard_cost(const TableLimits& limits) const;

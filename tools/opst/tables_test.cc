@@ -223,7 +223,8 @@ TEST(TableBench, MeasuresWhatIsToBeRun) {
     EXPECT_LT(r.difference, 0.05);  // bf16
     // What was counted is what was computed, and scratch memory.
     EXPECT_GE(r.standard.bytes, run.standard.bytes);
-    EXPECT_GE(r.flash.bytes, run.flash.bytes - 8.0 * static_cast<double>(run.problem.num_heads * run.problem.query_len));
+    EXPECT_GE(r.flash.bytes,
+              run.flash.bytes - 8.0 * static_cast<double>(run.problem.num_heads * run.problem.query_len));
     TableRun flash_alone = run;
     flash_alone.standard.state = FormState::memory;
     const TableResult alone = measure_run(context, flash_alone);
