@@ -59,7 +59,7 @@ void run(const Options& o) {
       TableRun& next = tables.runs[row.run];
       const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
       limits.memory_bytes = std::min(limits.memory_bytes, memory_limit(o));
-      settle(next, limits, options.budget_seconds - spent.count());
+      settle(next, limits, options.budget_seconds - spent.count() - kept_seconds(tables, row.run, limits));
       results.push_back(measure_run(context, next));
       learn(next, results.back(), limits);
     }

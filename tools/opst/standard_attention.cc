@@ -1,5 +1,6 @@
 #include "standard_attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -11,6 +12,8 @@ namespace opst::tools {
 
 namespace {
 
+constexpr int64_t kRowsOfThread = 512;  // two tasks of a product
+
 // One matrix [rows, columns] of each tensor [batch, heads, rows, columns] at a time.
 template <class Step>
 Status for_each_head(const ConstTensor& query, const Step& step) {
@@ -19,6 +22,18 @@ Status for_each_head(const ConstTensor& query, const Step& step) {
       const auto of = [&](const auto& tensor) { return tensor.selected(0, b).selected(0, h); };
       if (Status status = step(of); !status.ok()) return status;
     }
+  }
+  return {};
+}
+
+// matmul copies its x into scratch memory, which for a whole matrix of scores would be another one: rows of it at a time.
+Status weigh(Context& context, const ConstTensor& scores, const ConstTensor& columns, const Tensor& out) {
+  const int64_t rows = scores.shape[0], most = kRowsOfThread * context.num_threads();
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t count = std::min(most, rows - first);
+    const Status status =
+        matmul(context, scores.narrowed(0, first, count), columns.transposed(0, 1), out.narrowed(0, first, count));
+    if (!status.ok()) return status;
   }
   return {};
 }
@@ -79,8 +94,7 @@ Status StandardAttention::forward(Context& context) const {
   Status status = for_each_head(q, [&](const auto& of) { return matmul(context, of(q), of(k), of(scores_)); });
   if (status.ok()) status = softmax(context, scores_, weights_, {.scale = scale_});
   if (!status.ok()) return status;
-  return for_each_head(q,
-                       [&](const auto& of) { return matmul(context, of(weights_), of(v).transposed(0, 1), of(out_)); });
+  return for_each_head(q, [&](const auto& of) { return weigh(context, of(weights_), of(v), of(out_)); });
 }
 
 // Products of a transposed matrix are written as those of its columns: matmul reads a weight that lies [k, n] in place.
@@ -95,8 +109,7 @@ Status StandardAttention::backward(Context& context, const ConstTensor& grad_out
   status = for_each_head(q, [&](const auto& of) { return matmul(context, of(grad_out), of(v), of(grad_weights_)); });
   if (status.ok()) status = softmax_backward(context, grad_weights_, weights_, scores_, {.scale = scale_});
   if (!status.ok()) return status;
-  status =
-      for_each_head(q, [&](const auto& of) { return matmul(context, of(scores_), columns(of(k)), of(g.grad_query)); });
+  status = for_each_head(q, [&](const auto& of) { return weigh(context, of(scores_), of(k), of(g.grad_query)); });
   if (!status.ok()) return status;
   return for_each_head(q, [&](const auto& of) {
     return matmul(context, columns(of(q)), columns(of(scores_)), columns(of(g.grad_key)));

@@ -109,7 +109,7 @@ std::string table_head(TableKind kind, bool measured) {
                             : kind == TableKind::video    ? "video: 1024 patches a frame"
                                                           : "long: 256K tokens end to end, and one decoded token";
   char text[512];
-  std::snprintf(text, sizeof text, "\n%s\n%-20s  %-6s %5s  %13s  %13s  %-20s %5s  %9s  %9s  %7s  %9s  %9s  %9s\n",
+  std::snprintf(text, sizeof text, "\n%s\n%-20s  %-6s %5s  %15s  %15s  %-20s %5s  %9s  %9s  %7s  %9s  %9s  %9s\n",
                 title, "tokens", "here", "times", "standard", "flash", "standard / flash", "calls", "memory", "flash's",
                 "ratio", measured ? "max error" : "", "published", "flash's");
   return text;
@@ -124,7 +124,7 @@ std::string row_text(const TableReport& r, const TableRow& row, const TableResul
   const double ratio = memory_of(run.standard, standard) / memory_of(run.flash, flash);
   const bool counted = result != nullptr && result->speedup >= 0;
   char text[512];
-  std::snprintf(text, sizeof text, "%-20s  %-6s %5.4g  %13s  %13s  %-20s %5s  %9s  %9s  %7s  %9s  %9s  %9s\n",
+  std::snprintf(text, sizeof text, "%-20s  %-6s %5.4g  %15s  %15s  %-20s %5s  %9s  %9s  %7s  %9s  %9s  %9s\n",
                 row.name.c_str(), here.c_str(), row.times, time_text(run.standard, standard).c_str(),
                 time_text(run.flash, flash).c_str(), speedup_text(result).c_str(),
                 judged ? std::to_string(result->repeats).c_str() : "-", memory_text(run.standard, standard).c_str(),

@@ -42,6 +42,11 @@ void set_heads(TableRun& run, int64_t heads, const TableLimits& limits) {
   set_seconds(run, limits);
 }
 
+double cost_of(const TableRun& run, const TableLimits& limits) {
+  return (run.flash.state == FormState::run ? run.flash_cost(limits) : 0) +
+         (run.standard.state == FormState::run ? run.standard_cost(limits) : 0);
+}
+
 class Drawing {
  public:
   Drawing(const TablesOptions& options, const TableLimits& limits) : options_(options), limits_(limits) {}
@@ -135,9 +140,7 @@ class Drawing {
   Tables tables;
 
  private:
-  double cost(const TableRun& run) const {
-    return run.flash_cost(limits_) + (run.standard.state == FormState::run ? run.standard_cost(limits_) : 0);
-  }
+  double cost(const TableRun& run) const { return cost_of(run, limits_); }
 
   const TablesOptions& options_;
   const TableLimits& limits_;
@@ -216,6 +219,16 @@ Tables draw_tables(const TablesOptions& options, const TableLimits& limits) {
   drawing.repeat();
   drawing.grow();
   return std::move(drawing.tables);
+}
+
+double kept_seconds(const Tables& tables, size_t index, const TableLimits& limits) {
+  const double own = cost_of(tables.runs[index], limits);
+  double kept = 0;
+  for (size_t i = index + 1; i < tables.runs.size(); ++i) {
+    const double cost = cost_of(tables.runs[i], limits);
+    kept += cost < own ? cost : 0;
+  }
+  return kept;
 }
 
 void settle(TableRun& run, const TableLimits& limits, double seconds_left) {

@@ -88,6 +88,10 @@ Tables draw_tables(const TablesOptions& options, const TableLimits& limits);
 // Computes the bytes of both forms of run.problem.
 void set_bytes(TableRun& run);
 
+// Predicted seconds of the runs behind tables.runs[index] that cost less than it, with what of them is to be run: kept
+// for them, so that a long run that comes before them does not take their time.
+double kept_seconds(const Tables& tables, size_t index, const TableLimits& limits);
+
 // Before a run, with rates and memory as they have become: what of it these and the seconds that are left allow.
 void settle(TableRun& run, const TableLimits& limits, double seconds_left);
 

@@ -134,6 +134,21 @@ TEST(Tables, TheBudgetHolds) {
   EXPECT_GT(run_of(all, TableKind::inference, "2K").problem.num_heads, 4);
 }
 
+TEST(Tables, CheaperRunsKeepTheirSeconds) {
+  const TableLimits l = limits(1000 * kGiB);
+  const Tables t = draw_tables(options({TableKind::training, TableKind::inference}, 1e4), l);
+  const auto cost = [&](size_t run) { return t.runs[run].flash_cost(l) + t.runs[run].standard_cost(l); };
+  for (size_t i = 0; i < t.runs.size(); ++i) {
+    double cheaper = 0;
+    for (size_t j = i + 1; j < t.runs.size(); ++j) cheaper += cost(j) < cost(i) ? cost(j) : 0;
+    EXPECT_DOUBLE_EQ(kept_seconds(t, i, l), cheaper);
+  }
+  EXPECT_GT(kept_seconds(t, 6, l), 0);  // training of 128K, before all of inference
+  EXPECT_EQ(kept_seconds(t, t.runs.size() - 1, l), 0);
+  TablesOptions o = options({TableKind::training, TableKind::inference}, 0);
+  EXPECT_EQ(kept_seconds(draw_tables(o, l), 6, l), 0);  // nothing is to be run
+}
+
 TEST(Tables, SlowerThanExpectedIsNotRun) {
   TableRun run =
       run_of(draw_tables(options({TableKind::inference}, 1e6), limits(1000 * kGiB)), TableKind::inference, "2K");
@@ -198,6 +213,25 @@ TEST(StandardAttention, ComputesAttentionAndItsGradients) {
       }
     }
   }
+}
+
+// The matrices are all that grows with queries x keys: no product takes another one as scratch memory.
+TEST(StandardAttention, TakesNoMatrixBeyondItsOwn) {
+  Context context = make_context(2);
+  AttentionSetup setup;
+  AttentionProblem& p = setup.problem;
+  p.query_dtype = p.kv_dtype = DType::bf16;
+  setup.kv_format = "bf16";
+  p.batch = p.num_heads = p.num_kv_heads = 1;
+  p.query_len = p.kv_len = 6144, p.head_dim = p.value_head_dim = 16;
+  const AttentionCase data(setup);
+  const AttentionBackwardCase gradients(context, data);
+  const Result<StandardAttention> standard = StandardAttention::create(context, data, true);
+  ASSERT_TRUE(standard.ok());
+  context.trim();
+  ASSERT_TRUE(standard.value().forward(context).ok());
+  ASSERT_TRUE(standard.value().backward(context, gradients.grad_out()).ok());
+  EXPECT_LT(context.workspace_bytes(), p.query_len * p.kv_len * 2 / 2);
 }
 
 TEST(TableBench, MeasuresWhatIsToBeRun) {
