@@ -62,7 +62,7 @@ def draw_panel(axes, drawn, column, factor, title, style="-"):
         if end:
             axes.plot(lengths[-1], values[-1], color=FORMS[form], marker="x", markersize=10, markeredgewidth=2)
             axes.annotate(f"{length(2 * lengths[-1])} {end}", (lengths[-1], values[-1]), color=FORMS[form], fontsize=8,
-                          textcoords="offset points", xytext=(-8, 4), ha="right")
+                          textcoords="offset points", xytext=(-8, -14 if form == "flash" else 4), ha="right")
     lengths = sorted({p[0] for points, _ in drawn.values() for p in points})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -51,7 +51,8 @@ STAND_INS = {"--dtype T": "--dtype f32", "--threads T": "--threads 1", "--heads 
              "--m M": "--m 4", "[--causal]": "--causal", "--model F ": "--model MODEL ", "F.gguf": "MODEL", "model.gguf": "MODEL",
              "book.txt": "TEXT", "t.json": "TRACE"}
 # A bench with the sizes of the page takes minutes; its command line is what is tried here.
-SMALL = {"--seq": "64", "--n": "64", "--k": "64", "--m": "4", "--prompt-tokens": "8", "--context": "32", "--varlen": "64,32"}
+SMALL = {"--seq": "64", "--n": "64", "--k": "64", "--m": "4", "--prompt-tokens": "8", "--context": "32", "--varlen": "64,32",
+         "--max-seq": "64", "--budget": "5"}
 
 
 def of_model(words):
@@ -68,6 +69,8 @@ def runnable(code, model, folder):
         words = [SMALL.get(before, word) for before, word in zip([""] + words, words)]
     if words[:2] == ["bench", "model"]:
         words += [word for option in ("--prompt-tokens", "--context") if option not in words for word in (option, SMALL[option])]
+    if words[:2] == ["bench", "tables"] and "--max-seq" not in words:
+        words += ["--max-seq", SMALL["--max-seq"]]
     if of_model(words) and not {"-m", "--model"} & set(words):  # said on the page around it
         words += ["-m", model]
     if words[0] == "perplexity" and "-f" not in words:
@@ -116,6 +119,7 @@ def options_on_page(section):
     ("opst perplexity", [("perplexity",)]),
     ("opst tokenize", [("tokenize",)]),
     ("opst bench, check, plan attention", [("bench", "attention"), ("check", "attention"), ("plan", "attention")]),
+    ("opst bench tables", [("bench", "tables")]),
     ("opst bench, plan model", [("bench", "model"), ("plan", "model")]),
 ])
 def test_options_of_the_program_are_those_of_the_page(section, subcommands):

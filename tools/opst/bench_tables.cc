@@ -101,7 +101,7 @@ void add_bench_tables(CLI::App& bench) {
       ->capture_default_str();
   command
       ->add_option("--memory-limit", o->memory_limit,
-                   "Bytes that the standard form may take (default: three quarters of the available memory)")
+                   "Bytes that a form may take (default: three quarters of the available memory)")
       ->check(at_least(1));
   command->add_flag("--plan", o->plan, "Print the rows without running them");
   add_threads_option(*command, o->num_threads);
