@@ -12,7 +12,7 @@ namespace opst::tools {
 
 namespace {
 
-constexpr int64_t kProbeLength = 2048, kJudgedRows = 8;
+constexpr int64_t kProbeLengths[] = {256, 2048}, kJudgedRows = 8;
 constexpr int64_t kCompared = int64_t{1} << 20;  // elements of a tensor, at most
 
 template <class Call>
@@ -155,21 +155,29 @@ TableResult measure_run(Context& context, const TableRun& run) {
   return r;
 }
 
+// A short call, then a longer one where a tenth of the budget is enough for it.
 TableLimits measure_limits(Context& context, const TablesOptions& options, double memory_bytes) {
   TableLimits limits{.memory_bytes = memory_bytes, .standard = {}, .flash = {}};
   TableRun probe;
   AttentionProblem& p = probe.problem;
   p.query_dtype = p.kv_dtype = options.dtype;
-  p.query_len = p.kv_len = std::min(options.max_seq, kProbeLength);
   p.batch = p.num_heads = p.num_kv_heads = 1;
   p.head_dim = p.value_head_dim = options.head_dim;
-  for (const bool train : {false, true}) {
-    probe.train = train;
-    set_bytes(probe);
-    const TableResult result = measure_run(context, probe);
-    learn(probe, result, limits);
-    limits.element_seconds = result.setup_seconds * static_cast<double>(size_bytes(options.dtype)) / probe.flash.bytes;
-    limits.touch_seconds = result.touch_seconds / probe.standard.bytes;
+  for (const int64_t length : kProbeLengths) {
+    p.query_len = p.kv_len = std::min(options.max_seq, length);
+    for (const bool train : {false, true}) {
+      probe.train = train;
+      probe.standard.state = probe.flash.state = FormState::run;
+      set_bytes(probe);
+      if (length > kProbeLengths[0]) settle(probe, limits, options.budget_seconds / 10);
+      const TableResult result = measure_run(context, probe);
+      learn(probe, result, limits);
+      if (result.standard.seconds < 0) continue;
+      limits.element_seconds =
+          result.setup_seconds * static_cast<double>(size_bytes(options.dtype)) / probe.flash.bytes;
+      limits.touch_seconds = result.touch_seconds / probe.standard.bytes;
+    }
+    if (options.max_seq <= length) break;
   }
   return limits;
 }

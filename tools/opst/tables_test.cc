@@ -134,6 +134,26 @@ TEST(Tables, TheBudgetHolds) {
   EXPECT_GT(run_of(all, TableKind::inference, "2K").problem.num_heads, 4);
 }
 
+TEST(Tables, LongCallsAreMadeLessOften) {
+  TablesOptions o = options({TableKind::inference}, 1e9);
+  o.most_heads = 1;
+  // One call of the standard form: 8 ms, 34 ms, 134 ms, 0.5 s, 2.1 s, 8.6 s, 34 s.
+  const std::pair<const char*, int> cases[] = {{"2K", 11}, {"4K", 7},  {"8K", 7},  {"16K", 3},
+                                               {"32K", 3}, {"64K", 3}, {"128K", 1}};
+  const Tables rich = draw_tables(o, limits(1000 * kGiB));
+  for (const auto& [name, calls] : cases) {
+    const TableRun& run = run_of(rich, TableKind::inference, name);
+    EXPECT_EQ(run.repeats(), calls) << name;
+    EXPECT_EQ(run.calls_before(), calls >= 7 ? 2 : 0) << name;
+  }
+  // All rows with one call of 32K and more take 75 s; two more calls of 32K 6 s, of 64K 26 s.
+  o.budget_seconds = 85;
+  const Tables poor = draw_tables(o, limits(1000 * kGiB));
+  EXPECT_EQ(run_of(poor, TableKind::inference, "128K").standard.state, FormState::run);
+  EXPECT_EQ(run_of(poor, TableKind::inference, "32K").repeats(), 3);
+  EXPECT_EQ(run_of(poor, TableKind::inference, "64K").repeats(), 1);
+}
+
 TEST(Tables, CheaperRunsKeepTheirSeconds) {
   const TableLimits l = limits(1000 * kGiB);
   const Tables t = draw_tables(options({TableKind::training, TableKind::inference}, 1e4), l);
