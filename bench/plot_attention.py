@@ -53,7 +53,7 @@ def plotting():
 
 
 def draw_panel(axes, drawn, column, factor, title, style="-"):
-    """Lines of `drawn` (as series gives them): entry `column` of the points times `factor`; a cross where a form ends."""
+    """Lines of `drawn` (as series gives them): entry `column` of the points times `factor`; crosses where forms end."""
     from matplotlib import ticker
 
     for form, (points, end) in drawn.items():
@@ -77,7 +77,8 @@ def draw_panel(axes, drawn, column, factor, title, style="-"):
 
 def machine_text(result, machine=""):
     level, threads = result["machine"].split(",")[0], result["threads"]
-    return ", ".join([*([machine] if machine else []), f"level {level}", f"{threads} thread{'' if threads == 1 else 's'}"])
+    thread = "thread" if threads == 1 else "threads"
+    return ", ".join([*([machine] if machine else []), f"level {level}", f"{threads} {thread}"])
 
 
 def save(pyplot, figure, caption, path):
@@ -94,7 +95,8 @@ def draw(result, path, machine=""):
     draw_panel(panels[0], drawn, 1, 1, "time of one call, ms")
     draw_panel(panels[1], drawn, 2, 2**-20, "memory beyond inputs and outputs, MiB")
     panels[0].legend(loc="lower right", frameon=False)
-    save(pyplot, figure, f"causal, f32, one head of 64; {machine_text(result, machine)}; a shared machine: the trend counts", path)
+    caption = f"causal, f32, one head of 64; {machine_text(result, machine)}; a shared machine: the trend counts"
+    save(pyplot, figure, caption, path)
 
 
 def main(words=None, description=__doc__, draw_file=draw, command="opst bench attention --json"):

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Draws what `opst bench tables` measured: time and memory of standard and flash attention against length, for inference
-and training.
+"""Draws what `opst bench tables` measured: time and memory of standard and flash attention against length, for
+inference and training.
 
     opst bench tables --json > tables.json
     bench/plot_tables.py tables.json tables.png --machine "Intel Xeon with AMX"
 
-Rows are run with as many heads as the budget allows, so time and memory are shown for one head. Only what was measured is
-drawn; the third column is computed, and says so: the memory of the published shape. The standard form ends at a cross.
+Rows are run with as many heads as the budget allows, so time and memory are shown for one head. Only what was measured
+is drawn; the third column is computed, and says so: the memory of one batch of the published shape. A form ends at a
+cross.
 """
 
 import plot_attention
@@ -58,8 +59,8 @@ def draw(result, path, machine=""):
         plot_attention.draw_panel(computed, published(rows, mode), 1, 2**-30,
                                   f"memory of batch 1, {heads} heads, GiB: computed, not measured", "--")
         time.legend(loc="lower right", frameon=False)
-    plot_attention.save(pyplot, figure, f"{result['dtype']}, head_dim {result['head_dim']}, full; "
-                        f"{plot_attention.machine_text(result, machine)}; standard: operators one after the other", path)
+    caption = f"{result['dtype']}, head_dim {result['head_dim']}, full; {plot_attention.machine_text(result, machine)}"
+    plot_attention.save(pyplot, figure, f"{caption}; standard: operators one after the other", path)
 
 
 def main(words=None):
