@@ -26,7 +26,7 @@ Status for_each_head(const ConstTensor& query, const Step& step) {
   return {};
 }
 
-// matmul copies its x into scratch memory, which for a whole matrix of scores would be another one: some rows at a time.
+// matmul copies its x into scratch memory, which for a whole matrix of scores would be another one: rows at a time.
 Status weigh(Context& context, const ConstTensor& scores, const ConstTensor& columns, const Tensor& out) {
   const int64_t rows = scores.shape[0], most = kRowsOfThread * context.num_threads();
   for (int64_t first = 0; first < rows; first += most) {
