@@ -60,11 +60,12 @@ struct QuantCall {
       const auto at = static_cast<size_t>(j);
       std::vector<double> parts(static_cast<size_t>(w.groups));
       for (int64_t t = 0; t < w.k; ++t) {
-        parts[static_cast<size_t>(w.group(t))] += test::get(x.tensor, i * w.k + t) * static_cast<double>(w.integer(j, t));
+        parts[static_cast<size_t>(w.group(t))] +=
+            test::get(x.tensor, i * w.k + t) * static_cast<double>(w.integer(j, t));
       }
       for (int64_t g = 0; g < w.groups; ++g) {
-        const double part =
-            parts[static_cast<size_t>(g)] * static_cast<double>(w.scales[static_cast<size_t>(j * w.groups + g)]) * x_scale;
+        const double part = parts[static_cast<size_t>(g)] *
+                            static_cast<double>(w.scales[static_cast<size_t>(j * w.groups + g)]) * x_scale;
         c[at] += part;
         magnitude[at] += std::abs(part);
       }
