@@ -1,14 +1,14 @@
 // Blocks of activations, in fixed point or int8, times GGUF weights: few rows.
 //
-// Computes   sums[i, j] = sum over blocks of activations (activations.h) times quantised weights, for one row or two at
-//            a time: decoding, bound by reading the weight
+// Computes   sums[i, j] = sum over blocks of activations (activations.h) times quantised weights, for a few rows at a
+//            time (int8: up to four, fixed point: up to two): decoding, bound by reading the weight
 // Shapes     x [rows, k / 32] blocks; weight: packed panels (packed_layout.h); sums [rows, columns]
-// Loop nest  for each two rows; at last for a single row
-//              for each panel (two rows: for each 2 vectors of columns)
+// Loop nest  for each four rows (fixed point: two); at last for those left
+//              for each panel (several rows: for each 2 vectors of columns at least)
 //                for each run of k with one scale
 //                  four weights to a lane come out of a word as bytes, and meet four bytes of each plane of x in one
 //                  instruction; the exact total of the run becomes a float, and meets scale and minimum
-// Memory     weights stream once per two rows; x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
+// Memory     weights stream once per four rows (two); x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
 //            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
 //            0.87)
 // Numerics   activations.h
@@ -122,7 +122,6 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
 
 template <class Piece, class Block>
 void few_rows_blocks(const ProductPart& part) {
-  constexpr int NV = kVecsPerPanel, NV2 = NV > 2 ? NV : 2;  // of one row: a panel at a time
   // The first lines of the stream, which fetching ahead leaves out.
   const char* const panels = static_cast<const char*>(part.panels);
   const int64_t panel_bytes = part.k / Piece::kValues * static_cast<int64_t>(sizeof(Piece));
@@ -133,13 +132,17 @@ void few_rows_blocks(const ProductPart& part) {
     const int64_t bytes = part.k / kActivationBlock * static_cast<int64_t>(sizeof(Block));
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(blocks + b);
   }
-  int64_t row = 0;
-  for (; row + 2 <= part.rows; row += 2) {
-    for (int64_t c = 0; c < part.columns; c += NV2 * F32::kLanes)
-      few_rows_blocks_group<Piece, Block, 2, NV2>(part, row, c);
+  // What is decoded of a weight is in registers once; the totals of more rows and planes would not be.
+  constexpr int kMostAtOnce = Block::kPlanes == 1 ? 4 : 2;
+  for (int64_t row = 0; row < part.rows; row += kMostAtOnce) {
+    const auto left = static_cast<int>(part.rows - row);
+    tile::with_rows<kMostAtOnce>(left < kMostAtOnce ? left : kMostAtOnce, [&](auto rows) OPST_INLINE_LAMBDA {
+      constexpr int NV = rows > 1 && kVecsPerPanel < 2 ? 2 : kVecsPerPanel;
+      for (int64_t c = 0; c < part.columns; c += NV * F32::kLanes) {
+        few_rows_blocks_group<Piece, Block, rows, NV>(part, row, c);
+      }
+    });
   }
-  if (row == part.rows) return;
-  for (int64_t c = 0; c < part.columns; c += NV * F32::kLanes) few_rows_blocks_group<Piece, Block, 1, NV>(part, row, c);
 }
 
 // 2^(e - 1) <= x < 2^e for a normal x > 0.
