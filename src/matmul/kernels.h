@@ -69,7 +69,7 @@ inline constexpr int kNumActivations = 6;
 // AVX-512) costs less than filling scratch and a register tile.
 inline constexpr int kMaxFewRows = 8;
 // weights_int_many_rows: words of four bytes along k that are summed before the next columns' turn.
-inline constexpr int64_t kIntFours = 256;
+inline constexpr int64_t kIntFours = 512;
 // weights_int_floats_many_rows: values decoded at once, at most.
 inline constexpr int64_t kIntDecoded = 384;
 

@@ -8,7 +8,7 @@
 //              for each 2 vectors of columns
 //                for each register tile of rows: sums += x * words
 // Memory     at 192 rows, k 2048, avx512_vnni:
-//              words  [256][32] of 4 bytes  32 KB   L1 and L2, read by every tile of rows
+//              words  [512][32] of 4 bytes  64 KB   L2, read by every tile of rows
 //              x      [192][2048] bytes    384 KB   L2, read again for each 2 vectors of columns
 //              sums   [192][64] of 4 bytes  48 KB   L2, touched once per tile and run of k
 // Numerics   integer sums are exact as long as they fit into 32 bits, and wrap around on the way: u * x is summed, and
@@ -20,12 +20,15 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
+// Two, or the tiles of 64 rows would not fetch all that is read next.
+inline constexpr int64_t kLinesAhead = 2;
+
 // A run of words of the tile's vectors: four bytes w of vector j at words[j] + w * step.
 struct IntTile {
   const uint32_t* words[kTileVecs];
   int64_t step;
   int64_t fours;
-  const char* next;                 // the words that are read next: a line is fetched to L2 per four words of k
+  const char* next;                 // the words that are read next: kLinesAhead lines go to L2 per four words of k
   const float* scales[kTileVecs];   // of the group; the first one null: sums stay integers, as before the last run of k
   bool begins;                      // sums begin with the correction and the bias, not with what is in their place
   const int32_t* zeros[kTileVecs];  // null: all 0
@@ -54,8 +57,8 @@ OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_s
   };
   const char* next = block.next;
   int64_t k = 0;
-  for (; k + 4 <= block.fours; k += 4, next += 64) {
-    simd::fetch_into_l2(next);
+  for (; k + 4 <= block.fours; k += 4, next += 64 * kLinesAhead) {
+    OPST_UNROLL for (int64_t line = 0; line < kLinesAhead; ++line) simd::fetch_into_l2(next + 64 * line);
     step(k);
     step(k + 1);
     step(k + 2);
@@ -151,17 +154,21 @@ void int_many_whole(const ProductPart& part) {
       IntTile block = tile_words<Word>(part, column, 0, w, count);
       // The next columns' words come from farther than L2. Each tile of rows fetches its share of them.
       const bool last = column + kTileColumns >= part.columns;
-      const int64_t next_column = last ? 0 : column + kTileColumns, next_word = last ? w + count : w;
+      const int64_t next_column = last && !last_block ? 0 : column + kTileColumns,
+                    next_word = !last ? w : last_block ? 0 : w + count;
       const char* next[kTileVecs];
       for (int j = 0; j < kTileVecs; ++j) {
-        const int64_t vec = clamped_vec(part, next_column + j * F32::kLanes);
-        next[j] = reinterpret_cast<const char*>(vector_of(weight.words, weight.group_words, vec) +
-                                                next_word * kIntPanelColumns);
+        // Behind the last columns lie those of the next task, or nothing: the address is only fetched from.
+        const int64_t vec = next_column / F32::kLanes + j;
+        const int64_t word = vec / kVecsPerPanel * weight.group_words + next_word;
+        next[j] = reinterpret_cast<const char*>(
+            reinterpret_cast<uintptr_t>(weight.words) +
+            static_cast<uintptr_t>((word * kIntPanelColumns + lane_of(vec)) * static_cast<int64_t>(sizeof(uint32_t))));
       }
       if (!last_block || part.int_sums) block.scales[0] = nullptr;
       block.begins = w == 0;
       block.x_sums_stride = 1;
-      const int64_t share = block.fours / 4 * 64, stream = count * 64;
+      const int64_t share = block.fours / 4 * 64 * kLinesAhead, stream = count * 64;
       int64_t fetched = 0;
       for (int64_t t = 0; t < row_tiles.count(); ++t) {
         const tile::RowTile rows = row_tiles[t];
