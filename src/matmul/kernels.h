@@ -68,7 +68,8 @@ inline constexpr int kNumActivations = 6;
 // Rows of x that few_rows and the few_rows of integers take at most. Decoding in registers once per 4 rows (2 without
 // AVX-512) costs less than filling scratch and a register tile.
 inline constexpr int kMaxFewRows = 8;
-// weights_int_many_rows: words of four bytes along k that are summed before the next columns' turn.
+// weights_int_many_rows: words of four bytes along k that are summed before the next columns' turn. int8, 64 rows, of the
+// peak on Zen 4: 256 words 0.81 to 0.84, 512 words 0.87 to 0.90.
 inline constexpr int64_t kIntFours = 512;
 // weights_int_floats_many_rows: values decoded at once, at most.
 inline constexpr int64_t kIntDecoded = 384;
