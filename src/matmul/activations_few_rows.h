@@ -10,8 +10,7 @@
 //                  instruction; the exact total of the run becomes a float, and meets scale and minimum
 // Memory     weights stream once per four rows (two); x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
 //            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
-//            0.87); on Zen 4, 0.72 fetched into L2, 0.84 to 0.93 into L1. Several rows read two panels, and L1 does not
-//            hold what they fetch
+//            0.87); Zen 4, into L2 0.72, into L1 0.84 to 0.93. L1 does not hold the two panels that more rows fetch
 // Numerics   activations.h
 #pragma once
 
@@ -94,13 +93,8 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
       const int half = Shape::kPart == 16 ? s % 2 : 0;
       OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
         const char* const line = reinterpret_cast<const char*>(fetched[v]) + s * kFetchBytes;
-        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) {
-          if constexpr (MR == 1) {
-            __builtin_prefetch(line + i);
-          } else {
-            simd::fetch_into_l2(line + i);
-          }
-        }
+        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) MR == 1 ? __builtin_prefetch(line + i)
+                                                                          : simd::fetch_into_l2(line + i);
       }
       Totals totals;
       totals.begin(a, a_stride, half);
@@ -139,7 +133,6 @@ void few_rows_blocks(const ProductPart& part) {
     const int64_t bytes = part.k / kActivationBlock * static_cast<int64_t>(sizeof(Block));
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(blocks + b);
   }
-  // What is decoded of a weight is in registers once; the totals of more rows and planes would not be.
   constexpr int kMostAtOnce = Block::kPlanes == 1 ? 4 : 2;
   for (int64_t row = 0; row < part.rows; row += kMostAtOnce) {
     const auto left = static_cast<int>(part.rows - row);

@@ -124,9 +124,7 @@ struct Ahead {
       : tile_bytes(16 * kLines * depth) {
     for (int i = 0; i < kMaxPanels; ++i) {
       const int64_t pieces = (column / kPanelColumns + i) * (part.k / Piece::kValues) + k0 / Piece::kValues;
-      // The address may lie beyond the weight; nothing is read there.
-      panel[i] = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(part.panels) +
-                                               static_cast<uintptr_t>(pieces * kPieceBytes));
+      panel[i] = fetch_address(static_cast<const Piece*>(part.panels), pieces);
     }
     tiles_per_panel = (depth / Piece::kValues * kPieceBytes + tile_bytes - 1) / tile_bytes;
   }

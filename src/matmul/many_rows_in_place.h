@@ -20,30 +20,23 @@ namespace opst::OPST_ISA_NS::gemm {
 template <class T, int kInputs>
 struct AheadInPlace {
   static constexpr int64_t kApart = kTileColumns * sizeof(T) > 64 ? 64 : 0;
-  uintptr_t first;
+  const char* first;
   int64_t stride, inputs;  // of a tile
   bool outputs_first;      // few inputs are near already, and each tile stores
 
-  // The addresses may lie beyond the weight; nothing is read there.
   OPST_INLINE AheadInPlace(const ProductPart& part, int64_t column, int64_t k0, int64_t depth)
-      : first(reinterpret_cast<uintptr_t>(part.panels) +
-              static_cast<uintptr_t>((k0 * kInputs * part.input_stride + column) * static_cast<int64_t>(sizeof(T)))),
+      : first(fetch_address(static_cast<const T*>(part.panels), k0 * kInputs * part.input_stride + column)),
         stride(part.input_stride * static_cast<int64_t>(sizeof(T))),
         inputs(depth / 4),
         outputs_first(part.out != nullptr) {}
   OPST_INLINE tile::LinesOfRows operator()(int64_t t, const tile::LinesOfRows& next) const {
     if (t >= 4 * kInputs || outputs_first) return next;
-    return {reinterpret_cast<const char*>(first + static_cast<uintptr_t>(t * inputs * stride)), stride, kApart};
+    return {fetch_address(first, t * inputs * stride), stride, kApart};
   }
 };
 
 // Inputs whose columns are fetched before they are decoded, where no tile has.
 inline constexpr int64_t kInputsAhead = 16;
-template <class T>
-OPST_INLINE void fetch_input(const T* from, int64_t elements) {  // may lie beyond the weight
-  const auto bytes = static_cast<uintptr_t>(elements * static_cast<int64_t>(sizeof(T)));
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + bytes));
-}
 
 template <class T>
 struct ColumnsInPlace {
@@ -54,7 +47,7 @@ struct ColumnsInPlace {
     float* to = static_cast<float*>(part.scratch);
     const int64_t present = part.columns - column;
     for (int64_t k = 0; k < depth; ++k, from += part.input_stride, to += kTileColumns) {
-      fetch_input(from, kInputsAhead * part.input_stride);
+      __builtin_prefetch(fetch_address(from, kInputsAhead * part.input_stride));
       OPST_UNROLL for (int v = 0; v < kTileVecs; ++v) {
         const int64_t c = v * F32::kLanes;
         (c < present ? load_unaligned(from + c, 1, present - c) : F32::zero()).store(to + c);
@@ -73,8 +66,8 @@ struct PairsInPlace {
     const bf16* from = static_cast<const bf16*>(part.panels) + 2 * k0 * stride + column;
     uint32_t* to = static_cast<uint32_t*>(part.scratch);
     for (int64_t k = k0; k < k0 + depth; ++k, from += 2 * stride, to += kTileColumns) {
-      fetch_input(from, kInputsAhead * stride);
-      fetch_input(from, (kInputsAhead + 1) * stride);
+      __builtin_prefetch(fetch_address(from, kInputsAhead * stride));
+      __builtin_prefetch(fetch_address(from, (kInputsAhead + 1) * stride));
       simd::interleave_words(from, from + stride, present, 2 * k + 1 < part.inputs, to);
       if (present <= F32::kLanes) F32::zero().store(reinterpret_cast<float*>(to + F32::kLanes));
     }

@@ -18,6 +18,13 @@ using simd::Words;
 inline constexpr int kTileRows = tile::RegisterTile::kTileRows, kTileVecs = tile::RegisterTile::kTileVecs;
 inline constexpr int kTileColumns = kTileVecs * F32::kLanes;
 
+// The address of base[index], only to fetch from: it may lie beyond the memory that base points into.
+template <class T>
+OPST_INLINE const char* fetch_address(const T* base, int64_t index) {
+  const auto bytes = static_cast<uintptr_t>(index * static_cast<int64_t>(sizeof(T)));
+  return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(base) + bytes);
+}
+
 // ---- Columns, by their vectors of kLanes
 
 inline constexpr int kVecsPerPanel = kPanelColumns / F32::kLanes;

@@ -20,15 +20,13 @@
 
 namespace opst::OPST_ISA_NS::gemm {
 
-// Two, or the tiles of 64 rows would not fetch all that is read next.
-inline constexpr int64_t kLinesAhead = 2;
-
 // A run of words of the tile's vectors: four bytes w of vector j at words[j] + w * step.
 struct IntTile {
+  static constexpr int64_t kLines = 2;  // with one, the tiles of 64 rows would not fetch all that is read next
   const uint32_t* words[kTileVecs];
   int64_t step;
   int64_t fours;
-  const char* next;                 // the words that are read next: kLinesAhead lines go to L2 per four words of k
+  const char* next;                 // the words that are read next: kLines lines go to L2 per four words of k
   const float* scales[kTileVecs];   // of the group; the first one null: sums stay integers, as before the last run of k
   bool begins;                      // sums begin with the correction and the bias, not with what is in their place
   const int32_t* zeros[kTileVecs];  // null: all 0
@@ -57,8 +55,8 @@ OPST_INLINE void add_int_tile(const IntTile& block, const int8_t* a, int64_t a_s
   };
   const char* next = block.next;
   int64_t k = 0;
-  for (; k + 4 <= block.fours; k += 4, next += 64 * kLinesAhead) {
-    OPST_UNROLL for (int64_t line = 0; line < kLinesAhead; ++line) simd::fetch_into_l2(next + 64 * line);
+  for (; k + 4 <= block.fours; k += 4, next += 64 * IntTile::kLines) {
+    OPST_UNROLL for (int64_t line = 0; line < IntTile::kLines; ++line) simd::fetch_into_l2(next + 64 * line);
     step(k);
     step(k + 1);
     step(k + 2);
@@ -154,21 +152,18 @@ void int_many_whole(const ProductPart& part) {
       IntTile block = tile_words<Word>(part, column, 0, w, count);
       // The next columns' words come from farther than L2. Each tile of rows fetches its share of them.
       const bool last = column + kTileColumns >= part.columns;
-      const int64_t next_column = last && !last_block ? 0 : column + kTileColumns,
-                    next_word = !last ? w : last_block ? 0 : w + count;
+      const int64_t next_column = last && !last_block ? 0 : column + kTileColumns;
+      const int64_t next_run = last_block ? 0 : w + count, next_word = last ? next_run : w;
       const char* next[kTileVecs];
       for (int j = 0; j < kTileVecs; ++j) {
-        // Behind the last columns lie those of the next task, or nothing: the address is only fetched from.
-        const int64_t vec = next_column / F32::kLanes + j;
-        const int64_t word = vec / kVecsPerPanel * weight.group_words + next_word;
-        next[j] = reinterpret_cast<const char*>(
-            reinterpret_cast<uintptr_t>(weight.words) +
-            static_cast<uintptr_t>((word * kIntPanelColumns + lane_of(vec)) * static_cast<int64_t>(sizeof(uint32_t))));
+        // Behind the last columns lie those of the next task, or nothing.
+        const int64_t vec = next_column / F32::kLanes + j, word = vec / kVecsPerPanel * weight.group_words + next_word;
+        next[j] = fetch_address(weight.words, word * kIntPanelColumns + lane_of(vec));
       }
       if (!last_block || part.int_sums) block.scales[0] = nullptr;
       block.begins = w == 0;
       block.x_sums_stride = 1;
-      const int64_t share = block.fours / 4 * 64 * kLinesAhead, stream = count * 64;
+      const int64_t share = block.fours / 4 * 64 * IntTile::kLines, stream = count * 64;
       int64_t fetched = 0;
       for (int64_t t = 0; t < row_tiles.count(); ++t) {
         const tile::RowTile rows = row_tiles[t];
