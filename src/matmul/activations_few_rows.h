@@ -10,7 +10,7 @@
 //                  instruction; the exact total of the run becomes a float, and meets scale and minimum
 // Memory     weights stream once per four rows (two); x stays in L1. One row, one panel at a time: q4_1 on Zen 5, 0.95 of
 //            plain reading with the stream fetched 8 KB ahead (4 KB 0.88, 2 KB 0.81; four panels side by side at best
-//            0.87); Zen 4, into L2 0.72, into L1 0.84 to 0.93. L1 does not hold the two panels that more rows fetch
+//            0.87); on Zen 4, into L2, 0.72, one int8 row into L1, 4 KB ahead, 0.86 to 0.97 (more rows or planes: less)
 // Numerics   activations.h
 #pragma once
 
@@ -72,7 +72,8 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
   using Totals = RunTotals<Shape, Block, MR, NV>;
   constexpr int kParts = Piece::kValues / Shape::kPart;
   constexpr int64_t kFetchBytes = static_cast<int64_t>(sizeof(Piece)) / kParts;
-  constexpr int64_t kAhead = (kBlockPrefetchBytes + sizeof(Piece) - 1) / sizeof(Piece);
+  constexpr bool kIntoL1 = MR * Block::kPlanes == 1;
+  constexpr int64_t kAhead = ((kIntoL1 ? 4096 : kBlockPrefetchBytes) + sizeof(Piece) - 1) / sizeof(Piece);
   constexpr int64_t kPanels = NV > kVecsPerPanel ? NV / kVecsPerPanel : 1;
   const int64_t pieces = part.k / Piece::kValues;
   const Piece* stream[NV];
@@ -93,7 +94,7 @@ OPST_NOINLINE void few_rows_blocks_group(const ProductPart& part, int64_t first_
       const int half = Shape::kPart == 16 ? s % 2 : 0;
       OPST_UNROLL for (int v = 0; v < NV; v += kVecsPerPanel) {
         const char* const line = reinterpret_cast<const char*>(fetched[v]) + s * kFetchBytes;
-        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) MR == 1 ? __builtin_prefetch(line + i)
+        OPST_UNROLL for (int64_t i = 0; i < kFetchBytes; i += 64) kIntoL1 ? __builtin_prefetch(line + i)
                                                                           : simd::fetch_into_l2(line + i);
       }
       Totals totals;
@@ -137,10 +138,8 @@ void few_rows_blocks(const ProductPart& part) {
   for (int64_t row = 0; row < part.rows; row += kMostAtOnce) {
     const auto left = static_cast<int>(part.rows - row);
     tile::with_rows<kMostAtOnce>(left < kMostAtOnce ? left : kMostAtOnce, [&](auto rows) OPST_INLINE_LAMBDA {
-      constexpr int NV = rows > 1 && kVecsPerPanel < 2 ? 2 : kVecsPerPanel;
-      for (int64_t c = 0; c < part.columns; c += NV * F32::kLanes) {
-        few_rows_blocks_group<Piece, Block, rows, NV>(part, row, c);
-      }
+      constexpr int NV = rows > 1 && kVecsPerPanel < 2 ? 2 : kVecsPerPanel, kColumns = NV * F32::kLanes;
+      for (int64_t c = 0; c < part.columns; c += kColumns) few_rows_blocks_group<Piece, Block, rows, NV>(part, row, c);
     });
   }
 }
