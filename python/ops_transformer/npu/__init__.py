@@ -9,15 +9,17 @@ totals without a leading 0 or one for each sequence, as each function says. docs
 function, what differs from the device, and what is not implemented (NotImplementedError names it).
 
     install()           for scripts that import torch_npu, call torch.ops.npu or name the device "npu"; `with install():` for a block
+    register_group()    the name of a communicator, for the arguments hcom and group
     strict()            calls in the block refuse what the device refuses; also strict=True in a call, and OPST_NPU_STRICT=1
     compare(case, out)  what the device gave beside what comes out here, and which convention explains the difference
 """
 
 from . import activation, fusion_attention, gating, infer_attention, mc2, norms, nsa, paged, permute, products, routing, sparse  # noqa: F401
 from ._edge import FUNCTIONS
+from ._groups import register_group, unregister_group
 from ._install import Installation, install
 from ._strict import strict
 from ._compare import Case, Comparison, compare
 
 globals().update(FUNCTIONS)
-__all__ = ["Case", "Comparison", "Installation", "compare", "install", "strict", *FUNCTIONS]
+__all__ = ["Case", "Comparison", "Installation", "compare", "install", "register_group", "strict", "unregister_group", *FUNCTIONS]

@@ -1,15 +1,57 @@
-"""Products fused with communication (MC2): the names, which raise NotImplementedError until the core's room of them is in Python."""
+"""Products fused with communication (MC2) over ops_transformer.mc2: NotImplementedError in builds without that module, and of the forms that
+the messages name. No function has gradients."""
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ._edge import device_function, missing
+from ._edge import device_function, is_tensor, missing, refuse_given, without_gradient
+from ._groups import core, group_of
+from .products import _EIGHT_BITS, _weight_only, float_product
 
 _WHY = "products fused with communication are not in Python yet"
+_INT8 = "the forms with int8 activations are not implemented"
+_TWO = "products over ranks have no gradients"
+
+
+def _fixed(argument: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{argument} is {value!r}, must be {' or '.join(map(repr, allowed))}")
+
+
+def _floats(**tensors: Any) -> None:
+    """What the products take: tensors of one floating dtype, without gradients."""
+    without_gradient(_TWO, **tensors)
+    (first, x), *others = tensors.items()
+    for name, tensor in tensors.items():
+        if is_tensor(name, tensor).dtype == torch.int8:
+            raise NotImplementedError(f"{name} is int8: {_INT8}")
+    for name, tensor in others:
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, but {first} {x.dtype}")
+
+
+def _matrices(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has {tensor.dim()} dimensions, must have 2")
+
+
+def _meet(left: str, columns: int, rows: int) -> None:
+    if columns != rows:
+        raise ValueError(f"{left} has {columns} columns, but x2 {rows} rows")
+
+
+def _shares(n: int, parts: int) -> List[int]:
+    """n divided over ranks, the first ones one more if need be."""
+    return [n // parts + (part < n % parts) for part in range(parts)]
+
+
+def _options(bias: Optional[Tensor]) -> dict:
+    return {} if bias is None else {"bias": bias}
 
 
 @device_function
@@ -22,8 +64,50 @@ def npu_mm_all_reduce_base(x1: Tensor, x2: Tensor, hcom: str, *, reduce_op: str 
                            None, x2_dtype: Optional[int] = None, dequant_scale_dtype: Optional[int] = None,
                            pertoken_scale_dtype: Optional[int] = None, comm_quant_mode: int = 0, comm_mode:
                            Optional[str] = None) -> Tensor:
-    """Not implemented."""
-    missing("npu_mm_all_reduce_base", _WHY)
+    """The sum over ranks of x1 x2 + bias + x3: bias and x3 of each rank are added. x1 [m, k] or [b, s, k], x2 [k, n], bias [n], x3 as the
+    result, in the dtype of x1. Weight-only: x2 int8, (x2 + antiquant_offset) * antiquant_scale, which have one number, [n] or
+    [k / antiquant_group_size, n].
+
+    x3 costs a product with a unit matrix of n x n, as the core adds a residual of all ranks once."""
+    name = "npu_mm_all_reduce_base"
+    mc2 = core(name)
+    _fixed("reduce_op", reduce_op, ("sum",))
+    _fixed("comm_turn", comm_turn, (0,))
+    refuse_given(name, _EIGHT_BITS, y_dtype=y_dtype, x1_dtype=x1_dtype, x2_dtype=x2_dtype, dequant_scale_dtype=dequant_scale_dtype,
+                 pertoken_scale_dtype=pertoken_scale_dtype, group_sizes=group_sizes)
+    refuse_given(name, _INT8, dequant_scale=dequant_scale, pertoken_scale=pertoken_scale)
+    refuse_given(name, "results are not sent as int8", comm_quant_scale_1=comm_quant_scale_1, comm_quant_scale_2=comm_quant_scale_2)
+    if comm_quant_mode:
+        missing(name, f"comm_quant_mode is {comm_quant_mode}, but results are not sent as int8")
+    if antiquant_scale is not None:
+        x2 = _restored(x1, x2, antiquant_scale, antiquant_offset, antiquant_group_size)
+    _floats(x1=x1, x2=x2, **_options(bias), **({} if x3 is None else {"x3": x3}))
+    _matrices(x2=x2)
+    _meet("x1", x1.shape[-1], x2.shape[0])
+    ranks, n = group_of("hcom", hcom), x2.shape[1]
+    rows, weight = [x1.reshape(-1, x1.shape[-1])], [x2]
+    if bias is not None:
+        if bias.numel() != n:
+            raise ValueError(f"bias has {bias.numel()} elements, but x2 {n} columns")
+        rows, weight = [*rows, x1.new_ones(rows[0].shape[0], 1)], [*weight, bias.reshape(1, n)]
+    if x3 is not None:
+        if x3.shape != (*x1.shape[:-1], n):
+            raise ValueError(f"x3 is {list(x3.shape)}, but the result {[*x1.shape[:-1], n]}")
+        rows, weight = [*rows, x3.reshape(-1, n)], [*weight, torch.eye(n, dtype=x1.dtype)]
+    out = x1.new_empty(rows[0].shape[0], n)
+    mc2.matmul_all_reduce(ranks, torch.cat(rows, 1), torch.cat(weight).t().contiguous(), out=out)
+    return out.view(*x1.shape[:-1], n)
+
+
+def _restored(x1: Tensor, x2: Tensor, scale: Tensor, offset: Optional[Tensor], group_size: int) -> Tensor:
+    """A weight of int8 in the dtype of x1."""
+    k, n = x2.shape
+    if group_size:
+        groups = -(-k // group_size)
+        scale, offset = (t if t is None else t.expand(groups, n).repeat_interleave(group_size, 0)[:k] for t in (scale, offset))
+        return _weight_only(x2[None], scale[None], None if offset is None else offset[None], x1)[0]
+    scale, offset = (t if t is None else t.expand(n) if t.numel() == 1 else t.reshape(n) for t in (scale, offset))
+    return _weight_only(x2[None], scale[None], None if offset is None else offset[None], x1)[0]
 
 
 @device_function
@@ -31,8 +115,26 @@ def npu_all_gather_base_mm(self: Tensor, x2: Tensor, hcom: str, world_size: int,
                            x1_scale: Optional[Tensor] = None, x2_scale: Optional[Tensor] = None, gather_index: int =
                            0, gather_output: bool = True, comm_turn: int = 0, output_dtype: Optional[torch.dtype] =
                            None, comm_mode: Optional[str] = None) -> Tuple[Tensor, Tensor]:
-    """Not implemented."""
-    missing("npu_all_gather_base_mm", _WHY)
+    """(gathered x2 + bias, gathered): gathered [world_size * m, k] is self [m, k] of all ranks, one below another; empty without
+    gather_output. x2 [k, n], bias [n], all of one dtype, which the results have."""
+    name = "npu_all_gather_base_mm"
+    mc2 = core(name)
+    _fixed("gather_index", gather_index, (0,))
+    _fixed("comm_turn", comm_turn, (0,))
+    _fixed("comm_mode", comm_mode, (None, "ai_cpu", "aiv"))
+    refuse_given(name, _INT8, x1_scale=x1_scale, x2_scale=x2_scale)
+    if output_dtype not in (None, self.dtype):
+        missing(name, f"output_dtype is {output_dtype}, but the forms of floats give the dtype of self, {self.dtype}")
+    _floats(self=self, x2=x2, **_options(bias))
+    _matrices(self=self, x2=x2)
+    _meet("self", self.shape[1], x2.shape[0])
+    ranks = group_of("hcom", hcom, world_size)
+    m, k = self.shape
+    out = self.new_empty(world_size * m, x2.shape[1])
+    gathered = self.new_empty((world_size * m, k) if gather_output else (0,))
+    more = {"exchanged": gathered} if gather_output else {}
+    mc2.all_gather_matmul(ranks, self, x2.t().contiguous(), out=out, **more, **_options(bias))
+    return out, gathered
 
 
 @device_function
@@ -40,23 +142,92 @@ def npu_mm_reduce_scatter_base(self: Tensor, x2: Tensor, hcom: str, world_size: 
                                Optional[Tensor] = None, x1_scale: Optional[Tensor] = None, x2_scale: Optional[Tensor]
                                = None, comm_turn: int = 0, output_dtype: Optional[torch.dtype] = None, comm_mode:
                                Optional[str] = None) -> Tensor:
-    """Not implemented."""
-    missing("npu_mm_reduce_scatter_base", _WHY)
+    """This rank's rows [m / world_size, n] of the sum over ranks of self x2, self [m, k], x2 [k, n]; where m does not divide, the first
+    ranks have one row more. bias [n], zeros on the device, is added once, and must be the same on all ranks."""
+    name = "npu_mm_reduce_scatter_base"
+    mc2 = core(name)
+    _fixed("reduce_op", reduce_op, ("sum",))
+    _fixed("comm_turn", comm_turn, (0,))
+    _fixed("comm_mode", comm_mode, (None, "ai_cpu", "aiv"))
+    refuse_given(name, _INT8, x1_scale=x1_scale, x2_scale=x2_scale)
+    if output_dtype not in (None, self.dtype):
+        missing(name, f"output_dtype is {output_dtype}, but the forms of floats give the dtype of self, {self.dtype}")
+    _floats(self=self, x2=x2, **_options(bias))
+    _matrices(self=self, x2=x2)
+    _meet("self", self.shape[1], x2.shape[0])
+    ranks = group_of("hcom", hcom, world_size)
+    out = self.new_empty(_shares(self.shape[0], world_size)[ranks.rank], x2.shape[1])
+    mc2.matmul_reduce_scatter(ranks, self, x2.t().contiguous(), out=out, **_options(bias))
+    return out
 
 
 @device_function
 def npu_matmul_all_to_all(x1: Tensor, x2: Tensor, hcom: str, world_size: int, bias: Optional[Tensor] = None,
                           all2all_axes: Optional[Sequence[int]] = None, comm_mode: Optional[str] = None) -> Tensor:
-    """Not implemented."""
-    missing("npu_matmul_all_to_all", _WHY)
+    """x1 [BS, H1] times x2 [H1, H2], plus bias [H2], and this rank's columns of it from all ranks: [world_size * BS, H2 / world_size];
+    where H2 does not divide, the first ranks have one column more. bias in float32, or the dtype of x1."""
+    mc2 = core("npu_matmul_all_to_all")
+    _fixed("all2all_axes", None if all2all_axes is None else list(all2all_axes), (None, [-1, -2]))
+    without_gradient(_TWO, bias=bias)
+    _floats(x1=x1, x2=x2)
+    _matrices(x1=x1, x2=x2)
+    _meet("x1", x1.shape[1], x2.shape[0])
+    ranks, widths = group_of("hcom", hcom, world_size), _shares(x2.shape[1], world_size)
+    out = x1.new_empty(world_size * x1.shape[0], widths[ranks.rank])
+    mc2.matmul_all_to_all(ranks, x1, [part.contiguous() for part in x2.t().split(widths)], out=out, **_options(bias))
+    return out
 
 
 @device_function
 def npu_all_to_all_matmul(x1: Tensor, x2: Tensor, hcom: str, world_size: int, bias: Optional[Tensor] = None,
                           all2all_axes: Optional[Sequence[int]] = None, all2all_out_flag: bool = True, comm_mode:
                           Optional[str] = None) -> Tuple[Tensor, Tensor]:
-    """Not implemented."""
-    missing("npu_all_to_all_matmul", _WHY)
+    """(a x2 + bias, a): a [BS / world_size, world_size * H] is this rank's block of rows of the x1 [BS, H] of all ranks, side by side; where
+    BS does not divide, the first ranks have one row more. Without all2all_out_flag the second is empty. x2 [world_size * H, N]."""
+    mc2 = core("npu_all_to_all_matmul")
+    _fixed("all2all_axes", None if all2all_axes is None else list(all2all_axes), (None, [-2, -1]))
+    without_gradient(_TWO, bias=bias)
+    _floats(x1=x1, x2=x2)
+    _matrices(x1=x1, x2=x2)
+    _meet(f"x1 of {world_size} ranks", world_size * x1.shape[1], x2.shape[0])
+    ranks = group_of("hcom", hcom, world_size)
+    rows = _shares(x1.shape[0], world_size)[ranks.rank]
+    out = x1.new_empty(rows, x2.shape[1])
+    exchanged = x1.new_empty((rows, x2.shape[0]) if all2all_out_flag else (0,))
+    more = {"exchanged": exchanged} if all2all_out_flag else {}
+    mc2.all_to_all_matmul(ranks, x1, x2.t().contiguous(), out=out, **more, **_options(bias))
+    return out, exchanged
+
+
+def _stack(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """Weights [e, n, k] as the core has them."""
+    if weight.dim() != 3:
+        raise ValueError(f"gmm_weight has {weight.dim()} dimensions, must have 3")
+    _matrices(gmm_x=x)
+    weight = (weight if transposed else weight.transpose(1, 2)).contiguous()
+    if x.shape[1] != weight.shape[2]:
+        raise ValueError(f"gmm_x has {x.shape[1]} columns, but gmm_weight {weight.shape[2]} rows")
+    return weight
+
+
+def _counted(needed: int, rows: int, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+    for name, counts in (("send_counts", send_counts), ("recv_counts", recv_counts)):
+        if len(counts) != needed:
+            raise ValueError(f"{name} has {len(counts)} counts, must have {needed}: one for each rank's experts")
+        if min(counts) < 0:
+            raise ValueError(f"{name} has {min(counts)}, must not be negative")
+    if sum(send_counts) != rows:
+        raise ValueError(f"send_counts are {sum(send_counts)} in all, but gmm_x has {rows} rows")
+
+
+def _beside(x: Optional[Tensor], weight: Optional[Tensor], transposed: bool) -> Any:
+    """The product that the device computes meanwhile; None without one."""
+    if (x is None) != (weight is None):
+        raise ValueError("of mm_x and mm_weight one is given, must be both or none")
+    if x is None:
+        return None
+    without_gradient(_TWO, mm_x=x, mm_weight=weight)
+    return float_product(x, weight.t() if transposed else weight)
 
 
 @device_function
@@ -65,8 +236,24 @@ def npu_alltoallv_gmm(gmm_x: Tensor, gmm_weight: Tensor, hcom: str, ep_world_siz
                       Optional[Tensor] = None, mm_x: Optional[Tensor] = None, mm_weight: Optional[Tensor] = None,
                       trans_gmm_weight: bool = False, trans_mm_weight: bool = False, permute_out_flag: bool = False,
                       comm_mode: Optional[str] = None) -> Tuple[Tensor, Tensor, Tensor]:
-    """Not implemented."""
-    missing("npu_alltoallv_gmm", _WHY)
+    """(gmm_y, mm_y, permute_out). gmm_x [BSK, H1]: rows by destination rank, then its expert; send_counts[rank * e + expert] of them.
+    recv_counts[rank * e + expert] rows come here, A in all; permute_out [A, H1] has them by expert, then rank, and gmm_y [A, N1] is
+    their product with gmm_weight [e, H1, N1] ([e, N1, H1] with trans_gmm_weight). permute_out is None without permute_out_flag, mm_y =
+    mm_x mm_weight without them."""
+    name = "npu_alltoallv_gmm"
+    mc2 = core(name)
+    refuse_given(name, "the device takes none", send_counts_tensor=send_counts_tensor, recv_counts_tensor=recv_counts_tensor)
+    _floats(gmm_x=gmm_x, gmm_weight=gmm_weight)
+    weight = _stack(gmm_x, gmm_weight, trans_gmm_weight)
+    ranks = group_of("hcom", hcom, ep_world_size)
+    _counted(ep_world_size * weight.shape[0], gmm_x.shape[0], send_counts, recv_counts)
+    arriving = sum(recv_counts)
+    out = gmm_x.new_empty(arriving, weight.shape[1])
+    permuted = gmm_x.new_empty(arriving, gmm_x.shape[1]) if permute_out_flag else None
+    more = {"exchanged": permuted} if permute_out_flag else {}
+    mc2.all_to_allv_grouped_matmul(ranks, gmm_x, send_counts=torch.tensor(send_counts), weight=weight, out=out,
+                                   experts=[weight.shape[0]] * ep_world_size, **more)
+    return out, _beside(mm_x, mm_weight, trans_mm_weight), permuted
 
 
 @device_function
@@ -74,8 +261,20 @@ def npu_gmm_alltoallv(gmm_x: Tensor, gmm_weight: Tensor, hcom: str, ep_world_siz
                       recv_counts: Sequence[int], *, send_counts_tensor: Optional[Tensor] = None, recv_counts_tensor:
                       Optional[Tensor] = None, mm_x: Optional[Tensor] = None, mm_weight: Optional[Tensor] = None,
                       trans_gmm_weight: bool = False, trans_mm_weight: bool = False, comm_mode: Optional[str] = None) -> Tuple[Tensor, Tensor]:
-    """Not implemented."""
-    missing("npu_gmm_alltoallv", _WHY)
+    """(y, mm_y). gmm_x [A, H1]: rows by expert, then the rank whose tokens they are, send_counts[rank * e + expert] of them; their product
+    with gmm_weight goes back to that rank. y [BSK, N1]: rows by answering rank, then its expert, recv_counts[rank * e + expert] of them.
+    mm_y as in npu_alltoallv_gmm."""
+    name = "npu_gmm_alltoallv"
+    mc2 = core(name)
+    refuse_given(name, "the device takes none", send_counts_tensor=send_counts_tensor, recv_counts_tensor=recv_counts_tensor)
+    _floats(gmm_x=gmm_x, gmm_weight=gmm_weight)
+    weight = _stack(gmm_x, gmm_weight, trans_gmm_weight)
+    ranks = group_of("hcom", hcom, ep_world_size)
+    _counted(ep_world_size * weight.shape[0], gmm_x.shape[0], send_counts, recv_counts)
+    out = gmm_x.new_empty(sum(recv_counts), weight.shape[1])
+    mc2.grouped_matmul_all_to_allv(ranks, gmm_x, send_counts=torch.tensor(recv_counts), weight=weight, out=out,
+                                   experts=[weight.shape[0]] * ep_world_size)
+    return out, _beside(mm_x, mm_weight, trans_mm_weight)
 
 
 @device_function
