@@ -411,17 +411,3 @@ def test_cases_tokens_without_a_mask(rng):
                                               actual_seq_lengths_kv=[7, 16], sparse_mode=0)[0]
     want = tokens(by_sequence(q, k, v, [7, 9], [7, 9], None, 72**-0.5))
     assert np.abs(f64(out) - want).max() <= 3e-3
-
-
-# ---- 8 ---------------------------------------------------------------------------------------------------------------
-
-MC2 = [line for line in SIGNATURES if line.startswith(("npu_mm_", "npu_all_", "npu_matmul_all", "npu_alltoallv", "npu_gmm_alltoallv", "npu_attention_to_ffn",
-                                                       "npu_ffn_to", "npu_moe_distribute"))]
-
-
-@pytest.mark.parametrize("name", [line.partition("(")[0] for line in MC2])
-def test_8_communication_says_what_is_missing(name):
-    function = getattr(npu, name)
-    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    with pytest.raises(NotImplementedError, match=f"{name}: products fused with communication are not in Python yet"):
-        function(*[torch.zeros(1)] * len(needed))

@@ -404,3 +404,36 @@ def _update(name: str, a: Arguments) -> None:
     width = a["local_out"][0].shape[-1]
     _span("H", width, 8, 512)
     _multiple("H", width, 8)
+
+
+@_limits("npu_mm_all_reduce_base", "npu_all_gather_base_mm", "npu_mm_reduce_scatter_base", "npu_matmul_all_to_all", "npu_all_to_all_matmul")
+def _over_ranks(name: str, a: Arguments) -> None:
+    x = a["self"] if "self" in a else a["x1"]
+    _dtypes("self" if "self" in a else "x1", x, (*_HALVES, torch.int8))
+    if name in ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base"):
+        _one_of("world_size", a["world_size"], (2, 4, 8, 16, 32))
+        _span("k of self", x.shape[-1], 256, 65534)
+        _multiple("m of self", x.shape[0], a["world_size"] if name == "npu_mm_reduce_scatter_base" else 1)
+    elif name == "npu_mm_all_reduce_base":
+        _span("k of x1", x.shape[-1], 1, 65535)
+        for what in ("x1", "x2"):
+            if a[what].numel() == 0:
+                _refuse(what, list(a[what].shape), "no empty tensors")
+    else:
+        _one_of("world_size", a["world_size"], (2, 4, 8, 16))
+        _span("k of x2", a["x2"].shape[0], 1, 65535)
+        columns = name == "npu_matmul_all_to_all"
+        _multiple("H2 of x2" if columns else "BS of x1", a["x2"].shape[1] if columns else x.shape[0], a["world_size"])
+
+
+@_limits("npu_alltoallv_gmm", "npu_gmm_alltoallv")
+def _experts_over_ranks(name: str, a: Arguments) -> None:
+    weight, ranks = a["gmm_weight"], a["ep_world_size"]
+    _dtypes("gmm_x", a["gmm_x"], _HALVES)
+    _one_of("ep_world_size", ranks, (8, 16, 32, 64, 128))
+    _span("the experts of gmm_weight", weight.shape[0], 1, 32)
+    _span("the experts of all ranks", weight.shape[0] * ranks, 1, 256)
+    for what, size in zip(("N1" if a["trans_gmm_weight"] else "H1", "H1" if a["trans_gmm_weight"] else "N1"), weight.shape[1:]):
+        _span(f"{what} of gmm_weight", size, 1, 65535)
+    if a["mm_x"] is not None:
+        _span("H2 of mm_x", a["mm_x"].shape[-1], 1, 12288)

@@ -1,0 +1,206 @@
+"""ops_transformer.npu, section 8 of npu_rules.txt: products fused with communication, each rule against all ranks simulated in NumPy.
+
+Ranks are threads. What needs the core's products between ranks is skipped where a build has no ops_transformer.mc2.
+"""
+
+import importlib.util
+import inspect
+import pathlib
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import ops_transformer.npu as npu  # noqa: E402
+from npu_model import near  # noqa: E402
+
+SIGNATURES = pathlib.Path(__file__).with_name("npu_signatures.txt").read_text(encoding="utf-8").splitlines()
+MC2 = [line.partition("(")[0] for line in SIGNATURES
+       if line.startswith(("npu_mm_", "npu_all_", "npu_matmul_all", "npu_alltoallv", "npu_gmm_alltoallv", "npu_attention_to_ffn", "npu_ffn_to",
+                           "npu_moe_distribute"))]
+HAS_MC2 = importlib.util.find_spec("ops_transformer.mc2") is not None
+MISSING = [name for name in MC2 if name.startswith(("npu_attention_to", "npu_ffn_to", "npu_moe"))] if HAS_MC2 else MC2
+over_ranks = pytest.mark.skipif(not HAS_MC2, reason="this build has no ops_transformer.mc2")
+worlds = pytest.mark.parametrize("world", (1, 2, 3))
+
+
+class Named:
+    """As much of a communicator as names need."""
+
+    def __init__(self, rank=0, world_size=1):
+        self.rank, self.world_size = rank, world_size
+
+
+def on_ranks(world, call):
+    """What call(rank) gives on each rank, all in threads, with the group "ep"; the first error that a rank ran into."""
+    from ops_transformer import mc2
+
+    results, errors = [None] * world, []
+
+    def work(rank, communicator):
+        npu.register_group("ep", communicator)
+        try:
+            results[rank] = call(rank)
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+        finally:
+            npu.unregister_group("ep")
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(mc2.create_threads(world, timeout_seconds=20))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def draws(seed, count, *shape):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
+
+
+def tensors(arrays):
+    return [torch.from_numpy(array) for array in arrays]
+
+
+# ---- names of groups -------------------------------------------------------------------------------------------------
+
+
+def test_8_groups():
+    """A name holds in its thread before the process's; an unknown one says how to register; the size is compared."""
+    from ops_transformer.npu._groups import group_of
+
+    mine, whole, seen = Named(1, 2), Named(0, 3), []
+    npu.register_group("rows", whole, whole_process=True)
+    npu.register_group("rows", mine)
+    assert group_of("hcom", "rows", 2) is mine and group_of("hcom", whole) is whole
+    thread = threading.Thread(target=lambda: seen.append(group_of("hcom", "rows", 3)))
+    thread.start()
+    thread.join()
+    assert seen == [whole]
+    with pytest.raises(ValueError, match="world_size is 5, but hcom is a group of 2 ranks"):
+        group_of("hcom", "rows", 5)
+    npu.unregister_group("rows")
+    assert group_of("hcom", "rows") is whole
+    npu.unregister_group("rows")
+    for call in (lambda: group_of("hcom", "rows"), lambda: npu.unregister_group("rows")):
+        with pytest.raises(ValueError, match='there is no group "rows": call ops_transformer.npu.register_group'):
+            call()
+    for name, communicator, message in ((7, mine, "name is 7"), ("", mine, "name is ''"), ("rows", object(), "communicator is a object")):
+        with pytest.raises(TypeError, match=message):
+            npu.register_group(name, communicator)
+    with pytest.raises(TypeError, match="group_ep is a float, must be the name of a group"):
+        group_of("group_ep", 1.5)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_8_communication_says_what_is_missing(name):
+    function = getattr(npu, name)
+    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    with pytest.raises(NotImplementedError, match=f"{name}: products fused with communication are not in Python yet"):
+        function(*[torch.zeros(1)] * len(needed))
+
+
+def test_8_strict_limits():
+    x, w = torch.zeros(6, 256, dtype=torch.float16), torch.zeros(256, 6, dtype=torch.float16)
+    calls = {
+        "world_size is 3": lambda: npu.npu_all_gather_base_mm(x, w, "ep", 3, strict=True),
+        "k of self is 8": lambda: npu.npu_mm_reduce_scatter_base(x[:, :8], w[:8], "ep", 2, strict=True),
+        "m of self is 6": lambda: npu.npu_mm_reduce_scatter_base(x, w, "ep", 4, strict=True),
+        "H2 of x2 is 6": lambda: npu.npu_matmul_all_to_all(x, w, "ep", 4, strict=True),
+        "BS of x1 is 6": lambda: npu.npu_all_to_all_matmul(x, w, "ep", 4, strict=True),
+        "x1 is .*no empty tensors": lambda: npu.npu_mm_all_reduce_base(x[:0], w, "ep", strict=True),
+        "the dtype of gmm_x is torch.float32": lambda: npu.npu_alltoallv_gmm(x.float(), w[None], "ep", 8, [0], [0], strict=True),
+        "ep_world_size is 2": lambda: npu.npu_gmm_alltoallv(x, w[None], "ep", 2, [0], [0], strict=True),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=f"strict: {message}"):
+            call()
+
+
+# ---- 8.1 -------------------------------------------------------------------------------------------------------------
+
+
+@over_ranks
+@worlds
+def test_8_1_all_reduce(world):
+    x, w, b, r = draws(1, world, 7, 5), draws(2, world, 5, 6), draws(3, world, 6), draws(4, world, 7, 6)
+    want = sum(x[i] @ w[i] + b[i] + r[i] for i in range(world))
+    tx, tw, tb, tr = map(tensors, (x, w, b, r))
+    for out in on_ranks(world, lambda i: npu.npu_mm_all_reduce_base(tx[i], tw[i], "ep", bias=tb[i], x3=tr[i])):
+        near(out, want, 1e-5)
+    small = torch.arange(-15, 15, dtype=torch.int8).reshape(5, 6)
+    want = sum(x[i] @ ((small.numpy() + 2.0) * 0.5) for i in range(world))
+    half, two = torch.tensor([0.5]), torch.tensor([2.0])
+    for out in on_ranks(world, lambda i: npu.npu_mm_all_reduce_base(tx[i][None], small, "ep", antiquant_scale=half, antiquant_offset=two)):
+        near(out, want[None], 1e-5)
+
+
+@over_ranks
+@worlds
+def test_8_1_gather_and_scatter(world):
+    x, w = draws(1, world, 7, 5), draws(2, world, 5, 6)
+    tx, tw = map(tensors, (x, w))
+    for out, gathered in on_ranks(world, lambda i: npu.npu_all_gather_base_mm(tx[i], tw[0], "ep", world)):
+        near(gathered, np.concatenate(x), 0)
+        near(out, np.concatenate(x) @ w[0], 1e-5)
+    assert all(pair[1].numel() == 0 for pair in on_ranks(world, lambda i: npu.npu_all_gather_base_mm(tx[i], tw[0], "ep", world, gather_output=False)))
+    parts = np.array_split(sum(x[i] @ w[i] for i in range(world)), world)
+    for out, part in zip(on_ranks(world, lambda i: npu.npu_mm_reduce_scatter_base(tx[i], tw[i], "ep", world)), parts):
+        near(out, part, 1e-5)
+
+
+@over_ranks
+@worlds
+def test_8_1_all_to_all(world):
+    x, (w, v), (b,) = draws(1, world, 7, 5), (draws(2, 1, 5, 6)[0], draws(3, 1, 5 * world, 4)[0]), draws(4, 1, 6)
+    tx, (tw, tv, tb) = tensors(x), tensors((w, v, b))
+    for i, out in enumerate(on_ranks(world, lambda i: npu.npu_matmul_all_to_all(tx[i], tw, "ep", world, tb))):
+        near(out, np.concatenate([np.array_split(one @ w + b, world, 1)[i] for one in x]), 1e-5)
+    for i, (out, exchanged) in enumerate(on_ranks(world, lambda i: npu.npu_all_to_all_matmul(tx[i], tv, "ep", world))):
+        joined = np.concatenate([np.array_split(one, world)[i] for one in x], 1)
+        near(exchanged, joined, 0)
+        near(out, joined @ v, 1e-5)
+
+
+@over_ranks
+def test_8_1_refusals():
+    x = torch.zeros(2, 2)
+    for error, message, call in (
+            (ValueError, "reduce_op is 'max'", lambda: npu.npu_mm_all_reduce_base(x, x, "ep", reduce_op="max")),
+            (ValueError, "gather_index is 1", lambda: npu.npu_all_gather_base_mm(x, x, "ep", 1, gather_index=1)),
+            (ValueError, "world_size is 2, but hcom is a group of 1", lambda: npu.npu_all_gather_base_mm(x, x, "ep", 2)),
+            (NotImplementedError, "dequant_scale is given", lambda: npu.npu_mm_all_reduce_base(x, x, "ep", dequant_scale=x)),
+            (RuntimeError, "x1 requires gradients", lambda: npu.npu_mm_all_reduce_base(x.clone().requires_grad_(), x, "ep"))):
+        with pytest.raises(error, match=message):
+            on_ranks(1, lambda rank, call=call: call())
+
+
+# ---- 8.2 -------------------------------------------------------------------------------------------------------------
+
+
+@over_ranks
+@worlds
+def test_8_2_rows_to_experts_and_back(world):
+    experts, sent = 2, np.random.default_rng(world).integers(0, 4, (world, world, 2))
+    x, w = [draws(i, 1, sent[i].sum(), 5)[0] for i in range(world)], draws(9, world, experts, 5, 3)
+    tx, tw = map(tensors, (x, w))
+    send, receive = (lambda i: [int(n) for n in sent[i].ravel()]), (lambda i: [int(n) for n in sent[:, i].ravel()])
+    rows = lambda source, owner, e: np.split(x[source], np.cumsum(sent[source].ravel())[:-1])[owner * experts + e]  # noqa: E731
+    there = on_ranks(world, lambda i: npu.npu_alltoallv_gmm(tx[i], tw[i], "ep", world, send(i), receive(i), permute_out_flag=True,
+                                                           mm_x=tx[i], mm_weight=tw[i][0]))
+    for i, (out, beside, permuted) in enumerate(there):
+        order = [(s, e) for e in range(experts) for s in range(world)]
+        near(permuted, np.concatenate([rows(s, i, e) for s, e in order]), 0)
+        near(out, np.concatenate([rows(s, i, e) @ w[i][e] for s, e in order]), 1e-5)
+        near(beside, x[i] @ w[i][0], 1e-5)
+    back = on_ranks(world, lambda i: npu.npu_gmm_alltoallv(there[i][2], tw[i].transpose(1, 2), "ep", world, receive(i), send(i),
+                                                          trans_gmm_weight=True))
+    for i, (out, beside) in enumerate(back):
+        assert beside is None
+        near(out, np.concatenate([rows(i, d, e) @ w[d][e] for d in range(world) for e in range(experts)]), 1e-5)
+    with pytest.raises(ValueError, match="send_counts has 1 counts, must have 2"):
+        on_ranks(1, lambda i: npu.npu_alltoallv_gmm(tx[0], tw[0], "ep", 1, [1], [1, 1]))
