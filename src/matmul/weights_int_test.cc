@@ -190,7 +190,7 @@ TEST(IntMatmul, HoldsAtTheEdgesOfEveryDimension) {
     shapes.push_back({2, n, 32});
     shapes.push_back({13, n, 32});
   }
-  for (int64_t k : {2, 4, 6, 8, 10, 14, 16, 18, 62, 64, 66, 1022, 1024, 1026, 2050}) {
+  for (int64_t k : {2, 4, 6, 8, 10, 14, 16, 18, 62, 64, 66, 1022, 1024, 1026, 2046, 2048, 2050, 4098}) {
     shapes.push_back({3, 19, k});
     shapes.push_back({14, 35, k});
   }
