@@ -14,7 +14,8 @@ function, what differs from the device, and what is not implemented (NotImplemen
     compare(case, out)  what the device gave beside what comes out here, and which convention explains the difference
 """
 
-from . import activation, fusion_attention, gating, infer_attention, mc2, norms, nsa, paged, permute, products, routing, sparse  # noqa: F401
+from . import activation, distribute, fusion_attention, gating, infer_attention, mc2, norms  # noqa: F401
+from . import nsa, paged, permute, products, routing, sparse  # noqa: F401
 from ._edge import FUNCTIONS
 from ._groups import register_group, unregister_group
 from ._install import Installation, install

@@ -437,3 +437,29 @@ def _experts_over_ranks(name: str, a: Arguments) -> None:
         _span(f"{what} of gmm_weight", size, 1, 65535)
     if a["mm_x"] is not None:
         _span("H2 of mm_x", a["mm_x"].shape[-1], 1, 12288)
+
+
+@_limits("npu_moe_distribute_dispatch", "npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine", "npu_moe_distribute_combine_v2")
+def _rows_to_experts(name: str, a: Arguments) -> None:
+    x = "x" if "x" in a else "expand_x"
+    second, ranks, shared, of_shared = name.endswith("_v2"), a["ep_world_size"], a["shared_expert_num"], a["shared_expert_rank_num"]
+    _dtypes(x, a[x], (*_HALVES, torch.int32) if second and x == "x" else _HALVES)
+    _one_of("tp_world_size", a["tp_world_size"], (0, 1))
+    _one_of("expert_shard_type", a["expert_shard_type"], (0,))
+    _span("shared_expert_num", shared, 0, 4)
+    if shared:
+        _multiple("shared_expert_rank_num", of_shared, shared)
+    (tokens, top_k), routed = a["expert_ids"].shape, a["moe_expert_num"]
+    _span("moe_expert_num", routed, 1, 1024 if second else 512)
+    _span("K of expert_ids", top_k, 1, 16 if second else 8)
+    if a[x].dtype != torch.int32:
+        _span(f"H of {x}", a[x].shape[1], *((1024, 8192) if second else (7168, 7168)))
+    if second:
+        _span("ep_world_size", ranks, 2, 768)
+        _span("BS of expert_ids", tokens, 1, 512)
+        _span("the local experts of all ranks", routed // max(ranks - of_shared, 1) * ranks, 1, 2048)
+    else:
+        _one_of("ep_world_size", ranks, (8, 16, 32, 64, 128, 144, 256, 288))
+        if of_shared:
+            _multiple("ep_world_size", ranks, of_shared)
+    _multiple("moe_expert_num", routed, max(ranks - of_shared, 1))

@@ -12,7 +12,8 @@ from ._edge import device_function, is_tensor, missing, refuse_given, without_gr
 from ._groups import core, group_of
 from .products import _EIGHT_BITS, _weight_only, float_product
 
-_WHY = "products fused with communication are not in Python yet"
+_WINDOWS = ("the device writes into memory of other ranks, which kernels of theirs read without a call of this library, and CPUs have no such "
+            "memory; ops_transformer.mc2 has the exchange as a call of all ranks: ")
 _INT8 = "the forms with int8 activations are not implemented"
 _TWO = "products over ranks have no gradients"
 
@@ -283,70 +284,15 @@ def npu_attention_to_ffn(x: Tensor, session_id: Tensor, micro_batch_id: Tensor, 
                          Sequence[int], ffn_token_data_shape: Sequence[int], attn_token_info_table_shape:
                          Sequence[int], moe_expert_num: int, *, scales: Optional[Tensor] = None, active_mask:
                          Optional[Tensor] = None, quant_mode: int = 0, sync_flag: int = 0, ffn_start_rank_id: int = 0) -> None:
-    """Not implemented."""
-    missing("npu_attention_to_ffn", _WHY)
+    """Not implemented: the results stand in windows of other ranks."""
+    core("npu_attention_to_ffn")
+    missing("npu_attention_to_ffn", _WINDOWS + "attention_to_ffn")
 
 
 @device_function
 def npu_ffn_to_attention(x: Tensor, session_ids: Tensor, micro_batch_ids: Tensor, token_ids: Tensor, expert_offsets:
                          Tensor, actual_token_num: Tensor, group: str, world_size: int, token_info_table_shape:
                          Sequence[int], token_data_shape: Sequence[int], *, attn_rank_table: Optional[Tensor] = None) -> None:
-    """Not implemented."""
-    missing("npu_ffn_to_attention", _WHY)
-
-
-@device_function
-def npu_moe_distribute_dispatch(x: Tensor, expert_ids: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int,
-                                moe_expert_num: int, *, scales: Optional[Tensor] = None, x_active_mask:
-                                Optional[Tensor] = None, expert_scales: Optional[Tensor] = None, group_tp: str = "",
-                                tp_world_size: int = 0, tp_rank_id: int = 0, expert_shard_type: int = 0,
-                                shared_expert_num: int = 1, shared_expert_rank_num: int = 0, quant_mode: int = 0,
-                                global_bs: int = 0, expert_token_nums_type: int = 1) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Not implemented."""
-    missing("npu_moe_distribute_dispatch", _WHY)
-
-
-@device_function
-def npu_moe_distribute_dispatch_v2(x: Tensor, expert_ids: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int,
-                                   moe_expert_num: int, *, scales: Optional[Tensor] = None, x_active_mask:
-                                   Optional[Tensor] = None, expert_scales: Optional[Tensor] = None, elastic_info:
-                                   Optional[Tensor] = None, performance_info: Optional[Tensor] = None, group_tp: str =
-                                   "", tp_world_size: int = 0, tp_rank_id: int = 0, expert_shard_type: int = 0,
-                                   shared_expert_num: int = 1, shared_expert_rank_num: int = 0, quant_mode: int = 0,
-                                   global_bs: int = 0, expert_token_nums_type: int = 1, comm_alg: str = "",
-                                   zero_expert_num: int = 0, copy_expert_num: int = 0, const_expert_num: int = 0,
-                                   y_dtype: Optional[int] = None, x_dtype: Optional[int] = None, scales_dtype:
-                                   Optional[int] = None) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Not implemented."""
-    missing("npu_moe_distribute_dispatch_v2", _WHY)
-
-
-@device_function
-def npu_moe_distribute_combine(expand_x: Tensor, expert_ids: Tensor, expand_idx: Tensor, ep_send_counts: Tensor,
-                               expert_scales: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int,
-                               moe_expert_num: int, *, tp_send_counts: Optional[Tensor] = None, x_active_mask:
-                               Optional[Tensor] = None, activation_scale: Optional[Tensor] = None, weight_scale:
-                               Optional[Tensor] = None, group_list: Optional[Tensor] = None, expand_scales:
-                               Optional[Tensor] = None, shared_expert_x: Optional[Tensor] = None, group_tp: str = "",
-                               tp_world_size: int = 0, tp_rank_id: int = 0, expert_shard_type: int = 0,
-                               shared_expert_num: int = 1, shared_expert_rank_num: int = 0, global_bs: int = 0,
-                               out_dtype: int = 0, comm_quant_mode: int = 0, group_list_type: int = 0) -> Tensor:
-    """Not implemented."""
-    missing("npu_moe_distribute_combine", _WHY)
-
-
-@device_function
-def npu_moe_distribute_combine_v2(expand_x: Tensor, expert_ids: Tensor, assist_info_for_combine: Tensor,
-                                  ep_send_counts: Tensor, expert_scales: Tensor, group_ep: str, ep_world_size: int,
-                                  ep_rank_id: int, moe_expert_num: int, *, tp_send_counts: Optional[Tensor] = None,
-                                  x_active_mask: Optional[Tensor] = None, expand_scales: Optional[Tensor] = None,
-                                  shared_expert_x: Optional[Tensor] = None, elastic_info: Optional[Tensor] = None,
-                                  ori_x: Optional[Tensor] = None, const_expert_alpha_1: Optional[Tensor] = None,
-                                  const_expert_alpha_2: Optional[Tensor] = None, const_expert_v: Optional[Tensor] =
-                                  None, performance_info: Optional[Tensor] = None, group_tp: str = "", tp_world_size:
-                                  int = 0, tp_rank_id: int = 0, expert_shard_type: int = 0, shared_expert_num: int =
-                                  1, shared_expert_rank_num: int = 0, global_bs: int = 0, comm_quant_mode: int = 0,
-                                  comm_alg: str = "", zero_expert_num: int = 0, copy_expert_num: int = 0,
-                                  const_expert_num: int = 0) -> Tensor:
-    """Not implemented."""
-    missing("npu_moe_distribute_combine_v2", _WHY)
+    """Not implemented: the results stand in windows of other ranks."""
+    core("npu_ffn_to_attention")
+    missing("npu_ffn_to_attention", _WINDOWS + "ffn_to_attention")
