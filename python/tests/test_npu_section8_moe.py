@@ -252,7 +252,7 @@ def test_8_4_refusals():
         (ValueError, r"scales is \[5, 6\], must be \[2, 6\]", lambda: give(scales=x, quant_mode=2)),
         (ValueError, "x is int32", lambda: give(x=x.int())),
         (ValueError, "expert_ids has 5 rows, must have 4", lambda: give(x=x[:4])),
-        (ValueError, "must be below 2 experts", lambda: npu.npu_moe_distribute_dispatch(x, ids + 1, ep_rank_id=0, **ranks.common)),
+        (ValueError, "expert_ids are from 1 to 2, must be below 2 experts", lambda: npu.npu_moe_distribute_dispatch(x, ids + 1, ep_rank_id=0, **ranks.common)),
         (ValueError, "global_bs is 4", lambda: give(global_bs=4)),
         (ValueError, r"x_active_mask is \[4\], must be \[5\]", lambda: give(x_active_mask=torch.ones(4, dtype=torch.bool))),
         (ValueError, "moe_expert_num is 0", lambda: npu.npu_moe_distribute_dispatch(x, ids, "ep", 1, 0, 0)),
