@@ -58,6 +58,32 @@ def test_8_groups():
         group_of("group_ep", 1.5)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_8_groups_of_torch(monkeypatch):
+    """The name of a group of torch.distributed, and the group itself, give one communicator, made once."""
+    from ops_transformer.npu import _groups
+
+    made = []
+
+    class Core:
+        @staticmethod
+        def from_group(group):
+            made.append(group)
+            return Named(0, 1)
+
+    monkeypatch.setattr(_groups, "core", lambda name: Core)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        found = _groups.group_of("hcom", group.group_name, 1)
+        assert _groups.group_of("hcom", group) is found and made == [group]
+        with pytest.raises(ValueError, match='there is no group "rows"'):
+            _groups.group_of("hcom", "rows")
+    finally:
+        torch.distributed.destroy_process_group()
+        _groups._of_torch.clear()
+
+
 @pytest.mark.parametrize("name", MC2)
 def test_8_communication_says_what_is_missing(name):
     """Without the core's products between ranks everything; with them the functions whose results stand in memory of other ranks."""
@@ -134,13 +160,73 @@ def test_8_1_all_to_all(world):
 
 
 @over_ranks
+@worlds
+def test_8_1_int8_gather_and_scatter(world):
+    """x1_scale of this rank's rows, x2_scale of columns; the dtypes of the product."""
+    rng = np.random.default_rng(world)
+    x, w = rng.integers(-128, 128, (world, 7, 5)).astype(np.int8), rng.integers(-128, 128, (world, 5, 6)).astype(np.int8)
+    of_rows, of_columns = [1e-2 * (1 + abs(t)) for t in draws(2, world, 7, 1)], [1e-2 * (1 + abs(t)) for t in draws(3, world, 1, 6)]
+    real = [x[i] * of_rows[i].astype(np.float64) for i in range(world)]
+    weights = [w[i] * of_columns[i].astype(np.float64) for i in range(world)]
+    tx, tw, rows, columns = map(tensors, (x, w, of_rows, of_columns))
+    for more, dtype, bound in (({}, torch.bfloat16, 5e-3), ({"output_dtype": torch.float16}, torch.float16, 1e-3)):
+        more.update(comm_mode="aiv")
+        for out, gathered in on_ranks(world, lambda i: npu.npu_all_gather_base_mm(tx[i], tw[0], "ep", world, x1_scale=rows[i],
+                                                                                  x2_scale=columns[0], **more)):
+            assert out.dtype == dtype and gathered.dtype == torch.int8
+            near(gathered, np.concatenate(x), 0)
+            near(out, np.concatenate(real) @ weights[0], bound)
+        parts = np.array_split(sum(real[i] @ weights[i] for i in range(world)), world)
+        for out, part in zip(on_ranks(world, lambda i: npu.npu_mm_reduce_scatter_base(tx[i], tw[i], "ep", world, x1_scale=rows[i],
+                                                                                      x2_scale=columns[i], **more)), parts):
+            assert out.dtype == dtype
+            near(out, part, bound)
+    words = npu.npu_trans_quant_param(torch.full((1, 6), 0.5))
+    for out, _ in on_ranks(world, lambda i: npu.npu_all_gather_base_mm(tx[i], tw[0], "ep", world, x2_scale=words)):
+        assert out.dtype == torch.float16
+        near(out, np.concatenate(x).astype(np.float64) @ w[0] * 0.5, 1e-3)
+
+
+@over_ranks
+@worlds
+def test_8_1_int8_all_reduce(world):
+    """int32 bias before the scales, x3 behind them, both of every rank."""
+    rng = np.random.default_rng(world)
+    x, w = rng.integers(-128, 128, (world, 2, 3, 5)).astype(np.int8), rng.integers(-128, 128, (world, 5, 6)).astype(np.int8)
+    bias = rng.integers(-9999, 9999, (world, 6)).astype(np.int32)
+    rows, columns = [1e-2 * (1 + abs(t)) for t in draws(2, world, 6)], [1e-2 * (1 + abs(t)) for t in draws(3, world, 6)]
+    tx, tw, tb, tr, tc = map(tensors, (x, w, bias, rows, columns))
+    beside = [torch.randn(2, 3, 6, dtype=torch.float16, generator=torch.Generator().manual_seed(i)) for i in range(world)]
+    sums = [x[i].astype(np.float64) @ w[i] for i in range(world)]
+    for out in on_ranks(world, lambda i: npu.npu_mm_all_reduce_base(tx[i], tw[i], "ep", bias=tb[i], x3=beside[i], dequant_scale=tc[i],
+                                                                    pertoken_scale=tr[i])):
+        assert out.dtype == torch.float16
+        near(out, sum((sums[i] + bias[i]) * columns[i] * rows[i].reshape(2, 3, 1) + beside[i].double().numpy() for i in range(world)), 1e-3)
+    half = torch.tensor([0.5], dtype=torch.bfloat16)
+    for out in on_ranks(world, lambda i: npu.npu_mm_all_reduce_base(tx[i], tw[i], "ep", dequant_scale=half)):
+        assert out.dtype == torch.bfloat16
+        near(out, sum(sums) * 0.5, 5e-3)
+
+
+@over_ranks
 def test_8_1_refusals():
     x = torch.zeros(2, 2)
     for error, message, call in (
             (ValueError, "reduce_op is 'max'", lambda: npu.npu_mm_all_reduce_base(x, x, "ep", reduce_op="max")),
             (ValueError, "gather_index is 1", lambda: npu.npu_all_gather_base_mm(x, x, "ep", 1, gather_index=1)),
             (ValueError, "world_size is 2, but hcom is a group of 1", lambda: npu.npu_all_gather_base_mm(x, x, "ep", 2)),
-            (NotImplementedError, "dequant_scale is given", lambda: npu.npu_mm_all_reduce_base(x, x, "ep", dequant_scale=x)),
+            (NotImplementedError, "comm_quant_scale_1 is given", lambda: npu.npu_mm_all_reduce_base(x, x, "ep", comm_quant_scale_1=x)),
+            (NotImplementedError, "gmm_x is int8: this function has no scales",
+             lambda: npu.npu_gmm_alltoallv(x.to(torch.int8), x[None], "ep", 1, [2], [2])),
+            (NotImplementedError, "output_dtype is torch.float16", lambda: npu.npu_all_gather_base_mm(x, x, "ep", 1, output_dtype=torch.float16)),
+            (ValueError, "x1 is torch.float32, must be int8", lambda: npu.npu_mm_all_reduce_base(x, x, "ep", dequant_scale=x)),
+            (ValueError, "pertoken_scale is given, but dequant_scale is None", lambda: npu.npu_mm_all_reduce_base(x, x, "ep", pertoken_scale=x)),
+            (ValueError, "x2_scale has 4 elements, but x2 2 columns",
+             lambda: npu.npu_mm_reduce_scatter_base(x.to(torch.int8), x.to(torch.int8), "ep", 1, x2_scale=x)),
+            (ValueError, "x1_scale has 4 elements, but there are 2 rows",
+             lambda: npu.npu_mm_reduce_scatter_base(x.to(torch.int8), x.to(torch.int8), "ep", 1, x1_scale=x, x2_scale=x[0])),
+            (ValueError, "bias is torch.float32 of 2",
+             lambda: npu.npu_mm_all_reduce_base(x.to(torch.int8), x.to(torch.int8), "ep", bias=x[0], dequant_scale=x[0])),
             (RuntimeError, "x1 requires gradients", lambda: npu.npu_mm_all_reduce_base(x.clone().requires_grad_(), x, "ep"))):
         with pytest.raises(error, match=message):
             on_ranks(1, lambda rank, call=call: call())

@@ -413,6 +413,8 @@ def _over_ranks(name: str, a: Arguments) -> None:
     if name in ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base"):
         _one_of("world_size", a["world_size"], (2, 4, 8, 16, 32))
         _span("k of self", x.shape[-1], 256, 65534)
+        if x.dtype == torch.int8:
+            _one_of("comm_mode of int8", a["comm_mode"], ("aiv",))
         _multiple("m of self", x.shape[0], a["world_size"] if name == "npu_mm_reduce_scatter_base" else 1)
     elif name == "npu_mm_all_reduce_base":
         _span("k of x1", x.shape[-1], 1, 65535)

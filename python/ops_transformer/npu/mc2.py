@@ -8,13 +8,15 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ..matmul import pack_int
+from ._arguments import dtype_of
 from ._edge import device_function, is_tensor, missing, refuse_given, without_gradient
 from ._groups import core, group_of
-from .products import _EIGHT_BITS, _weight_only, float_product
+from .products import _EIGHT_BITS, _weight_only, float_product, scale_of
 
 _WINDOWS = ("the device writes into memory of other ranks, which kernels of theirs read without a call of this library, and CPUs have no such "
             "memory; ops_transformer.mc2 has the exchange as a call of all ranks: ")
-_INT8 = "the forms with int8 activations are not implemented"
+_INT8 = "this function has no scales for int8 activations"
 _TWO = "products over ranks have no gradients"
 
 
@@ -55,6 +57,56 @@ def _options(bias: Optional[Tensor]) -> dict:
     return {} if bias is None else {"bias": bias}
 
 
+def _packed(x2: Tensor, factor: Tensor, argument: str) -> Any:
+    """A weight of int8 with its scales, float32 of one number or [n]."""
+    k, n = x2.shape
+    if factor.numel() not in (1, n):
+        raise ValueError(f"{argument} has {factor.numel()} elements, but x2 {n} columns: must be one for each, or one")
+    return pack_int(x2.t().contiguous(), factor.reshape(-1, 1).expand(n, 1).contiguous())
+
+
+def _row_scales(argument: str, scale: Optional[Tensor], rows: int) -> dict:
+    if scale is None:
+        return {}
+    if scale.numel() != rows:
+        raise ValueError(f"{argument} has {scale.numel()} elements, but there are {rows} rows")
+    return {"x_scales": scale.float().reshape(-1).contiguous()}
+
+
+def _two_of_int8(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if is_tensor(name, tensor).dtype != torch.int8:
+            raise ValueError(f"{name} is {tensor.dtype}, must be int8 beside scales")
+
+
+def _call(x: Tensor, x2: Tensor, bias: Optional[Tensor], x1_scale: Optional[Tensor], x2_scale: Optional[Tensor],
+          output_dtype: Any) -> Tuple[Any, dict, torch.dtype]:
+    """The weight, options and dtype of the product of a gather or a reduce-scatter: floats, or int8 with scales."""
+    wanted = dtype_of("output_dtype", output_dtype, None)
+    without_gradient(_TWO, x1_scale=x1_scale, x2_scale=x2_scale)
+    if x1_scale is None and x2_scale is None:
+        _floats(self=x, x2=x2, **_options(bias))
+        if wanted not in (None, x.dtype):
+            raise NotImplementedError(f"output_dtype is {wanted}, but the forms of floats give the dtype of self, {x.dtype}")
+        options, dtype = _options(bias), x.dtype
+    else:
+        _two_of_int8(self=x, x2=x2)
+        without_gradient(_TWO, bias=bias)
+        if x2_scale is None:
+            raise ValueError("x1_scale is given, but x2_scale is None")
+        packed = x2_scale.dtype in (torch.int64, torch.uint64)
+        dtype = torch.float16 if packed else wanted or torch.bfloat16
+        if wanted not in (None, dtype):
+            raise ValueError(f"output_dtype is {wanted}, but an x2_scale of int64 gives float16")
+        if not dtype.is_floating_point:
+            raise ValueError(f"output_dtype is {dtype}, must be float16, bfloat16 or float32")
+        options = {**_options(None if bias is None else bias.float()), **_row_scales("x1_scale", x1_scale, x.shape[0])}
+    _matrices(self=x, x2=x2)
+    _meet("self", x.shape[1], x2.shape[0])
+    weight = x2.t().contiguous() if x.dtype != torch.int8 else _packed(x2, scale_of(x2_scale)[0], "x2_scale")
+    return weight, options, dtype
+
+
 @device_function
 def npu_mm_all_reduce_base(x1: Tensor, x2: Tensor, hcom: str, *, reduce_op: str = "sum", bias: Optional[Tensor] =
                            None, antiquant_scale: Optional[Tensor] = None, antiquant_offset: Optional[Tensor] = None,
@@ -67,7 +119,8 @@ def npu_mm_all_reduce_base(x1: Tensor, x2: Tensor, hcom: str, *, reduce_op: str 
                            Optional[str] = None) -> Tensor:
     """The sum over ranks of x1 x2 + bias + x3: bias and x3 of each rank are added. x1 [m, k] or [b, s, k], x2 [k, n], bias [n], x3 as the
     result, in the dtype of x1. Weight-only: x2 int8, (x2 + antiquant_offset) * antiquant_scale, which have one number, [n] or
-    [k / antiquant_group_size, n].
+    [k / antiquant_group_size, n]. With dequant_scale, one number or [n], int8 x1 and x2: the sum of
+    (x1 x2 + int32 bias) * dequant_scale [* pertoken_scale [m]] + x3, bfloat16 for a dequant_scale of that dtype, else float16.
 
     x3 costs a product with a unit matrix of n x n, as the core adds a residual of all ranks once."""
     name = "npu_mm_all_reduce_base"
@@ -76,10 +129,13 @@ def npu_mm_all_reduce_base(x1: Tensor, x2: Tensor, hcom: str, *, reduce_op: str 
     _fixed("comm_turn", comm_turn, (0,))
     refuse_given(name, _EIGHT_BITS, y_dtype=y_dtype, x1_dtype=x1_dtype, x2_dtype=x2_dtype, dequant_scale_dtype=dequant_scale_dtype,
                  pertoken_scale_dtype=pertoken_scale_dtype, group_sizes=group_sizes)
-    refuse_given(name, _INT8, dequant_scale=dequant_scale, pertoken_scale=pertoken_scale)
     refuse_given(name, "results are not sent as int8", comm_quant_scale_1=comm_quant_scale_1, comm_quant_scale_2=comm_quant_scale_2)
     if comm_quant_mode:
         missing(name, f"comm_quant_mode is {comm_quant_mode}, but results are not sent as int8")
+    if dequant_scale is not None:
+        return _int8_all_reduce(mc2, group_of("hcom", hcom), x1, x2, bias, x3, dequant_scale, pertoken_scale)
+    if pertoken_scale is not None:
+        raise ValueError("pertoken_scale is given, but dequant_scale is None")
     if antiquant_scale is not None:
         x2 = _restored(x1, x2, antiquant_scale, antiquant_offset, antiquant_group_size)
     _floats(x1=x1, x2=x2, **_options(bias), **({} if x3 is None else {"x3": x3}))
@@ -100,6 +156,36 @@ def npu_mm_all_reduce_base(x1: Tensor, x2: Tensor, hcom: str, *, reduce_op: str 
     return out.view(*x1.shape[:-1], n)
 
 
+def _int8_all_reduce(mc2: Any, ranks: Any, x1: Tensor, x2: Tensor, bias: Optional[Tensor], x3: Optional[Tensor], dequant_scale: Tensor,
+                     pertoken_scale: Optional[Tensor]) -> Tensor:
+    """Bias and x3 of the ranks are summed apart, in float32."""
+    without_gradient(_TWO, x3=x3, dequant_scale=dequant_scale, pertoken_scale=pertoken_scale)
+    _two_of_int8(x1=x1, x2=x2)
+    _matrices(x2=x2)
+    _meet("x1", x1.shape[-1], x2.shape[0])
+    dtype = torch.bfloat16 if dequant_scale.dtype == torch.bfloat16 else torch.float16
+    rows, n = x1.reshape(-1, x1.shape[-1]).contiguous(), x2.shape[1]
+    factor = scale_of(dequant_scale)[0].float()
+    options = _row_scales("pertoken_scale", pertoken_scale, rows.shape[0])
+    weight, beside = _packed(x2, factor, "dequant_scale"), None
+    if bias is not None:
+        if bias.dtype != torch.int32 or bias.numel() != n:
+            raise ValueError(f"bias is {bias.dtype} of {bias.numel()} elements, must be int32 of {n} beside dequant_scale")
+        of_row = options["x_scales"][:, None] if options else torch.ones(rows.shape[0], 1)
+        beside = bias.reshape(1, n).float() * factor.reshape(1, -1) * of_row
+    if x3 is not None:
+        if x3.shape != (*x1.shape[:-1], n) or x3.dtype != dtype:
+            raise ValueError(f"x3 is {list(x3.shape)} {x3.dtype}, but the result {[*x1.shape[:-1], n]} {dtype}")
+        beside = x3.reshape(-1, n).float() + (0 if beside is None else beside)
+    out = torch.empty(rows.shape[0], n, dtype=dtype if beside is None else torch.float32)
+    mc2.matmul_all_reduce(ranks, rows, weight, out=out, **options)
+    if beside is not None:
+        added = torch.empty_like(out)
+        mc2.matmul_all_reduce(ranks, beside.contiguous(), torch.eye(n), out=added)
+        out = (out + added).to(dtype)
+    return out.view(*x1.shape[:-1], n)
+
+
 def _restored(x1: Tensor, x2: Tensor, scale: Tensor, offset: Optional[Tensor], group_size: int) -> Tensor:
     """A weight of int8 in the dtype of x1."""
     k, n = x2.shape
@@ -117,24 +203,22 @@ def npu_all_gather_base_mm(self: Tensor, x2: Tensor, hcom: str, world_size: int,
                            0, gather_output: bool = True, comm_turn: int = 0, output_dtype: Optional[torch.dtype] =
                            None, comm_mode: Optional[str] = None) -> Tuple[Tensor, Tensor]:
     """(gathered x2 + bias, gathered): gathered [world_size * m, k] is self [m, k] of all ranks, one below another; empty without
-    gather_output. x2 [k, n], bias [n], all of one dtype, which the results have."""
+    gather_output. x2 [k, n], bias [n], all of one dtype, which the results have.
+
+    With x2_scale [n] self and x2 are int8, x1_scale [m] those of this rank's rows; the product has output_dtype, bfloat16 without it,
+    and float16 where x2_scale is int64 (npu_trans_quant_param)."""
     name = "npu_all_gather_base_mm"
     mc2 = core(name)
     _fixed("gather_index", gather_index, (0,))
     _fixed("comm_turn", comm_turn, (0,))
     _fixed("comm_mode", comm_mode, (None, "ai_cpu", "aiv"))
-    refuse_given(name, _INT8, x1_scale=x1_scale, x2_scale=x2_scale)
-    if output_dtype not in (None, self.dtype):
-        missing(name, f"output_dtype is {output_dtype}, but the forms of floats give the dtype of self, {self.dtype}")
-    _floats(self=self, x2=x2, **_options(bias))
-    _matrices(self=self, x2=x2)
-    _meet("self", self.shape[1], x2.shape[0])
+    weight, options, dtype = _call(self, x2, bias, x1_scale, x2_scale, output_dtype)
     ranks = group_of("hcom", hcom, world_size)
     m, k = self.shape
-    out = self.new_empty(world_size * m, x2.shape[1])
+    out = self.new_empty(world_size * m, x2.shape[1], dtype=dtype)
     gathered = self.new_empty((world_size * m, k) if gather_output else (0,))
     more = {"exchanged": gathered} if gather_output else {}
-    mc2.all_gather_matmul(ranks, self, x2.t().contiguous(), out=out, **more, **_options(bias))
+    mc2.all_gather_matmul(ranks, self.contiguous(), weight, out=out, **more, **options)
     return out, gathered
 
 
@@ -144,21 +228,17 @@ def npu_mm_reduce_scatter_base(self: Tensor, x2: Tensor, hcom: str, world_size: 
                                = None, comm_turn: int = 0, output_dtype: Optional[torch.dtype] = None, comm_mode:
                                Optional[str] = None) -> Tensor:
     """This rank's rows [m / world_size, n] of the sum over ranks of self x2, self [m, k], x2 [k, n]; where m does not divide, the first
-    ranks have one row more. bias [n], zeros on the device, is added once, and must be the same on all ranks."""
+    ranks have one row more. bias [n], zeros on the device, is added once, and must be the same on all ranks. int8 as in
+    npu_all_gather_base_mm; scales count before ranks are summed."""
     name = "npu_mm_reduce_scatter_base"
     mc2 = core(name)
     _fixed("reduce_op", reduce_op, ("sum",))
     _fixed("comm_turn", comm_turn, (0,))
     _fixed("comm_mode", comm_mode, (None, "ai_cpu", "aiv"))
-    refuse_given(name, _INT8, x1_scale=x1_scale, x2_scale=x2_scale)
-    if output_dtype not in (None, self.dtype):
-        missing(name, f"output_dtype is {output_dtype}, but the forms of floats give the dtype of self, {self.dtype}")
-    _floats(self=self, x2=x2, **_options(bias))
-    _matrices(self=self, x2=x2)
-    _meet("self", self.shape[1], x2.shape[0])
+    weight, options, dtype = _call(self, x2, bias, x1_scale, x2_scale, output_dtype)
     ranks = group_of("hcom", hcom, world_size)
-    out = self.new_empty(_shares(self.shape[0], world_size)[ranks.rank], x2.shape[1])
-    mc2.matmul_reduce_scatter(ranks, self, x2.t().contiguous(), out=out, **_options(bias))
+    out = self.new_empty(_shares(self.shape[0], world_size)[ranks.rank], x2.shape[1], dtype=dtype)
+    mc2.matmul_reduce_scatter(ranks, self.contiguous(), weight, out=out, **options)
     return out
 
 
