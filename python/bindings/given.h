@@ -14,7 +14,11 @@ namespace opst::python {
 
 // Weights of several ranks, one behind another: what matmul_all_to_all takes.
 struct PackedParts {
-  std::variant<std::vector<PackedWeight>, std::vector<PackedIntWeight>> parts;
+  using Parts = std::variant<std::vector<PackedWeight>, std::vector<PackedIntWeight>>;
+  explicit PackedParts(Parts all) : parts(std::move(all)) {}
+  PackedParts(PackedParts&&) = default;  // no copies: a packed weight has none
+
+  Parts parts;
 };
 
 // Views and packed weights, or options, by name. Who is absent was not given.

@@ -143,10 +143,7 @@ void grouped_of_ranks(Context& context, Communicator& ranks, const Given& in, co
 void layer(Context& context, Communicator& ranks, const Given& in, const Given& o, const Given& out) {
   const std::vector<int64_t> experts = sizes(o, "experts");
   const ExpertShardOptions shards = {experts, o.option<int64_t>("tile_rows")};
-  const MoeLayerOutputs outputs = {.out = out.output("out"),
-                                   .topk_ids = out.output("topk_ids"),
-                                   .topk_weights = out.output("topk_weights"),
-                                   .expert_tokens = out.output("expert_tokens")};
+  const MoeLayerOutputs outputs = {.out = out.output("out"), .expert_tokens = out.output("expert_tokens")};
   run([&, inputs = layer_inputs(in), options = layer_options(o)] {
     return moe_layer_forward(context, ranks, inputs, outputs, options, shards);
   });

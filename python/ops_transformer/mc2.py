@@ -24,7 +24,6 @@ from ._calls import of_the_core, public
 from ._context import Context, default_context
 from ._core import Communicator, PackedIntWeight, PackedParts, PackedWeight, RankMemory
 from ._moe_layer import LAYER_FIELDS, layer_call
-from ._moe_results import Layer
 from ._ranks import (allocate_shared, create_memory, create_threads, from_group, from_mpi4py, join, pack_columns, pack_columns_blocks,
                      pack_columns_int)
 
@@ -198,7 +197,7 @@ def _room(x: Any, out: Any, capacity: Optional[int], width: int, dtype: str) -> 
     return new
 
 
-def _arrived(x: Any, out: Any, experts: int, sources: int) -> Tuple[Any, Any]:
+def _arrived(x: Any, experts: int, sources: int) -> Tuple[Any, Any]:
     return empty(x, (experts,), "i64"), empty(x, (experts, sources), "i64")
 
 
@@ -219,7 +218,7 @@ def moe_dispatch(communicator: Communicator, x: Any, topk_ids: Any, num_experts:
     tensor, shards = rank(view(x), x, 2, "[tokens, hidden]"), _sizes(experts, "experts")
     rows = _room(x, out, capacity, tensor.shape[1], tensor.dtype)
     owned = shards if len(shards) == communicator.world_size else _shares(num_experts, communicator)
-    tokens = _arrived(x, rows, max(owned[communicator.rank], 0), communicator.world_size)
+    tokens = _arrived(x, max(owned[communicator.rank], 0), communicator.world_size)
     _call("moe_dispatch", context, communicator, {"x": x, "topk_ids": topk_ids},
           {"experts": shards, "num_experts": num_experts, "tile_rows": tile_rows},
           {"rows": rows, "expert_tokens": tokens[0], "rank_tokens": tokens[1]})
@@ -292,12 +291,12 @@ def moe_layer_forward(communicator: Communicator, x: Any, gate_up: Any, down: An
                       kept_groups: int = 1, group_score: str = "max", nan_is_error: bool = False, shared_gate_up: Any = None,
                       shared_down: Any = None, shared_gate: Any = None, residual: Any = None, num_experts: Optional[int] = None,
                       int8_activations: bool = False, experts: Any = None, tile_rows: int = 0, out: Any = None,
-                      return_routes: bool = False, context: Optional[Context] = None) -> Any:
+                      return_expert_tokens: bool = False, context: Optional[Context] = None) -> Any:
     """moe.moe_layer of this rank's tokens with experts that are spread over the ranks, with the bits that it has with
     batch_invariant=True where one process has all experts.
 
     gate_up, down, their biases: of this rank's E_r experts. logits [tokens, E] and num_experts count those of all ranks; the shared expert
-    is whole on every rank. return_routes: a moe.Layer, expert_tokens of my experts. Other options: moe.moe_layer.
+    is whole on every rank. return_expert_tokens: (out, int64 [E_r]), slots of each of my experts. Other options: moe.moe_layer.
     """
     given = {"x": x, "gate_up": gate_up, "down": down, "logits": logits, "top_k": top_k, "topk_ids": topk_ids, "topk_weights": topk_weights,
              "up": None, "gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation, "scores": scores,
@@ -310,17 +309,13 @@ def moe_layer_forward(communicator: Communicator, x: Any, gate_up: Any, down: An
     tensor = inputs["x"]
     out = empty(x, tensor.shape, tensor.dtype) if out is None else out
     outputs = {"out": output(out)}
-    ids = weights = tokens = None
-    if return_routes:
+    if return_expert_tokens:
         stack = inputs["gate_up"]
         tokens = empty(x, (stack.count if isinstance(stack, _PACKED) else stack.shape[0],), "i64")
         outputs["expert_tokens"] = output(tokens)
-        if logits is not None:
-            ids, weights = empty(x, (tensor.shape[0], top_k), "i32"), empty(x, (tensor.shape[0], top_k), "f32")
-            outputs.update(topk_ids=output(ids), topk_weights=output(weights))
     of_the_core(_core.moe_layer_of_ranks, LAYER_FIELDS, context or default_context(), communicator, inputs,
                 {**options, "experts": _sizes(experts, "experts"), "tile_rows": tile_rows}, outputs)
-    return Layer(out, ids, weights, tokens) if return_routes else out
+    return (out, tokens) if return_expert_tokens else out
 
 
 @public
@@ -343,7 +338,7 @@ def attention_to_ffn(communicator: Communicator, x: Any, topk_ids: Any = None, *
         owned = 1
     else:
         owned = shards[place] if len(shards) == networks else _core.share_of(num_experts, networks, place)
-    tokens = _arrived(x, rows, max(owned, 0), max(attention_ranks, 0))
+    tokens = _arrived(x, max(owned, 0), communicator.world_size)
     _call("attention_to_ffn", context, communicator, {"x": x, "topk_ids": topk_ids, "weight": packed, "bias": bias},
           {"attention_ranks": attention_ranks, "num_experts": num_experts, "experts": shards, "tile_rows": tile_rows},
           {"rows": rows, "expert_tokens": tokens[0], "rank_tokens": tokens[1]})

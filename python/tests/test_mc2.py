@@ -15,10 +15,10 @@ from ops_transformer.flash_attention import flash_attention
 WORLDS = (1, 2, 3)
 
 
-def on_threads(world_size, work, **options):
-    """What work(communicator, context) gives on each rank, or the error of the lowest rank that has one."""
+def errors_and_results(world_size, work, **options):
+    """Of each rank what work(communicator, context) raises, and what it gives."""
     ranks = mc2.create_threads(world_size, **{"timeout_seconds": 20.0, **options})
-    found, errors = [None] * world_size, [None] * world_size
+    errors, found = [None] * world_size, [None] * world_size
 
     def body(rank):
         try:
@@ -30,7 +30,13 @@ def on_threads(world_size, work, **options):
         thread.start()
     for thread in threads:
         thread.join()
-    return found if not any(errors) else errors
+    return errors, found
+
+
+def on_threads(world_size, work, **options):
+    errors, found = errors_and_results(world_size, work, **options)
+    assert not any(errors), errors
+    return found
 
 
 def shares(n, parts):
@@ -159,11 +165,9 @@ def test_the_layer_of_experts_has_the_bits_of_one_process(rng):
 
     def work(ranks, context):
         own, mine = (slice(0, 3), slice(3, 5))[ranks.rank], slice(tokens * ranks.rank, tokens * (ranks.rank + 1))
-        return mc2.moe_layer_forward(ranks, x[mine], gate_up[own], down[own], logits[mine], 2, return_routes=True, context=context, **more)
-    found = on_threads(2, work)
-    for field in range(3):
-        assert (np.concatenate([layer[field] for layer in found]) == want[field]).all()
-    assert (np.concatenate([layer.expert_tokens for layer in found]) == want.expert_tokens).all()
+        return mc2.moe_layer_forward(ranks, x[mine], gate_up[own], down[own], logits[mine], 2, return_expert_tokens=True, context=context, **more)
+    out, expert_tokens = (np.concatenate(parts) for parts in zip(*on_threads(2, work)))
+    assert (out == want.out).all() and (expert_tokens == want.expert_tokens).all()
 
 
 @pytest.mark.parametrize("experts", (False, True))
@@ -245,10 +249,10 @@ def test_torch_tensors_and_those_that_require_gradients():
 
 def test_what_goes_wrong_is_said_on_all_ranks(rng):
     x, w = random(rng, 4, 8), random(rng, 6, 8)
-    mismatch = on_threads(2, lambda ranks, context: mc2.matmul_all_reduce(ranks, x[:, :8], w[:6 - ranks.rank], context=context))
+    mismatch, _ = errors_and_results(2, lambda ranks, context: mc2.matmul_all_reduce(ranks, x[:, :8], w[:6 - ranks.rank], context=context))
     assert all(isinstance(error, RuntimeError) for error in mismatch)
     assert all("6" in str(error) and "5" in str(error) for error in mismatch), mismatch
-    refused = on_threads(2, lambda ranks, context: mc2.matmul_all_reduce(ranks, x[:, :8 - ranks.rank], w, context=context))
+    refused, _ = errors_and_results(2, lambda ranks, context: mc2.matmul_all_reduce(ranks, x[:, :8 - ranks.rank], w, context=context))
     assert isinstance(refused[1], ValueError) and "7" in str(refused[1]) and "8" in str(refused[1])
     assert isinstance(refused[0], RuntimeError) and "rank 1" in str(refused[0])
 
