@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "given.h"
 #include "opst/grouped_matmul.h"
 #include "opst/quant.h"
 #include "view.h"
@@ -22,9 +23,6 @@ Activation parse_activation(const std::string& name) {
         "activation is \"" + name + "\", must be one of none, silu, gelu_erf, gelu_tanh, swiglu, swiglu_swapped");
 }
 
-namespace {
-
-// Bytes of a file's matrix: u8 of any shape, contiguous.
 QuantMatrix quant_matrix(const View& bytes, const std::string& format, int64_t rows, int64_t cols) {
   const std::optional<QuantFormat> parsed = parse_quant_format(format);
   if (!parsed) raise(PyExc_ValueError, "format is \"" + format + "\", which is no block format");
@@ -38,6 +36,8 @@ QuantMatrix quant_matrix(const View& bytes, const std::string& format, int64_t r
 IntMatrix int_matrix(const View& q, const View& scales, const View* zeros) {
   return {.q = q.input(), .scales = scales.input(), .zeros = input_or_empty(zeros)};
 }
+
+namespace {
 
 // The matrices of a file's mixture, one behind another: the bytes in as many equal parts.
 std::vector<QuantMatrix> quant_matrices(const View& bytes, const std::string& format, int64_t count, int64_t rows,

@@ -14,5 +14,6 @@ NB_MODULE(_core, module) {
   bind_matmul(module);
   bind_kv_cache(module);
   bind_moe(module);
+  bind_mc2(module);
   bind_model(module);
 }

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include "given.h"
 #include "opst/moe_layer.h"
 #include "view.h"
 
@@ -20,32 +21,7 @@ GroupScore parse_group_score(const std::string& name) {
   raise(PyExc_ValueError, "group_score is \"" + name + "\", must be one of max, top2_sum");
 }
 
-// Arguments of a layer by name: views and packed weights, or options. Who is absent was not given.
-class Given {
- public:
-  explicit Given(const nb::dict& values) : values_(values) {}
-
-  ConstTensor input(const char* name) const { return input_or_empty(view(name)); }
-  Tensor output(const char* name) const { return output_or_empty(view(name), name); }
-  GroupedWeight weight(const char* name) const {
-    if (!values_.contains(name)) return ConstTensor();
-    const nb::object value = values_[name];
-    if (nb::isinstance<PackedWeight>(value)) return nb::cast<const PackedWeight&>(value);
-    if (nb::isinstance<PackedIntWeight>(value)) return nb::cast<const PackedIntWeight&>(value);
-    return input(name);
-  }
-  template <class T>
-  T option(const char* name) const {
-    return nb::cast<T>(values_[name]);
-  }
-
- private:
-  const View* view(const char* name) const {
-    return values_.contains(name) ? nb::cast<const View*>(values_[name]) : nullptr;
-  }
-
-  const nb::dict& values_;
-};
+}  // namespace
 
 MoeLayerInputs layer_inputs(const Given& in) {
   return {.x = in.input("x"),
@@ -84,6 +60,8 @@ MoeLayerOptions layer_options(const Given& o) {
           .expert_begin = o.option<int64_t>("expert_begin"),
           .expert_end = o.option<int64_t>("expert_end")};
 }
+
+namespace {
 
 void bind_layer(nb::module_& module) {
   using nb::arg;

@@ -94,6 +94,7 @@ void bind_rowwise(nb::module_& module);
 void bind_matmul(nb::module_& module);
 void bind_kv_cache(nb::module_& module);
 void bind_moe(nb::module_& module);
+void bind_mc2(nb::module_& module);
 void bind_model(nb::module_& module);
 
 }  // namespace opst::python

@@ -6,7 +6,7 @@
     q = k = v = np.random.rand(1, 8, 4096, 64).astype(np.float32)
     out = flash_attention(q, k, v, causal=True)
 
-Operators: flash_attention, rowwise, matmul, moe, quant, kv_cache. `Model` runs a language model of a GGUF file.
+Operators: flash_attention, rowwise, matmul, moe, quant, kv_cache, and mc2 between ranks. `Model` runs a language model of a GGUF file.
 `ops_transformer.torch` is the drop-in for torch's scaled_dot_product_attention, `ops_transformer.hf` the attention of
 the package transformers, `ops_transformer.npu` the functions of torch_npu on CPU tensors, `ops_transformer.flash_attn` those of
 flash_attn, `ops_transformer.articles` the samples of articles; these five alone import torch. Submodules are imported when they are first named:
@@ -30,4 +30,5 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return sorted({*globals(), "articles", "flash_attention", "flash_attn", "hf", "kv_cache", "matmul", "moe", "npu", "quant", "rowwise", "torch"})
+    return sorted({*globals(), "articles", "flash_attention", "flash_attn", "hf", "kv_cache", "matmul", "mc2", "moe", "npu", "quant", "rowwise",
+                   "torch"})

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Optional, TypeVar
 import numpy as np
 
 from ._arrays import is_torch, short
-from ._core import Context, PackedIntWeight, PackedWeight
+from ._core import Communicator, Context, PackedIntWeight, PackedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,6 +108,7 @@ def _sections(name: str, value: Any) -> Any:
 _KINDS: Dict[str, Callable[[str, Any], Any]] = {
     "int": _integer, "float": _number, "bool": _truth, "str": _text,
     "Context": _instance(Context, "a Context of ops_transformer"),
+    "Communicator": _instance(Communicator, "a Communicator of ops_transformer.mc2"),
     "PackedIntWeight": _packed_int("matmul.pack_int", "matmul.matmul"),
     "PackedIntStack": _packed_int("matmul.pack_int_stack", "matmul.grouped_matmul"),
     "PackedWeight": _instance(PackedWeight, "a PackedWeight, what matmul.pack gives"),

@@ -35,7 +35,13 @@ EVERYWHERE = by_name(SCORE, GRAD, PLAIN, PAGED)
 RESULT = "a result: the function gives all of them back"
 GRAPH = "graphs of operators are not in Python"
 LAYER = "moe.moe_layer"
-RANKS = "operators between ranks are not in Python yet"
+PRODUCTS = [f"mc2.{name}" for name in ("matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter",
+                                       "matmul_all_reduce")]
+SUMS, HEADS = PRODUCTS[3:], ("mc2.sequence_to_heads", "mc2.heads_to_sequence")
+RING = ("mc2.ring_attention_forward", "mc2.ring_attention_backward")
+DISPATCH, COMBINE, SHARED_LAYER = "mc2.moe_dispatch", "mc2.moe_combine", "mc2.moe_layer_forward"
+GROUPED = ("mc2.all_to_allv_grouped_matmul", "mc2.grouped_matmul_all_to_allv")
+TO_FFN, TO_ATTENTION = "mc2.attention_to_ffn", "mc2.ffn_to_attention"
 
 
 def each(names, where):
@@ -141,18 +147,25 @@ LIST = {
                         "activations": named("int8_activations", LAYER),
                         "gating": lambda field: [(LAYER, name) for name in fields_of("MoeGatingOptions")]},
     "MoeLayerGradients": each("x logits topk_weights gate_up down gate_up_bias down_bias shared_gate_up shared_down shared_gate", RESULT),
-    "CommunicatorOptions": each("timeout_seconds staging_bytes shared_bytes direct_stores", RANKS),
-    "Mc2Options": each("bias x_scales residual activations rows inputs exchanged tile_rows", RANKS),
-    "HeadShardOptions": each("rows heads tile_rows", RANKS),
-    "RingAttentionOptions": each("softmax_scale causal window_left window_right softcap order rows tile_rows", RANKS),
-    "RingAttentionInputs": each("query key value", RANKS),
-    "ExpertShardOptions": each("experts tile_rows", RANKS),
-    "MoeDispatchOutputs": each("rows expert_tokens rank_tokens", RANKS),
-    "MoeCombineInputs": each("rows topk_ids topk_weights residual", RANKS),
-    "GroupedExchangeOptions": each("shards bias activation activations x_scales exchanged", RANKS),
-    "AttentionFfnOptions": each("attention_ranks num_experts experts tile_rows", RANKS),
-    "AttentionToFfnInputs": each("x topk_ids weight bias", RANKS),
-    "FfnToAttentionInputs": each("combine weight bias", RANKS),
+    "CommunicatorOptions": {"timeout_seconds": by_name("mc2.create_threads", "mc2.join", "mc2.from_group", "mc2.from_mpi4py"),
+                            "staging_bytes": by_name("mc2.create_threads", "mc2.create_memory", "mc2.from_group", "mc2.from_mpi4py"),
+                            "shared_bytes": by_name("mc2.create_memory", "mc2.from_group", "mc2.from_mpi4py"),
+                            "direct_stores": by_name("mc2.create_threads", "mc2.join", "mc2.from_group", "mc2.from_mpi4py")},
+    "Mc2Options": {"bias": by_name(*PRODUCTS), "x_scales": by_name(PRODUCTS[0], *PRODUCTS[2:]), "residual": by_name(*SUMS),
+                   "activations": named("int8_activations", *PRODUCTS), "rows": by_name(*PRODUCTS[:4]),
+                   "inputs": by_name(PRODUCTS[1]), "exchanged": by_name(*PRODUCTS[1:3]), "tile_rows": by_name(*PRODUCTS)},
+    "HeadShardOptions": each("rows heads tile_rows", by_name(*HEADS)),
+    "RingAttentionOptions": each("softmax_scale causal window_left window_right softcap order rows tile_rows", by_name(*RING)),
+    "RingAttentionInputs": each("query key value", by_name(*RING)),
+    "ExpertShardOptions": each("experts tile_rows", by_name(DISPATCH, COMBINE, SHARED_LAYER, *GROUPED)),
+    "MoeDispatchOutputs": {"rows": named("out", DISPATCH, TO_FFN), **each("expert_tokens rank_tokens", RESULT)},
+    "MoeCombineInputs": each("rows topk_ids topk_weights residual", by_name(COMBINE, TO_ATTENTION)),
+    "GroupedExchangeOptions": {"shards": named("experts", *GROUPED), "bias": by_name(*GROUPED),
+                               "activations": named("int8_activations", *GROUPED),
+                               **each("activation x_scales exchanged", by_name(GROUPED[0]))},
+    "AttentionFfnOptions": each("attention_ranks num_experts experts tile_rows", by_name(TO_FFN, TO_ATTENTION)),
+    "AttentionToFfnInputs": each("x topk_ids weight bias", by_name(TO_FFN)),
+    "FfnToAttentionInputs": {"combine": named("rows", TO_ATTENTION), **each("weight bias", by_name(TO_ATTENTION))},
     "LayerNormNodeOptions": each("eps weight bias", GRAPH),
 }
 
