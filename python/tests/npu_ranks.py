@@ -1,6 +1,5 @@
-"""Ranks as threads, for tests of ops_transformer.npu between ranks; skipped where a build has no ops_transformer.mc2."""
+"""Ranks as threads, for tests of ops_transformer.npu between ranks."""
 
-import importlib.util
 import threading
 
 import numpy as np
@@ -8,16 +7,13 @@ import pytest
 import torch
 
 import ops_transformer.npu as npu
+from ops_transformer import mc2
 
-HAS_MC2 = importlib.util.find_spec("ops_transformer.mc2") is not None
-over_ranks = pytest.mark.skipif(not HAS_MC2, reason="this build has no ops_transformer.mc2")
 worlds = pytest.mark.parametrize("world", (1, 2, 3))
 
 
 def on_ranks(world, call):
     """What call(rank) gives on each rank, all in threads, with the group "ep"; the first error that a rank ran into."""
-    from ops_transformer import mc2
-
     results, errors = [None] * world, []
 
     def work(rank, communicator):

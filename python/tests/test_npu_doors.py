@@ -295,7 +295,7 @@ def test_a_case_leaves_its_tensors_alone(seeded):
 def test_what_is_not_implemented_says_so():
     x = torch.zeros(4, 4)
     calls = {
-        "npu_ffn_to_attention: products fused with communication": lambda: npu.npu_ffn_to_attention(x, x, x, x, x, x, "group", 1, [1], [1]),
+        "npu_ffn_to_attention: the device writes into memory of other ranks": lambda: npu.npu_ffn_to_attention(x, x, x, x, x, x, "group", 1, [1], [1]),
         "npu_moe_token_permute: padded_mode": lambda: npu.npu_moe_token_permute(x, torch.zeros(4, 1, dtype=torch.int64), padded_mode=True),
         "npu_moe_gating_top_k: input_ids": lambda: npu.npu_moe_gating_top_k(x, 2, input_ids=x, tid2eid=x),
         "npu_scatter_pa_kv_cache: compress_lens": lambda: npu.npu_scatter_pa_kv_cache(x, x, x, x, x, compress_lens=x),

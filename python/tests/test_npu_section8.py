@@ -4,7 +4,6 @@ Ranks are threads. What needs the core's products between ranks is skipped where
 """
 
 import inspect
-import pathlib
 import threading
 
 import numpy as np
@@ -13,12 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import ops_transformer.npu as npu  # noqa: E402
 from npu_model import near  # noqa: E402
-from npu_ranks import HAS_MC2, draws, on_ranks, over_ranks, tensors, worlds  # noqa: E402
-
-SIGNATURES = pathlib.Path(__file__).with_name("npu_signatures.txt").read_text(encoding="utf-8").splitlines()
-MC2 = [line.partition("(")[0] for line in SIGNATURES
-       if line.startswith(("npu_mm_", "npu_all_", "npu_matmul_all", "npu_alltoallv", "npu_gmm_alltoallv", "npu_attention_to_ffn", "npu_ffn_to",
-                           "npu_moe_distribute"))]
+from npu_ranks import draws, on_ranks, tensors, worlds  # noqa: E402
 
 
 class Named:
@@ -65,13 +59,11 @@ def test_8_groups_of_torch(monkeypatch):
 
     made = []
 
-    class Core:
-        @staticmethod
-        def from_group(group):
-            made.append(group)
-            return Named(0, 1)
+    def from_group(group):
+        made.append(group)
+        return Named(0, 1)
 
-    monkeypatch.setattr(_groups, "core", lambda name: Core)
+    monkeypatch.setattr(_groups.mc2, "from_group", from_group)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         group = torch.distributed.group.WORLD
@@ -84,16 +76,11 @@ def test_8_groups_of_torch(monkeypatch):
         _groups._of_torch.clear()
 
 
-@pytest.mark.parametrize("name", MC2)
-def test_8_communication_says_what_is_missing(name):
-    """Without the core's products between ranks everything; with them the functions whose results stand in memory of other ranks."""
-    windows = name in ("npu_attention_to_ffn", "npu_ffn_to_attention")
-    if HAS_MC2 and not windows:
-        pytest.skip("this build has the function")
+@pytest.mark.parametrize("name", ("npu_attention_to_ffn", "npu_ffn_to_attention"))
+def test_8_3_results_in_memory_of_other_ranks_are_refused(name):
     function = getattr(npu, name)
     needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    what = "the device writes into memory of other ranks" if HAS_MC2 else "products fused with communication are not in Python yet"
-    with pytest.raises(NotImplementedError, match=f"{name}: {what}"):
+    with pytest.raises(NotImplementedError, match=f"{name}: the device writes into memory of other ranks"):
         function(*[torch.zeros(1)] * len(needed))
 
 
@@ -117,7 +104,6 @@ def test_8_strict_limits():
 # ---- 8.1 -------------------------------------------------------------------------------------------------------------
 
 
-@over_ranks
 @worlds
 def test_8_1_all_reduce(world):
     x, w, b, r = draws(1, world, 7, 5), draws(2, world, 5, 6), draws(3, world, 6), draws(4, world, 7, 6)
@@ -132,7 +118,6 @@ def test_8_1_all_reduce(world):
         near(out, want[None], 1e-5)
 
 
-@over_ranks
 @worlds
 def test_8_1_gather_and_scatter(world):
     x, w = draws(1, world, 7, 5), draws(2, world, 5, 6)
@@ -146,7 +131,6 @@ def test_8_1_gather_and_scatter(world):
         near(out, part, 1e-5)
 
 
-@over_ranks
 @worlds
 def test_8_1_all_to_all(world):
     x, (w, v), (b,) = draws(1, world, 7, 5), (draws(2, 1, 5, 6)[0], draws(3, 1, 5 * world, 4)[0]), draws(4, 1, 6)
@@ -159,7 +143,6 @@ def test_8_1_all_to_all(world):
         near(out, joined @ v, 1e-5)
 
 
-@over_ranks
 @worlds
 def test_8_1_int8_gather_and_scatter(world):
     """x1_scale of this rank's rows, x2_scale of columns; the dtypes of the product."""
@@ -187,7 +170,6 @@ def test_8_1_int8_gather_and_scatter(world):
         near(out, np.concatenate(x).astype(np.float64) @ w[0] * 0.5, 1e-3)
 
 
-@over_ranks
 @worlds
 def test_8_1_int8_all_reduce(world):
     """int32 bias before the scales, x3 behind them, both of every rank."""
@@ -208,7 +190,6 @@ def test_8_1_int8_all_reduce(world):
         near(out, sum(sums) * 0.5, 5e-3)
 
 
-@over_ranks
 def test_8_1_refusals():
     x = torch.zeros(2, 2)
     for error, message, call in (
@@ -235,7 +216,6 @@ def test_8_1_refusals():
 # ---- 8.2 -------------------------------------------------------------------------------------------------------------
 
 
-@over_ranks
 @worlds
 def test_8_2_rows_to_experts_and_back(world):
     experts, sent = 2, np.random.default_rng(world).integers(0, 4, (world, world, 2))

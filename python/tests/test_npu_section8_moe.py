@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import ops_transformer.npu as npu  # noqa: E402
 from npu_model import near  # noqa: E402
-from npu_ranks import draws, on_ranks, over_ranks, tensors, worlds  # noqa: E402
+from npu_ranks import draws, on_ranks, tensors, worlds  # noqa: E402
 
 K, H = 2, 6
 spreads = pytest.mark.parametrize("world, shared, shared_ranks", [(1, 1, 0), (2, 1, 0), (2, 1, 1), (3, 1, 0), (3, 1, 1), (3, 2, 2), (3, 1, 2)])
@@ -94,7 +94,6 @@ def valid(got, want):
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
 
-@over_ranks
 @spreads
 def test_8_4_dispatch(world, shared, shared_ranks):
     ranks = Ranks(world, shared, shared_ranks)
@@ -113,7 +112,6 @@ def test_8_4_dispatch(world, shared, shared_ranks):
             assert (experts.dtype, receive.dtype, places.dtype) == (torch.int64, torch.int32, torch.int32)
 
 
-@over_ranks
 @worlds
 def test_8_4_dispatch_hides(world):
     """x_active_mask of tokens, in v2 of slots; ranks with other numbers of tokens, which global_bs says."""
@@ -133,7 +131,6 @@ def test_8_4_dispatch_hides(world):
         assert assist.shape == (128 * len(rows),) and assist.dtype == torch.int32
 
 
-@over_ranks
 @spreads
 def test_8_4_quantised_rows(world, shared, shared_ranks):
     """int8 rows of x * scales[expert], largest / 127 beside them, and expert_scales."""
@@ -156,7 +153,6 @@ def test_8_4_quantised_rows(world, shared, shared_ranks):
             assert not rows[n:].any() and not dynamic[n:].any()
 
 
-@over_ranks
 @worlds
 def test_8_4_packed_rows(world):
     """int32 rows pass as they are, with the scale of their token."""
@@ -174,7 +170,6 @@ def test_8_4_packed_rows(world):
 # ---- combine ---------------------------------------------------------------------------------------------------------
 
 
-@over_ranks
 @spreads
 def test_8_4_combine(world, shared, shared_ranks):
     """Weighted sums; shared experts and shared_expert_x count once each, without weights; hidden tokens."""
@@ -193,7 +188,6 @@ def test_8_4_combine(world, shared, shared_ranks):
         near(out, ranks.combined(rank) + beside[rank], 1e-5)
 
 
-@over_ranks
 @worlds
 def test_8_4_special_experts(world):
     """Ids behind the routed ones: a zero expert, two copies, two constants; weights count for them too; bfloat16 rows."""
@@ -226,7 +220,6 @@ def test_8_4_special_experts(world):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@over_ranks
 def test_8_4_refusals():
     ranks = Ranks(1)
     x, ids, weights = tensors((ranks.x[0], ranks.ids[0], ranks.weights[0]))

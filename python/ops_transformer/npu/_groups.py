@@ -7,7 +7,7 @@ from typing import Any, Dict, NoReturn, Tuple
 
 import torch
 
-from ._edge import missing
+from .. import mc2
 
 _of_thread = threading.local()
 _of_process: Dict[str, Any] = {}
@@ -50,15 +50,6 @@ def group_of(argument: str, group: Any, world_size: int = 0) -> Any:
     return found
 
 
-def core(function: str) -> Any:
-    """The module of the core's products with communication; NotImplementedError where this build has none."""
-    try:
-        from .. import mc2
-    except ImportError:
-        missing(function, "products fused with communication are not in Python yet")
-    return mc2
-
-
 def _is_communicator(value: Any) -> bool:
     return hasattr(value, "world_size") and hasattr(value, "rank") and not callable(value.rank)
 
@@ -90,5 +81,5 @@ def _from_torch(group: Any) -> Any:
     with _lock:
         known = _of_torch.get(group.group_name)
         if known is None or known[0] is not group:
-            known = _of_torch[group.group_name] = (group, core("from_group").from_group(group))
+            known = _of_torch[group.group_name] = (group, mc2.from_group(group))
         return known[1]

@@ -11,8 +11,9 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from .. import mc2
 from ._edge import device_function, is_tensor, missing, refuse_given, without_gradient
-from ._groups import core, group_of
+from ._groups import group_of
 from .activation import npu_dynamic_quant
 
 _GRADIENTS = "rows between ranks have none"
@@ -125,14 +126,11 @@ def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int8)
 
 
-def _to_experts(spread: _Spread, name: str, x: Tensor, ids: Tensor, capacity: int) -> Tuple[Tensor, Tensor, Tensor]:
+def _to_experts(spread: _Spread, x: Tensor, ids: Tensor, capacity: int) -> Tuple[Tensor, Tensor, Tensor]:
     """(rows [capacity, columns], rows of each expert, rows of each expert from each rank)."""
     rows = x.new_zeros(capacity, x.shape[1])
-    of_experts = torch.zeros(spread.local, dtype=torch.int64)
-    of_ranks = torch.zeros(spread.local, spread.group.world_size, dtype=torch.int64)
-    core(name).moe_dispatch(spread.group, x.contiguous(), ids, sum(spread.experts), rows=rows, expert_tokens=of_experts, rank_tokens=of_ranks,
-                            experts=spread.experts)
-    return rows, of_experts, of_ranks
+    found = mc2.moe_dispatch(spread.group, x.contiguous(), ids, sum(spread.experts), out=rows, experts=spread.experts)
+    return rows, found.expert_tokens, found.rank_tokens
 
 
 def _quantised(spread: _Spread, x: Tensor, expert_ids: Tensor, scales: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
@@ -178,13 +176,13 @@ def _dispatch(name: str, spread: _Spread, x: Tensor, expert_ids: Tensor, *, scal
     capacity = spread.rows(_tokens_of_each_rank(spread, tokens, global_bs), top_k)
     if beside:  # scales travel behind the bytes of their rows
         payload = torch.cat([_bytes(rows.flatten(0, 1)), *(_bytes(b.reshape(-1, 1)) for b in beside)], 1)
-        arrived, of_experts, of_ranks = _to_experts(spread, name, payload, ids.reshape(-1, 1), capacity)
+        arrived, of_experts, of_ranks = _to_experts(spread, payload, ids.reshape(-1, 1), capacity)
         width = payload.shape[1] - 4 * len(beside)
         expand_x = arrived[:, :width].clone(memory_format=torch.contiguous_format).view(rows.dtype)
         columns = arrived[:, width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         scale_of = [column.contiguous() for column in columns.unbind(1)]
     else:
-        expand_x, of_experts, of_ranks = _to_experts(spread, name, x, ids, capacity)
+        expand_x, of_experts, of_ranks = _to_experts(spread, x, ids, capacity)
         scale_of = []
     expand_scales = scale_of.pop() if expert_scales is not None else torch.empty(0)
     totals = of_ranks.reshape(-1).cumsum(0).int()
@@ -210,7 +208,6 @@ def npu_moe_distribute_dispatch(x: Tensor, expert_ids: Tensor, group_ep: str, ep
     token. expert_token_nums int64: rows of each local expert, or with type 0 running totals. ep_recv_counts int32 [local experts * ranks]:
     running totals by expert, then rank. expand_scales [A]: expert_scales [BS, K] of the rows, 1 for shared experts, without them empty."""
     name = "npu_moe_distribute_dispatch"
-    core(name)
     spread = _spread(name, group_ep, ep_world_size, ep_rank_id, moe_expert_num, tp_world_size, expert_shard_type, shared_expert_num,
                      shared_expert_rank_num)
     return _dispatch(name, spread, x, expert_ids, scales=scales, x_active_mask=x_active_mask, expert_scales=expert_scales, quant_mode=quant_mode,
@@ -239,7 +236,6 @@ def npu_moe_distribute_dispatch_v2(x: Tensor, expert_ids: Tensor, group_ep: str,
     expert_ids. x_active_mask may be [BS, K]; a token goes to shared experts where it has a slot that is not hidden. Ids from
     moe_expert_num on are of zero, copy and const experts, in this order, and go nowhere. comm_alg has no effect."""
     name = "npu_moe_distribute_dispatch_v2"
-    core(name)
     refuse_given(name, _ELASTIC, elastic_info=elastic_info)
     refuse_given(name, _TIMES, performance_info=performance_info)
     refuse_given(name, _DTYPES, y_dtype=y_dtype, x_dtype=x_dtype, scales_dtype=scales_dtype)
@@ -280,7 +276,7 @@ def _combine(name: str, spread: _Spread, expand_x: Tensor, expert_ids: Tensor, e
     out = expand_x.new_empty(tokens, expand_x.shape[1])
     slot_weights = torch.cat([weights, weights.new_ones(tokens, spread.shared)], 1)
     options = {} if residual is None else {"residual": residual.contiguous()}
-    core(name).moe_combine(spread.group, expand_x.contiguous(), ids, sum(spread.experts), topk_weights=slot_weights, out=out, experts=spread.experts,
+    mc2.moe_combine(spread.group, expand_x.contiguous(), ids, sum(spread.experts), topk_weights=slot_weights, out=out, experts=spread.experts,
                            **options)
     return out
 
@@ -301,7 +297,6 @@ def npu_moe_distribute_combine(expand_x: Tensor, expert_ids: Tensor, expand_idx:
     ep_send_counts its ep_recv_counts. [BS, H] in the dtype of expand_x; a hidden token has shared_expert_x or zeros. expand_idx,
     tp_send_counts and expand_scales are not read."""
     name = "npu_moe_distribute_combine"
-    core(name)
     refuse_given(name, "the device reserves the argument", activation_scale=activation_scale, weight_scale=weight_scale, group_list=group_list)
     for argument, value in (("out_dtype", out_dtype), ("group_list_type", group_list_type)):
         if value != 0:
@@ -342,7 +337,6 @@ def npu_moe_distribute_combine_v2(expand_x: Tensor, expert_ids: Tensor, assist_i
     """As npu_moe_distribute_combine; a slot of a zero expert gives 0, of a copy expert ori_x [BS, H], of const expert c
     const_expert_alpha_1[c] * ori_x + const_expert_alpha_2[c] * const_expert_v[c] (each [const_expert_num, H]), all times expert_scales."""
     name = "npu_moe_distribute_combine_v2"
-    core(name)
     refuse_given(name, _ELASTIC, elastic_info=elastic_info)
     refuse_given(name, _TIMES, performance_info=performance_info)
     is_tensor("assist_info_for_combine", assist_info_for_combine)

@@ -1,5 +1,5 @@
-"""Products fused with communication (MC2) over ops_transformer.mc2: NotImplementedError in builds without that module, and of the forms that
-the messages name. No function has gradients."""
+"""Products fused with communication (MC2) over ops_transformer.mc2: NotImplementedError of the forms that the messages name. No function
+has gradients."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from .. import mc2
 from ..matmul import pack_int
 from ._arguments import dtype_of
 from ._edge import device_function, is_tensor, missing, refuse_given, without_gradient
-from ._groups import core, group_of
+from ._groups import group_of
 from .products import _EIGHT_BITS, _weight_only, float_product, scale_of
 
 _WINDOWS = ("the device writes into memory of other ranks, which kernels of theirs read without a call of this library, and CPUs have no such "
@@ -124,7 +125,6 @@ def npu_mm_all_reduce_base(x1: Tensor, x2: Tensor, hcom: str, *, reduce_op: str 
 
     x3 costs a product with a unit matrix of n x n, as the core adds a residual of all ranks once."""
     name = "npu_mm_all_reduce_base"
-    mc2 = core(name)
     _fixed("reduce_op", reduce_op, ("sum",))
     _fixed("comm_turn", comm_turn, (0,))
     refuse_given(name, _EIGHT_BITS, y_dtype=y_dtype, x1_dtype=x1_dtype, x2_dtype=x2_dtype, dequant_scale_dtype=dequant_scale_dtype,
@@ -208,7 +208,6 @@ def npu_all_gather_base_mm(self: Tensor, x2: Tensor, hcom: str, world_size: int,
     With x2_scale [n] self and x2 are int8, x1_scale [m] those of this rank's rows; the product has output_dtype, bfloat16 without it,
     and float16 where x2_scale is int64 (npu_trans_quant_param)."""
     name = "npu_all_gather_base_mm"
-    mc2 = core(name)
     _fixed("gather_index", gather_index, (0,))
     _fixed("comm_turn", comm_turn, (0,))
     _fixed("comm_mode", comm_mode, (None, "ai_cpu", "aiv"))
@@ -231,7 +230,6 @@ def npu_mm_reduce_scatter_base(self: Tensor, x2: Tensor, hcom: str, world_size: 
     ranks have one row more. bias [n], zeros on the device, is added once, and must be the same on all ranks. int8 as in
     npu_all_gather_base_mm; scales count before ranks are summed."""
     name = "npu_mm_reduce_scatter_base"
-    mc2 = core(name)
     _fixed("reduce_op", reduce_op, ("sum",))
     _fixed("comm_turn", comm_turn, (0,))
     _fixed("comm_mode", comm_mode, (None, "ai_cpu", "aiv"))
@@ -247,7 +245,6 @@ def npu_matmul_all_to_all(x1: Tensor, x2: Tensor, hcom: str, world_size: int, bi
                           all2all_axes: Optional[Sequence[int]] = None, comm_mode: Optional[str] = None) -> Tensor:
     """x1 [BS, H1] times x2 [H1, H2], plus bias [H2], and this rank's columns of it from all ranks: [world_size * BS, H2 / world_size];
     where H2 does not divide, the first ranks have one column more. bias in float32, or the dtype of x1."""
-    mc2 = core("npu_matmul_all_to_all")
     _fixed("all2all_axes", None if all2all_axes is None else list(all2all_axes), (None, [-1, -2]))
     without_gradient(_TWO, bias=bias)
     _floats(x1=x1, x2=x2)
@@ -265,7 +262,6 @@ def npu_all_to_all_matmul(x1: Tensor, x2: Tensor, hcom: str, world_size: int, bi
                           Optional[str] = None) -> Tuple[Tensor, Tensor]:
     """(a x2 + bias, a): a [BS / world_size, world_size * H] is this rank's block of rows of the x1 [BS, H] of all ranks, side by side; where
     BS does not divide, the first ranks have one row more. Without all2all_out_flag the second is empty. x2 [world_size * H, N]."""
-    mc2 = core("npu_all_to_all_matmul")
     _fixed("all2all_axes", None if all2all_axes is None else list(all2all_axes), (None, [-2, -1]))
     without_gradient(_TWO, bias=bias)
     _floats(x1=x1, x2=x2)
@@ -322,7 +318,6 @@ def npu_alltoallv_gmm(gmm_x: Tensor, gmm_weight: Tensor, hcom: str, ep_world_siz
     their product with gmm_weight [e, H1, N1] ([e, N1, H1] with trans_gmm_weight). permute_out is None without permute_out_flag, mm_y =
     mm_x mm_weight without them."""
     name = "npu_alltoallv_gmm"
-    mc2 = core(name)
     refuse_given(name, "the device takes none", send_counts_tensor=send_counts_tensor, recv_counts_tensor=recv_counts_tensor)
     _floats(gmm_x=gmm_x, gmm_weight=gmm_weight)
     weight = _stack(gmm_x, gmm_weight, trans_gmm_weight)
@@ -346,7 +341,6 @@ def npu_gmm_alltoallv(gmm_x: Tensor, gmm_weight: Tensor, hcom: str, ep_world_siz
     with gmm_weight goes back to that rank. y [BSK, N1]: rows by answering rank, then its expert, recv_counts[rank * e + expert] of them.
     mm_y as in npu_alltoallv_gmm."""
     name = "npu_gmm_alltoallv"
-    mc2 = core(name)
     refuse_given(name, "the device takes none", send_counts_tensor=send_counts_tensor, recv_counts_tensor=recv_counts_tensor)
     _floats(gmm_x=gmm_x, gmm_weight=gmm_weight)
     weight = _stack(gmm_x, gmm_weight, trans_gmm_weight)
@@ -365,7 +359,6 @@ def npu_attention_to_ffn(x: Tensor, session_id: Tensor, micro_batch_id: Tensor, 
                          Sequence[int], moe_expert_num: int, *, scales: Optional[Tensor] = None, active_mask:
                          Optional[Tensor] = None, quant_mode: int = 0, sync_flag: int = 0, ffn_start_rank_id: int = 0) -> None:
     """Not implemented: the results stand in windows of other ranks."""
-    core("npu_attention_to_ffn")
     missing("npu_attention_to_ffn", _WINDOWS + "attention_to_ffn")
 
 
@@ -374,5 +367,4 @@ def npu_ffn_to_attention(x: Tensor, session_ids: Tensor, micro_batch_ids: Tensor
                          Tensor, actual_token_num: Tensor, group: str, world_size: int, token_info_table_shape:
                          Sequence[int], token_data_shape: Sequence[int], *, attn_rank_table: Optional[Tensor] = None) -> None:
     """Not implemented: the results stand in windows of other ranks."""
-    core("npu_ffn_to_attention")
     missing("npu_ffn_to_attention", _WINDOWS + "ffn_to_attention")
