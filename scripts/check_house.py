@@ -20,6 +20,7 @@ FUNCTION_LINES = 80
 # Lines of each room, headers in include/opst among them. A room may grow by what a new family of operators needs: whoever
 # raises a bound says in the commit what the lines buy, and why the room's furniture did not hold it already.
 ROOM_LINES = {
+    "articles": 160,
     "attention": 10980,
     "c_api": 1550,
     "core": 1350,

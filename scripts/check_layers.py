@@ -34,6 +34,8 @@ ROOMS = {
     "testing": {"core", "machine", "simd"},
     # Ordinary users of the public headers; the graph checks declared tensors and pages as the operators check theirs.
     "graph": {"core", "kv_cache"},
+    # Names of articles' samples, over public headers.
+    "articles": {"core"},
     # The C interface translates; of the machine it takes contexts whose scratch memory is lent.
     "c_api": {"core", "machine"},
     # Its exceptions end where the operators' do (core/guarded.h).
@@ -42,7 +44,7 @@ ROOMS = {
     "python": {"model"},
     "examples": set(),
 }
-USERS = {"graph", "c_api", "model", "tools", "python", "examples"}
+USERS = {"graph", "articles", "c_api", "model", "tools", "python", "examples"}
 
 # include/opst/NAME.h belongs to the room of that name, except:
 PUBLIC_HEADER_ROOMS = {"status": "core", "tensor": "core", "dtype": "core", "context": "machine",
