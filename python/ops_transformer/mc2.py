@@ -5,10 +5,11 @@
         out = mc2.matmul_all_to_all(ranks[rank], x, mc2.pack_columns(weight, 2), context=contexts[rank])
 
 Every rank makes the same calls in the same order with tensors of its own; r is the calling rank, P how many there are, R_s the rows that
-belong to rank s. What a rank's own tensors or options are refused for is its ValueError and a RuntimeError on the others; RuntimeError
+belong to rank s. What the core refuses a rank's tensors or options for is its ValueError and a RuntimeError on the others; RuntimeError
 also where ranks disagree, one is gone or one is waited for in vain. Then the communicator is poisoned: its later calls raise at once.
-(A TypeError, of what is no array, comes before the call, and the other ranks wait for their timeout.) Results have the bits of the
-unfused form and do not depend on timing. Nothing here has gradients: torch tensors that require them are refused.
+What is refused before the core is called (no array, a wrong number of dimensions, options of a wrong kind, an unknown dtype) the other
+ranks are not told: they wait for their timeout, unless the communicator is closed. Results have the bits of the unfused form and do not
+depend on timing. Nothing here has gradients: torch tensors that require them are refused.
 
 Arrays as elsewhere, a product's weight an array [n, k] or packed by `matmul.pack`, `pack_blocks`, `pack_int`; an array is packed in each
 call. Lists of sizes have P numbers.
@@ -106,7 +107,7 @@ def _product(name: str, communicator: Communicator, x: Any, weights: Any, rows: 
         mine = packed.n(communicator.rank) if isinstance(packed, PackedParts) and communicator.rank < len(packed) else \
             0 if isinstance(packed, PackedParts) else packed.n
         sizes = given if len(given) == ranks else None
-        out = empty(x, (out_rows(tensor.shape[0], sizes), mine), _kind(x, tensor, dtype))
+        out = empty(x, (max(out_rows(tensor.shape[0], sizes), 0), mine), _kind(x, tensor, dtype))
     elif dtype is not None and dtype != view(out).dtype:
         raise ValueError(f'dtype is "{dtype}", but out is {view(out).dtype}')
     options = {"rows": given, "inputs": _sizes(inputs, "inputs"), "int8_activations": int8_activations, "tile_rows": tile_rows}

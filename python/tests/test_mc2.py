@@ -256,6 +256,11 @@ def test_what_goes_wrong_is_said_on_all_ranks(rng):
     assert isinstance(refused[1], ValueError) and "7" in str(refused[1]) and "8" in str(refused[1])
     assert isinstance(refused[0], RuntimeError) and "rank 1" in str(refused[0])
 
+    for product in (mc2.matmul_reduce_scatter, mc2.all_to_all_matmul):
+        negative, _ = errors_and_results(2, lambda ranks, context: product(ranks, x, np.tile(w, 2) if product is mc2.all_to_all_matmul
+                                                                           else w, rows=[9, -5], context=context))
+        assert all(isinstance(error, ValueError) and "-5" in str(error) for error in negative), negative
+
     def once(ranks, context):
         if ranks.rank == 0:
             with pytest.raises(RuntimeError, match="matmul_all_reduce: .*rank 1"):
