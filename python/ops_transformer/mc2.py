@@ -9,7 +9,12 @@ belong to rank s. What the core refuses a rank's tensors or options for is its V
 also where ranks disagree, one is gone or one is waited for in vain. Then the communicator is poisoned: its later calls raise at once.
 What is refused before the core is called (no array, a wrong number of dimensions, options of a wrong kind, an unknown dtype) the other
 ranks are not told: they wait for their timeout, unless the communicator is closed. Results have the bits of the unfused form and do not
-depend on timing. Nothing here has gradients: torch tensors that require them are refused.
+depend on timing.
+
+Gradients of torch tensors have the functions whose gradient is one between ranks: matmul_all_to_all, all_to_all_matmul, all_gather_matmul,
+matmul_reduce_scatter, sequence_to_heads, heads_to_sequence, ring_attention_forward; the others refuse tensors that require them. All ranks
+call backward, and the same tensors require gradients on all of them. Gradients are those of the sum of all ranks' losses; that of a weight
+or bias is of this rank's copy: ranks that hold the same one add theirs.
 
 Arrays as elsewhere, a product's weight an array [n, k] or packed by `matmul.pack`, `pack_blocks`, `pack_int`; an array is packed in each
 call. Lists of sizes have P numbers.
@@ -33,6 +38,13 @@ __all__ = ["Communicator", "Dispatched", "PackedParts", "RankMemory", "RingGradi
            "from_group", "from_mpi4py", "grouped_matmul_all_to_allv", "heads_to_sequence", "join", "matmul_all_reduce",
            "matmul_all_to_all", "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_layer_forward", "pack_columns",
            "pack_columns_blocks", "pack_columns_int", "ring_attention_backward", "ring_attention_forward", "sequence_to_heads"]
+
+
+def _torch_forms() -> Dict[str, Any]:
+    from ._torch_mc2 import FORMS
+
+    return FORMS
+
 
 _PACKED = (PackedWeight, PackedIntWeight, PackedParts)
 
@@ -115,7 +127,7 @@ def _product(name: str, communicator: Communicator, x: Any, weights: Any, rows: 
     return out
 
 
-@public
+@public(torch=_torch_forms)
 def matmul_all_to_all(communicator: Communicator, x: Any, weights: Any, *, bias: Any = None, x_scales: Any = None,
                       int8_activations: bool = False, rows: Any = None, tile_rows: int = 0, dtype: Optional[str] = None,
                       out: Any = None, context: Optional[Context] = None) -> Any:
@@ -130,7 +142,7 @@ def matmul_all_to_all(communicator: Communicator, x: Any, weights: Any, *, bias:
                     {"bias": bias, "x_scales": x_scales}, int8_activations=int8_activations, tile_rows=tile_rows)
 
 
-@public
+@public(torch=_torch_forms)
 def all_to_all_matmul(communicator: Communicator, x: Any, weights: Any, *, bias: Any = None, int8_activations: bool = False,
                       rows: Any = None, inputs: Any = None, exchanged: Any = None, tile_rows: int = 0, dtype: Optional[str] = None,
                       out: Any = None, context: Optional[Context] = None) -> Any:
@@ -144,7 +156,7 @@ def all_to_all_matmul(communicator: Communicator, x: Any, weights: Any, *, bias:
                     exchanged, inputs, int8_activations, tile_rows)
 
 
-@public
+@public(torch=_torch_forms)
 def all_gather_matmul(communicator: Communicator, x: Any, weights: Any, *, bias: Any = None, x_scales: Any = None,
                       int8_activations: bool = False, rows: Any = None, exchanged: Any = None, tile_rows: int = 0,
                       dtype: Optional[str] = None, out: Any = None, context: Optional[Context] = None) -> Any:
@@ -155,7 +167,7 @@ def all_gather_matmul(communicator: Communicator, x: Any, weights: Any, *, bias:
                     {"bias": bias, "x_scales": x_scales}, exchanged, None, int8_activations, tile_rows)
 
 
-@public
+@public(torch=_torch_forms)
 def matmul_reduce_scatter(communicator: Communicator, x: Any, weights: Any, *, bias: Any = None, x_scales: Any = None,
                           residual: Any = None, int8_activations: bool = False, rows: Any = None, tile_rows: int = 0,
                           dtype: Optional[str] = None, out: Any = None, context: Optional[Context] = None) -> Any:
@@ -370,7 +382,7 @@ def ffn_to_attention(communicator: Communicator, rows: Any, topk_ids: Any = None
 # ---- Sequences spread over ranks -------------------------------------------------------------------------------------
 
 
-@public
+@public(torch=_torch_forms)
 def sequence_to_heads(communicator: Communicator, x: Any, *, rows: Any = None, heads: Any = None, tile_rows: int = 0, out: Any = None,
                       context: Optional[Context] = None) -> Any:
     """x [R_r, sum of H_s, head_dim], any dtype -> out [sum of R_s, H_r, head_dim]: my heads of all rows. rows: R_s (default: as many for
@@ -386,7 +398,7 @@ def sequence_to_heads(communicator: Communicator, x: Any, *, rows: Any = None, h
     return out
 
 
-@public
+@public(torch=_torch_forms)
 def heads_to_sequence(communicator: Communicator, x: Any, *, rows: Any = None, heads: Any = None, tile_rows: int = 0, out: Any = None,
                       context: Optional[Context] = None) -> Any:
     """The way back: x [sum of R_s, H_r, head_dim] -> out [R_r, sum of H_s, head_dim]. rows: default the rows of x divided; heads: default
@@ -407,7 +419,7 @@ def _ring(rows: Any, softmax_scale: Optional[float], causal: bool, window_left: 
             "softcap": softcap, "order": order, "rows": _sizes(rows, "rows"), "tile_rows": tile_rows}
 
 
-@public
+@public(torch=_torch_forms)
 def ring_attention_forward(communicator: Communicator, query: Any, key: Any, value: Any, *, softmax_scale: Optional[float] = None,
                            causal: bool = False, window_left: Optional[int] = None, window_right: Optional[int] = None,
                            softcap: float = 0.0, order: str = "contiguous", rows: Any = None, tile_rows: int = 0,
